@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from narrows.protocols.planning.flows import SKIPPED, last_part
-from narrows.protocols.runtime.streams import Clock, Received, Sent
+from narrows.protocols.runtime.streams import MeasurementTime, ReceivingStream, SendingStream
 
 if TYPE_CHECKING:
     from lab import Host
@@ -42,8 +42,8 @@ def stream(source: Host, sink: Host, seconds: float) -> Stream:
         listener.settimeout(PATIENCE_S)
         sender.settimeout(PATIENCE_S)
         sender.connect(listener.getsockname())
-        there, here = Sent(sender), Received(listener.accept()[0])
-        clock = Clock(time.monotonic() + seconds + PATIENCE_S)
+        there, here = SendingStream(sender), ReceivingStream(listener.accept()[0])
+        clock = MeasurementTime(time.monotonic() + seconds + PATIENCE_S)
         thread = threading.Thread(target=there.run, args=(clock, seconds, ENDLESS), name="pour")
         thread.start()
         here.run(clock, seconds, ENDLESS)

@@ -33,7 +33,7 @@ from narrows.protocols import messages as m
 from narrows.protocols import summary
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.plan import Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings, contradiction
 from narrows.protocols.tables import TableSpec
@@ -148,9 +148,14 @@ def of_rows(data: bytes) -> None:
 
 def packed_seeds() -> Iterator[bytes]:
     tables = (TableSpec("c", 10, 3, 1, 0.5, "SparseAdam"),)
-    plan = Plan((TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")), "", ((0, 1),), tables=tables)
+    plan = ModelSpec(
+        (TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")), "", ((0, 1),), tables=tables
+    )
     hyper = pack([pack([{"lr": 0.1}]), [1], pack([{"lr": 0.1}])])
-    rows = [summary.Row((), "", "", summary.Summary()), summary.Row((0, 1), "a", "", summary.Summary(loss=1.0))]
+    rows = [
+        summary.SummaryRow((), "", "", summary.Summary()),
+        summary.SummaryRow((0, 1), "a", "", summary.Summary(loss=1.0)),
+    ]
     seeds = (
         *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
         *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows), pack([[0, "step", 3.0], [1, "exp_avg", None]])),
@@ -168,7 +173,7 @@ def expected(data: bytes) -> None:
 
 
 PACKED: tuple[Callable[[bytes], object], ...] = (
-    *(Settings.unpacked, Plan.unpacked, unpack_arrays, unpack_hyper),
+    *(Settings.unpacked, ModelSpec.unpacked, unpack_arrays, unpack_hyper),
     *(unpack, summary.unpacked, lambda data: unpack_rows(data, 2), expected),
 )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrows.worker import DistributedOptimizer, session
-from narrows.worker.gradients import Gradients
+from narrows.worker.gradients import GradientStep
 
 sys.path.append(str(Path(__file__).parent / "tasks"))
 import bytelm
@@ -47,7 +47,7 @@ class NarrowsSide:
         self.optimizer = DistributedOptimizer(adamw, model, overlap=True, max_grad_norm=clip)
         self.rank, self.of = session.rank(), session.world_size()
         engine = session.current().engine
-        assert engine is not None and isinstance(engine.sync, Gradients) and engine.sync.overlap is not None
+        assert engine is not None and isinstance(engine.sync, GradientStep) and engine.sync.overlap is not None
         shards = engine.sync.shards
         watch(shards, "wait_ready", lambda *_: "wait for state", spans)
         watch(shards, "send_part", lambda shard, part, *_: f"part {shard}.{part}", spans)

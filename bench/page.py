@@ -32,7 +32,7 @@ sys.path.insert(0, str(launch.ROOT / "tests"))
 from kit.browser import Browser, browser, missing
 from kit.glance import figures
 
-from narrows.ps.glance.reading import Record, frames
+from narrows.ps.glance.reading import RecordReader, frames
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
 SLEEP_S = 0.4
@@ -161,7 +161,7 @@ def told(run: Cities, out: Path) -> list[str]:
         found.append(f"hosts asked: {page.run(hosts)}; complaints: {page.complaints()}")
     until(lambda: seen.last.get("over"), "the end of the run", RUN_S)
     seen.thread.join(10)
-    record = Record(str(run.folder / "record"))
+    record = RecordReader(str(run.folder / "record"))
     record.read()
     same, last = figures(record.history.frame()), figures(seen.last)
     wrong = [name for name in same if same[name] != last[name]]

@@ -41,13 +41,13 @@ from launch import CommandFailed
 from probing import Access
 from scheduling import worldwide
 
-from narrows.protocols.planning.choose import Choice, Chooser, choices, choose
-from narrows.protocols.planning.layout import Layout
-from narrows.protocols.planning.levels import Groups, Prices, Work
+from narrows.protocols.planning.choose import Chooser, DeploymentChoice, choices, choose
+from narrows.protocols.planning.layout import Deployment
+from narrows.protocols.planning.levels import Groups, StepPrices, TrainingWork
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
-from narrows.protocols.planning.ways import BELOW, WAYS, Way
-from narrows.protocols.planning.written import Places, clustered, long_commands
+from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
+from narrows.protocols.planning.written import HostAddresses, clustered, long_commands
 from narrows.ps.coded import coded
 from narrows.ps.tried import tried
 
@@ -90,7 +90,7 @@ def cities_of(network: Network, cities: Sequence[City]) -> dict[str, str]:
     return dict(zip(network.hosts, homes, strict=True))
 
 
-def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[Choice]:
+def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[DeploymentChoice]:
     """Plans by hand; the root stands where the plan's price says."""
     alone, begin = chooser.alone, 0
     groups: list[tuple[int, ...]] = []
@@ -113,7 +113,7 @@ def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
         )
 
 
-def stretch(way: Way) -> int:
+def stretch(way: ModeAndSpec) -> int:
     """Steps over which a measured step is a mean."""
     mode = way.mode
     return mode.local_steps if mode.local_steps > 1 else 1 if mode.window == 1 else BUNCHES * mode.window
@@ -130,7 +130,7 @@ def step_of(record: Path, steps: int = 1) -> float:
 
 
 def measure(
-    cities: Sequence[City], layout: Layout, names: Sequence[str], args: str, over: int, limit_s: float
+    cities: Sequence[City], layout: Deployment, names: Sequence[str], args: str, over: int, limit_s: float
 ) -> float:
     """Seconds of a step, of the slowest worker where one waits for it. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as temporary, lab.star([city.access.ways[0] for city in cities]) as net:
@@ -184,10 +184,10 @@ def scale(file: str, places: str) -> None:
         network = worldwide(count // 8)
         if file:
             network = placed(json.loads(Path(file).read_text()), places, str(count))
-        began, work = time.process_time(), Work(1e8, 1.0, coded())
+        began, work = time.process_time(), TrainingWork(1e8, 1.0, coded())
         plans = choices(network, work)
         chosen_s = time.process_time() - began
-        (plan, _), *_ = tried(Prices(network, work), plans)
+        (plan, _), *_ = tried(StepPrices(network, work), plans)
         print(
             f"{len(network.hosts)} machines: {chosen_s:.2f} s of CPU to choose, {time.process_time() - began - chosen_s:.2f} "
             f"to try; {len(plan.clusters)} clusters"
@@ -203,7 +203,7 @@ def optimum(seeds: int) -> None:
     for hosts in range(3, 10):
         over, spent = [], np.zeros(2)
         for seed in range(seeds):
-            network, work = drawn(seed, hosts), Work((2e5, 2e6, 2e7, 1e8)[seed // 2 % 4], 0.1, coded())
+            network, work = drawn(seed, hosts), TrainingWork((2e5, 2e6, 2e7, 1e8)[seed // 2 % 4], 0.1, coded())
             found = []
             for turn, search in enumerate((Chooser.every, Chooser.nearby)):
                 began, chooser = time.process_time(), Chooser(network, work)
@@ -270,12 +270,14 @@ def main(networks: str, plans: str, steps: int | None, pause: float, args: str, 
         network, best = network_of(cities), None
         share_s = step_s or alone_s(f"{args} --pause {pause} --batch {BATCH // len(network.hosts)}")
         print(f"| {name} | an even share of a step, alone | | | {1e3 * share_s:.0f} | | |", flush=True)
-        work = Work(parameters, share_s, coded())
+        work = TrainingWork(parameters, share_s, coded())
         chooser = Chooser(network, work)
         all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
         for which in plans.split(","):
             plan = all_plans[which]
-            layout = clustered(Places(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys="")
+            layout = clustered(
+                HostAddresses(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys=""
+            )
             levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
             try:
                 over = stretch(plan.above)

@@ -27,7 +27,7 @@ import numpy as np
 from narrows.protocols.planning.cost import Costs, Indices, Job
 from narrows.protocols.planning.cycles import cycled
 from narrows.protocols.planning.network import Network, from_places
-from narrows.protocols.planning.search import Plan, plan
+from narrows.protocols.planning.search import FoundLayout, plan
 
 GPT3_XL = Job(stages=8, replicas=8, layers=24, layer_bytes=0.65e9 / 3, activation_bytes=0.47124922275543213e9)
 PAPER_POPULATION = 100
@@ -127,7 +127,7 @@ def balanced(labels: Indices, job: Job) -> Indices:
     return labels
 
 
-def timed(network: Network, job: Job, seed: int, evaluations: int | None) -> tuple[Plan, float]:
+def timed(network: Network, job: Job, seed: int, evaluations: int | None) -> tuple[FoundLayout, float]:
     began = time.process_time()
     return plan(network, job, seed, evaluations), time.process_time() - began
 

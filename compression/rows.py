@@ -35,7 +35,7 @@ Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CodedRows:
     """`indices`: rising uint32[kept], of the `count` rows that a shard has of `table`; `values`: float32[kept, dim]; `coding`:
     a key of CODINGS."""
 
@@ -114,7 +114,7 @@ def _chunks(coding: Sectioned, kept: int, dim: int) -> Iterator[tuple[int, int, 
         yield begin, end, np.zeros((end - begin, width), np.float32)
 
 
-def decode(payload: Payload) -> Rows:
+def decode(payload: Payload) -> CodedRows:
     """Raises PayloadError for what is none; any bytes are safe to pass."""
     data = bytes_view(payload)
     if data.size < HEADER.size:
@@ -131,7 +131,7 @@ def decode(payload: Payload) -> Rows:
     indices: IndexArray = np.empty(kept, np.uint32)
     for begin in range(0, kept, CHUNK):
         read(begin, indices[begin : begin + CHUNK])
-    return Rows(table, count, indices, decode_values(data[HEADER.size : at], kept, dim, valued), valued)
+    return CodedRows(table, count, indices, decode_values(data[HEADER.size : at], kept, dim, valued), valued)
 
 
 def check(payload: Payload, count: int, finite: bool) -> float:

@@ -31,11 +31,11 @@ def by_phase(table: Mapping[Phase, Mapping[str, Phase]]) -> Steps:
 
 
 MACHINES: tuple[tuple[str, str, type[Enum], Steps], ...] = (
-    ("member", "protocols/member/member.py", member.Phase, by_trigger(member.TRANSITIONS)),
-    ("gossip driver", "protocols/gossip/driver.py", driver.Phase, by_trigger(driver.TRANSITIONS)),
+    ("member", "protocols/member/member.py", member.MemberPhase, by_trigger(member.TRANSITIONS)),
+    ("gossip driver", "protocols/gossip/driver.py", driver.GossipPhase, by_trigger(driver.TRANSITIONS)),
     ("run", "protocols/cluster/run.py", run.RunPhase, by_phase(run.RUN_LIFE)),
     ("seat", "protocols/cluster/run.py", run.SeatPhase, by_phase(run.SEAT_LIFE)),
-    ("shard", "ps/planned.py", planned.Stage, [("done", *step) for step in planned.NEXT.items()]),
+    ("shard", "ps/planned.py", planned.ClockStage, [("done", *step) for step in planned.NEXT.items()]),
 )
 
 

@@ -234,7 +234,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendToPeer:
     """Send `message` to the peer at `address`."""
 
     address: str
@@ -319,8 +319,8 @@ class Drop:
     peer: int
 
 
-ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
-CopyEffect = Send | Tell | Log | Serve | Stop
+ServerEffect = Send | SendToPeer | Log | Checkpoint | Load | Stop
+CopyEffect = Send | SendToPeer | Log | Serve | Stop
 OfRun = (
     Joined
     | Started
@@ -339,5 +339,5 @@ OfRun = (
 )
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | MomentsArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
-MemberEffect = Send | Tell | OfRun | OfShard | OfPeers
+MemberEffect = Send | SendToPeer | OfRun | OfShard | OfPeers
 PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop

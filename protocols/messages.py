@@ -215,7 +215,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Declare(Message):
-    """Worker to coordinator: my model and optimizer (`Plan`, packed). From here on it counts as a member."""
+    """Worker to coordinator: my model and optimizer (`ModelSpec`, packed). From here on it counts as a member."""
 
     worker: int
     epoch: int
@@ -670,7 +670,7 @@ class OfferAck(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Message):
+class GossipEnded(Message):
     """Peer to peer: I have done my last step, and mix with whoever asks until all have."""
 
     worker: int
@@ -678,7 +678,7 @@ class Ended(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt(Message):
+class ModelRequest(Message):
     """Peer to peer: I am new; the answer to this is an Offer of number -1, your whole model."""
 
     worker: int
@@ -694,7 +694,7 @@ class Ping(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy(Message):
+class ReplicationFollow(Message):
     """Standby to the shard that it copies: what is here of it. It acknowledges, and said again it is a sign of life."""
 
     shard: int  # -1: what must a server be told to stand by for you?
@@ -706,14 +706,14 @@ class Copy(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Original(Message):
+class ReplicationBegin(Message):
     """Shard 0 to a standby: what it must be told, a msgpack map."""
 
     told: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(Message):
+class ReplicationEntry(Message):
     """Shard to its standby: event `number`, or where `parts` is not 0, a part of the machine as it was after that event."""
 
     life: int  # of the shard: its incarnation; events are counted anew in each
@@ -727,7 +727,7 @@ class Copied(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Copying(Message):
+class ReplicationProgress(Message):
     """Shard to shard 0 of the same server, and the same between two that stand by: how far copying is."""
 
     shard: int
@@ -737,7 +737,7 @@ class Copying(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class View(Message):
+class FailoverNotice(Message):
     """Who serves: shard 0 to members and to the other shards. Each change of who does has a number of its own.
 
     From the server that members know: it serves, and `standby` stands by, "": nobody does; not `decided`: it asks for votes.
@@ -751,7 +751,7 @@ class View(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Vote(Message):
+class FailoverVote(Message):
     """Member to the server, or to its standby: in view `view` I take you for the server, and nobody else."""
 
     worker: int
@@ -761,7 +761,7 @@ class Vote(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Stay(Message):
+class KeepServing(Message):
     """Standby to member: the server lives, and your vote does not count any more."""
 
     view: int
@@ -769,10 +769,10 @@ class Stay(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Message):
+class RemoteShardsOffer(Message):
     """Guest to shard 0: it has room for shards of this server. Said again, it is a sign of life."""
 
-    token: Name  # names it, and this attempt to join; "": what must its shards be told? The answer is `Original`
+    token: Name  # names it, and this attempt to join; "": what must its shards be told? ReplicationBegin answers
     host: Name  # where members find its shards
     shards: int  # that it has room for
     first: int  # the first of those that it has, -1: it knows of none
@@ -780,7 +780,7 @@ class Join(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Room(Message):
+class RemoteShardsGrant(Message):
     """Shard 0 to a guest: which shards are its. The newest epoch and version replaces all before it."""
 
     token: Name
@@ -796,11 +796,11 @@ class Room(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class FileAsk(Message):
+class FileRequest(Message):
     """Shard of a guest to shard 0, which has the checkpoints of all: about the file of `shard` and `clock`."""
 
     number: int  # which the answer repeats
-    what: int  # a `What` (ps/process/archive.py)
+    what: int  # a `ArchiveJob` (ps/process/archive.py)
     shard: int
     shards: int
     clock: int
@@ -822,7 +822,7 @@ class FileAnswer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor(Message):
+class PipelineTensor(Message):
     """Stage to stage: the next tensor of this sender to this receiver. `step`: of the sender's run, -1: of no step.
     Both ends know the shape: it does not travel."""
 
@@ -836,7 +836,7 @@ class Tensor(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Message):
+class PipelineBeat(Message):
     """Stage to stage: I live. `taken`: tensors of yours that my script has. `missed`: send again from this number on, -1:
     nothing. `left`: 0, 1 where I have finished, 2 + my exit code where I have failed (2 alone: nobody knows)."""
 
@@ -879,34 +879,41 @@ KINDS: dict[int, type[Message]] = {
     25: Report,
     26: Roster,
     50: Move,
-    27: Copy,
-    28: Original,
-    29: Copied,
-    30: Copying,
-    31: View,
-    48: Vote,
-    49: Stay,
-    56: Join,
-    57: Room,
-    58: FileAsk,
+    27: ReplicationFollow,
+    28: ReplicationBegin,
+    29: ReplicationEntry,
+    30: ReplicationProgress,
+    31: FailoverNotice,
+    48: FailoverVote,
+    49: KeepServing,
+    56: RemoteShardsOffer,
+    57: RemoteShardsGrant,
+    58: FileRequest,
     59: FileAnswer,
     32: Offer,
     33: OfferAck,
-    34: Ended,
-    35: Adopt,
+    34: GossipEnded,
+    35: ModelRequest,
     36: Ping,
-    64: Tensor,
-    65: Beat,
+    64: PipelineTensor,
+    65: PipelineBeat,
 }
 # These messages of a member go over a connection of their own: behind a large push a heartbeat would come after its
 # lease. They keep one order: the last buffers of a worker come before its Leave.
-CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, Vote, RangeAsk, AgreeAsk, Beat)
-OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
+CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, FailoverVote, RangeAsk, AgreeAsk, PipelineBeat)
+OF_COPIES = (
+    ReplicationFollow,
+    ReplicationProgress,
+    FailoverNotice,
+    FailoverVote,
+)  # between a server, its standby, and the members that choose
 
 
 def beside(message: Message) -> bool:
     """It is no event of the machine that it comes to."""
-    return isinstance(message, (*OF_COPIES, FileAsk)) or (isinstance(message, Join) and not message.token)
+    return isinstance(message, (*OF_COPIES, FileRequest)) or (
+        isinstance(message, RemoteShardsOffer) and not message.token
+    )
 
 
 # A server's runner puts the send time into these: the machine made them before it folded and published.

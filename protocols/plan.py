@@ -82,7 +82,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelSpec:
     """The declaration of a worker: its tensors in order, and its optimizer as plain values.
 
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
@@ -128,12 +128,12 @@ class Plan:
         return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree, tables, frozen])
 
     @staticmethod
-    def unpacked(packed: bytes) -> Plan:
+    def unpacked(packed: bytes) -> ModelSpec:
         """Raises RemoteProtocolError where `packed` is no plan."""
         value: Any = unpack(packed)
         try:
             tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
-            plan = Plan(
+            plan = ModelSpec(
                 tuple(_trained(*row) for row in tensors),
                 _text(optimizer),
                 tuple(tuple(_count(i) for i in group) for group in groups),
@@ -169,7 +169,7 @@ class Plan:
             raise RemoteProtocolError("the parameter groups of the plan do not hold each of its tensors once")
         return plan
 
-    def check_same(self, other: Plan) -> None:
+    def check_same(self, other: ModelSpec) -> None:
         """Raise IncompatibleError naming the first thing in which `other`, a joiner's plan, differs from this run's."""
         for ours, theirs in zip(self.tensors, other.tensors, strict=False):
             if ours != theirs:

@@ -63,7 +63,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SummaryRow:
     """A member in the tree below a server. `path`: its rank there, after those of the clusters that it is below of; () is whose
     heartbeat it is. `runs`: the settings of a cluster, "" of a worker."""
 
@@ -72,7 +72,7 @@ class Row:
     runs: str
     summary: Summary
 
-    def below(self, rank: int, host: str) -> Row:
+    def below(self, rank: int, host: str) -> SummaryRow:
         """As the server of its sender sees it, whose rank there this is."""
         return replace(self, path=(rank, *self.path), host=self.host if self.path else host[:NAME_MAX])
 
@@ -81,14 +81,14 @@ class Row:
         return {"path": [*self.path], "host": self.host, "runs": self.runs, **asdict(self.summary)}
 
 
-Rows = Callable[[], tuple[Row, ...]]
+Rows = Callable[[], tuple[SummaryRow, ...]]
 KINDS = tuple(str(f.type) for f in fields(Summary))
 
 
-def packed(rows: Sequence[Row]) -> bytes:
+def packed(rows: Sequence[SummaryRow]) -> bytes:
     """For a heartbeat: at least one row. Those that find no room are counted in the first."""
     first, *others = rows
-    size, kept = len(pack(_plain(first))) + 64, list[Row]()
+    size, kept = len(pack(_plain(first))) + 64, list[SummaryRow]()
     for row in others:
         size += len(pack(_plain(row)))
         if size > ROWS_BYTES_MAX:
@@ -99,7 +99,7 @@ def packed(rows: Sequence[Row]) -> bytes:
     return pack([_plain(row) for row in (first, *kept)])
 
 
-def _plain(row: Row) -> list[Any]:
+def _plain(row: SummaryRow) -> list[Any]:
     return [[*row.path], row.host, row.runs, *map(_fits, astuple(row.summary), KINDS)]
 
 
@@ -141,7 +141,7 @@ COLUMNS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 )
 
 
-def unpacked(packed: bytes) -> tuple[Row, ...]:
+def unpacked(packed: bytes) -> tuple[SummaryRow, ...]:
     """The rows of a heartbeat: () for b"". Raises RemoteProtocolError where they are none."""
     if not packed:
         return ()
@@ -154,7 +154,7 @@ def unpacked(packed: bytes) -> tuple[Row, ...]:
     return found
 
 
-def _row(values: Any) -> Row:
+def _row(values: Any) -> SummaryRow:
     if type(values) is not list or len(values) != len(COLUMNS):
         raise RemoteProtocolError(f"a row of a summary has {len(COLUMNS)} values")
     for (name, check), value in zip(COLUMNS, values, strict=True):
@@ -162,4 +162,4 @@ def _row(values: Any) -> Row:
             raise RemoteProtocolError(f"a summary has {repr(value)[:60]} for {name}")
     path, host, runs, *rest = values
     figures: Any = [tuple(value) if type(value) is list else value for value in rest]
-    return Row(tuple(path), host, runs, Summary(*figures))
+    return SummaryRow(tuple(path), host, runs, Summary(*figures))

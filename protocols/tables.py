@@ -24,7 +24,7 @@ ASKS_MAX = 64  # asks for rows of one worker that a shard keeps until it may ans
 
 
 @dataclass(frozen=True, slots=True)
-class Rowwise:
+class RowwiseOptimizer:
     """How a class of torch.optim steps rows. `sent`: hyper-parameters that travel with a push; `off`: those that must be 0, as
     they would move rows without a gradient, or torch refuses them for sparse ones; `state`: arrays of the table's shape."""
 
@@ -34,9 +34,11 @@ class Rowwise:
 
 
 ROWWISE = {
-    "SGD": Rowwise(("lr",), ("momentum", "weight_decay", "maximize"), ()),
-    "Adagrad": Rowwise(("lr", "eps", "initial_accumulator_value"), ("lr_decay", "weight_decay", "maximize"), ("sum",)),
-    "SparseAdam": Rowwise(("lr", "betas", "eps"), ("maximize",), ("exp_avg", "exp_avg_sq")),
+    "SGD": RowwiseOptimizer(("lr",), ("momentum", "weight_decay", "maximize"), ()),
+    "Adagrad": RowwiseOptimizer(
+        ("lr", "eps", "initial_accumulator_value"), ("lr_decay", "weight_decay", "maximize"), ("sum",)
+    ),
+    "SparseAdam": RowwiseOptimizer(("lr", "betas", "eps"), ("maximize",), ("exp_avg", "exp_avg_sq")),
 }
 
 

@@ -44,7 +44,7 @@ class Timing:
 
 
 @dataclass(slots=True)
-class Patience:
+class RetryTimer:
     """When bytes that are not acknowledged are sent again. A link that is slower than the limit would carry nothing but
     copies: where an answer to what was sent twice shows how long one takes there, the next ones are waited for as long."""
 

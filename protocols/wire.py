@@ -19,7 +19,7 @@ from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import KIND_OF, KINDS, Buffer, Message
 
 MAGIC = b"NRWS"
-VERSION = 17
+VERSION = 18
 PREFIX_BYTES = len(MAGIC) + 1
 HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor, and a Ready holds the buffers of a model, as bytes both
 FIELDS_BYTES_MAX = 4 << 20  # of a header or a packed field, raw bytes aside: unpacked they are up to 64 times as much

@@ -20,11 +20,11 @@ from narrows.compression import ErrorFeedback
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Tell
+from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip.gain import Gain
-from narrows.protocols.gossip.outer import Outer
-from narrows.protocols.gossip.peers import Peer
+from narrows.protocols.gossip.gain import GossipGain
+from narrows.protocols.gossip.outer import OuterMomentum
+from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -34,13 +34,13 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.summary import Summary
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.changes import Change, FloatArray, Load, Rebase
+from narrows.ps.changes import Change, FloatArray, LoadArrays, Rebase
 
 Asks = list[ServerEffect]  # toward above: what is to be sent, told and logged
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParentSeat:
     """A cluster's place in the run above, as process 0 tells the other shards."""
 
     settings: Settings
@@ -61,38 +61,38 @@ class Place:
         )
 
     @staticmethod
-    def unpacked(packed: bytes) -> Place:
+    def unpacked(packed: bytes) -> ParentSeat:
         """Raises RemoteProtocolError where `packed` is none."""
         value: Any = unpack(packed)
         try:
             settings, worker, epoch, clock, at, ports, number, server, before, hold = value
             numbers = (int(worker), int(epoch), int(clock), int(at))
             where = (tuple(map(int, ports)), int(number), str(server))
-            return Place(Settings.unpacked(settings), *numbers, *where, int(before), int(hold))
+            return ParentSeat(Settings.unpacked(settings), *numbers, *where, int(before), int(hold))
         except (TypeError, ValueError):
             raise RemoteProtocolError("a place in the run above is ten values") from None
 
-    def turned(self, before: Place | None) -> bool:
+    def turned(self, before: ParentSeat | None) -> bool:
         """It is this one, at another server, or with another clock to hold at."""
         return before is not None and self == replace(before, ports=self.ports, server=self.server, hold=self.hold)
 
-    def follows(self, before: Place | None) -> bool:
+    def follows(self, before: ParentSeat | None) -> bool:
         """It is this one under the next plan of the run above."""
         return before is not None and (self.worker, self.before) == (before.worker, before.epoch)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ParentState:
     """The part that outlives a place. `start`: weights at the last push, or the base that they were set to; `renewed`:
-    nobody here has a state of before; `degree`: of the optimizer here, see `Plan`; `owed`: to the run above by a life before
-    this one, float32[size], until a place there takes it over."""
+    nobody here has a state of before; `degree`: of the optimizer here, see `ModelSpec`; `owed`: to the run above by a
+    life before this one, float32[size], until a place there takes it over."""
 
     start: FloatArray | None = None
     feedback: ErrorFeedback | None = None
     owed: FloatArray | None = None
     model: FloatArray | None = None  # of clusters that gossip
-    gain: Gain | None = None  # the same
-    outer: Outer | None = None  # the same
+    gain: GossipGain | None = None  # the same
+    outer: OuterMomentum | None = None  # the same
     degree: float = 1.0
     renewed: bool = False
 
@@ -108,15 +108,15 @@ class Kept:
         return since if self.residual is None else since + self.residual
 
 
-class Above:
+class ParentLink:
     """Nothing above: for good, or of a cluster (`kept`) that has no place there at present. `x`: the weights, float32[size].
 
     kept: what outlives the place. asked: ours are to be the first weights of the run above. master: the model that it ends
     with, once all that is here is in it. ready: the first state of this place is here.
     """
 
-    def __init__(self, kept: Kept | None = None, place: Place | None = None) -> None:
-        self.kept, self.place = kept or Kept(), place
+    def __init__(self, kept: ParentState | None = None, place: ParentSeat | None = None) -> None:
+        self.kept, self.place = kept or ParentState(), place
         self.ready = self.asked = False
         self.master: FloatArray | None = None
 
@@ -134,13 +134,13 @@ class Above:
     def repeat_soon(self, peer: str = "") -> None:
         """The connection to the shard above is another one, or that to this peer."""
 
-    def turn(self, place: Place) -> None:
+    def turn(self, place: ParentSeat) -> None:
         """The same place is at another server now, which has all that this one was told of; or it holds at another clock."""
         before, self.place = self.place, place
         if before is None or (before.server, before.ports) != (place.server, place.ports):
             self.repeat_soon()
 
-    def go_on(self, place: Place, now_ns: int) -> Asks:
+    def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
         """The same place under another plan. All that was pushed is in, and nothing that is owed is lost."""
         raise RemoteProtocolError("nothing above has a plan that changes")
 
@@ -173,7 +173,7 @@ class Above:
         return set()
 
     @property
-    def others(self) -> Mapping[int, Peer]:
+    def others(self) -> Mapping[int, GossipPeer]:
         """Other clusters, by their numbers in the run above."""
         return {}
 
@@ -239,15 +239,15 @@ class Above:
         return [], True
 
 
-class Seated(Above):
+class SeatedParentLink(ParentLink):
     """At a place above, toward the shard there with the same keys. `member`: in process 0, whose session is ours too, and which
     says again what is not answered. `whole`: the shard there publishes whole states."""
 
     def __init__(
         self,
         index: int,
-        place: Place,
-        kept: Kept,
+        place: ParentSeat,
+        kept: ParentState,
         member: Member | None,
         timing: Timing,
         replica: HostReplica,
@@ -260,7 +260,7 @@ class Seated(Above):
         self.due = False  # something was pushed or has come since the base was made
         self.finishing = False  # the last model is asked for, now that all is pushed
 
-    def _sit(self, place: Place, whole: bool) -> None:
+    def _sit(self, place: ParentSeat, whole: bool) -> None:
         """With a session and an exchange of this place, of which nothing is said yet."""
         self.place, self.here, self.mode = place, place, place.settings.mode()
         ours = Session(self.index, place.epoch, self.mode, self.timing, LinkMeter())
@@ -275,7 +275,7 @@ class Seated(Above):
         self.exchange.held_at = self.here.hold
         return self._say(said, now_ns)
 
-    def turn(self, place: Place) -> None:
+    def turn(self, place: ParentSeat) -> None:
         super().turn(place)
         self.exchange.held_at = place.hold
 
@@ -331,9 +331,9 @@ class Seated(Above):
         start = base()
         self.kept = replace(self.kept, start=start, renewed=False)
         weights = start if before is None else x - before + start
-        return [Load({"x": weights, "p": weights}, publication)]
+        return [LoadArrays({"x": weights, "p": weights}, publication)]
 
 
 def asks(effects: Iterable[MemberEffect | Log]) -> Asks:
     """Return the effects for a runner: send to the shard above, whose number is the peer, tell another cluster, log."""
-    return [effect for effect in effects if isinstance(effect, (Send, Tell, Log))]
+    return [effect for effect in effects if isinstance(effect, (Send, SendToPeer, Log))]

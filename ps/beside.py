@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from narrows.protocols.effects import Log
 from narrows.ps.changes import FloatArray
-from narrows.ps.looks import Look
+from narrows.ps.looks import UpdateSample
 
 EVERY = 50  # updates of a worker that one row of the record is of
 
 
 @dataclass(slots=True)
-class Row:
+class OutlierRow:
     """The figures of one worker. `compared`: its updates that were held against others. `cosine`, `overlap`: means of
     the last EVERY of them; older ones fade."""
 
@@ -36,17 +36,17 @@ class Row:
     overlap: float = 0.0
 
 
-class Beside:
+class OutlierStats:
     """Compares the workers' updates on shard `index`, at the `size` positions of its sample."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
-        self.rows: dict[int, Row] = {}  # by worker
+        self.rows: dict[int, OutlierRow] = {}  # by worker
         self.total = np.zeros(size, np.float64)  # of the newest updates of all
         self.holders = np.zeros(size, np.int32)  # of how many each position is kept
         self.logs: list[Log] = []
 
-    def saw(self, looks: Sequence[Look], factors: Iterable[float]) -> None:
+    def saw(self, looks: Sequence[UpdateSample], factors: Iterable[float]) -> None:
         """These are taken at these factors; at a barrier they are of one set, and held against each other."""
         for look in looks:
             self._newest(look)
@@ -58,10 +58,10 @@ class Beside:
             if self._compare(row) and row.compared % EVERY == 0:
                 self.logs.append(Log("worker", self._values(look.worker) | {"clock": look.clock}))
 
-    def _newest(self, look: Look) -> None:
+    def _newest(self, look: UpdateSample) -> None:
         row = self.rows.get(look.worker)
         if row is None:
-            row = self.rows[look.worker] = Row(np.zeros_like(look.sample), np.zeros(look.sample.size, bool))
+            row = self.rows[look.worker] = OutlierRow(np.zeros_like(look.sample), np.zeros(look.sample.size, bool))
         length = float(np.linalg.norm(look.sample.astype(np.float64)))
         unit = look.sample / np.float32(length) if length else look.sample
         self.total += unit.astype(np.float64) - row.unit
@@ -69,7 +69,7 @@ class Beside:
         row.unit, row.kept = unit, look.sample != 0
         self.holders += row.kept
 
-    def _compare(self, row: Row) -> bool:
+    def _compare(self, row: OutlierRow) -> bool:
         """Its newest update with the mean of the others' and with all that any of them keeps; False where that cannot be."""
         if len(self.rows) < 2 or not row.kept.any():
             return False

@@ -19,14 +19,14 @@ Terms = tuple[tuple[float, Update], ...]  # weight and update, in the order in w
 
 
 @dataclass(frozen=True, slots=True)
-class FirstWeights:
+class SetFirstWeights:
     """x = these pieces, and publication 0 is made of them; or under gossip the model that the run ends with."""
 
     pieces: Update
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class MergeStoppedModels:
     """Under gossip: x = the mean of the models of `count` workers that were stopped, of which these pieces are the newest."""
 
     pieces: Update
@@ -44,7 +44,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class OuterStep:
     """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1) at `keys`, which are those of
     one fragment: what has not its turn keeps its momentum. mean: the sum of weight * update."""
 
@@ -83,11 +83,11 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadArrays:
     """Begin from these arrays, of a checkpoint (as `Store.arrays` gives them) or from above; p is publication `publication`."""
 
     arrays: dict[str, FloatArray]
     publication: int
 
 
-Change = FirstWeights | Joined | Fold | Outer | Step | Rebase | Publish | Load
+Change = SetFirstWeights | MergeStoppedModels | Fold | OuterStep | Step | Rebase | Publish | LoadArrays

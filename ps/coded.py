@@ -5,7 +5,7 @@ from __future__ import annotations
 from narrows.compression import ladder
 from narrows.compression.auto import ENCODE_NS, LADDER
 from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
-from narrows.protocols.planning.levels import Coded
+from narrows.protocols.planning.levels import CodecCost
 from narrows.protocols.planning.ways import WAYS
 
 # One child costs the server this: an update is received and folded, a state sent (docs/results.md). Dense: what a
@@ -14,7 +14,7 @@ from narrows.protocols.planning.ways import WAYS
 SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
 
 
-def coded(*more: str) -> dict[str, Coded]:
+def coded(*more: str) -> dict[str, CodecCost]:
     """By SPEC, those of WAYS and `more`: bytes as measured where `auto` has it, else at most. Raises SpecError."""
     rungs = {rung.spec: rung.bytes for rung in LADDER}
     made = {}
@@ -23,5 +23,5 @@ def coded(*more: str) -> dict[str, Coded]:
         whole = spec == "dense"
         encode_s, serve_s = (0.0, SERVE_DENSE_NS / 1e9) if whole else (ENCODE_NS / 1e9, SERVE_NS / 1e9)
         forms = (whole_clock_s, None) if whole else (clock_s, cluster_clock_s)
-        made[spec] = Coded(size, encode_s, forms[0], serve_s, forms[1])
+        made[spec] = CodecCost(size, encode_s, forms[0], serve_s, forms[1])
     return made

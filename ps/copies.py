@@ -1,5 +1,5 @@
-"""How a server has a standby: an `Original` for each of its shards. feed.py says what the standby gets, standby.py is the other
-side. No I/O.
+"""How a server has a standby: an `ReplicationPrimary` for each of its shards. feed.py says what the standby gets,
+standby.py is the other side. No I/O.
 
 Rules
 - Who serves is a view, and views have numbers. A member votes once in each, for the server or for its standby. The standby
@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
-from narrows.ps.events import Event
-from narrows.ps.feed import AGAIN_NS, Feed, Machine, Member
+from narrows.ps.events import MachineEvent
+from narrows.ps.feed import AGAIN_NS, ReplicatedMachine, ReplicatedMember, ReplicationStream
 from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 
 SAY_NS = NS // 2  # between two signs of life
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
@@ -32,7 +32,7 @@ def lost_after(lease: float) -> int:
     return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
 
 
-class Original:
+class ReplicationPrimary:
     """Copies shard `index`, which serves and listens on `port`, to a standby by its `feed`, and says who serves.
     `freeze`: its machine, as bytes. `first_view`: none of an earlier life of the run was as large. `before`: where the shard
     is that this one copied, and in whose place it serves now."""
@@ -40,18 +40,20 @@ class Original:
     def __init__(
         self,
         index: int,
-        machine: Machine,
+        machine: ReplicatedMachine,
         port: int,
         lost_ns: int,
         freeze: Callable[[], bytes],
-        siblings: Siblings,
+        siblings: PeerShards,
         first_view: int = 0,
         before: str = "",
     ) -> None:
         self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
-        self.feed, self.first_view, self.followed = Feed(machine, lost_ns, freeze), first_view, before
+        self.feed, self.first_view, self.followed = ReplicationStream(machine, lost_ns, freeze), first_view, before
         self.said_ns = 0
-        self.rosters: deque[tuple[int, dict[int, Member]]] = deque()  # since this event, back to the acknowledged one
+        self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = (
+            deque()
+        )  # since this event, back to the acknowledged one
         self.known = machine.happened  # of a process that was killed, no roster is from before this event
         self.votes: dict[int, int] = {}  # of each worker, its newest view
         self.shown = 0  # the view whose standby was shown on the console
@@ -70,12 +72,12 @@ class Original:
         """Whether effects wait until the standby has the event that they follow from."""
         return bool(self.machine.standby)
 
-    def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[Send]:
+    def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
         """Before an event is handled: the standby is to have it."""
         self._roster()
         return self.feed.note(event, frames)
 
-    def again(self, event: Event) -> None:
+    def again(self, event: MachineEvent) -> None:
         """Before an event is handled that a process before this one has handled: the standby may lack it."""
         self.note(event, encode(event.message) if event.message is not None else ())
 
@@ -94,29 +96,29 @@ class Original:
     def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
         """Return the effects of one of OF_COPIES."""
         match message:
-            case m.Copy():
+            case m.ReplicationFollow():
                 return [*self.feed.copy(peer, message, now_ns)]
-            case m.Copying():
+            case m.ReplicationProgress():
                 self.siblings.hear(peer, message, now_ns)
-            case m.View():
+            case m.FailoverNotice():
                 return self.deposed(message)
-            case m.Vote():
+            case m.FailoverVote():
                 return self.vote(peer, message)
         return []
 
     # Views.
 
-    def hear_view(self, view: m.View) -> list[CopyEffect]:
+    def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
         """From shard 0; or from the standby, which serves by now."""
         return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
 
-    def deposed(self, view: m.View) -> list[CopyEffect]:
+    def deposed(self, view: m.FailoverNotice) -> list[CopyEffect]:
         """A standby says that it serves by now; then this server stops."""
         if view.view <= self.machine.view:
             return []
         return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
 
-    def vote(self, peer: bytes, vote: m.Vote) -> list[CopyEffect]:
+    def vote(self, peer: bytes, vote: m.FailoverVote) -> list[CopyEffect]:
         """A member knows of a view. One that has turned to us is told where our shards are."""
         for member in self._electors():
             if (member.worker, member.name) == (vote.worker, name_of(peer)) and vote.view <= self.machine.view + 1:
@@ -126,9 +128,11 @@ class Original:
         if not vote.attempt or not self.siblings.at(self.machine.view):
             return []
         # Who has expired meanwhile may join again.
-        return [Send(peer, m.View(self.machine.view, self.machine.standby, True, self.siblings.ports(self.port)))]
+        return [
+            Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True, self.siblings.ports(self.port)))
+        ]
 
-    def _electors(self) -> list[Member]:
+    def _electors(self) -> list[ReplicatedMember]:
         """All whom the standby may count, who have left since too."""
         self._roster()
         return [*{worker: member for _, members in self.rosters for worker, member in members.items()}.values()]
@@ -154,10 +158,10 @@ class Original:
         effects: list[CopyEffect] = []
         if self.before and self.deposed_ns < DEPOSE_NS:
             self.deposed_ns += SAY_NS
-            effects.append(Tell(self.before, m.View(self.machine.view, "", True)))
+            effects.append(SendToPeer(self.before, m.FailoverNotice(self.machine.view, "", True)))
         if self.index:
             there = self.feed.address if self.feed.copied(now_ns) else ""
-            return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, there, self.port))]
+            return [*effects, Send(COORDINATOR, m.ReplicationProgress(self.index, self.machine.view, there, self.port))]
         decided = self._decide(now_ns)
         if any(isinstance(effect, Serve) for effect in decided):
             self.said_ns = 0  # the other shards hear of it with the next tick
@@ -169,19 +173,19 @@ class Original:
         members = {member.worker: member.peer for member in self.machine.members} if holds else {}
         new = [peer for worker, peer in members.items() if worker not in self.greeted]
         self.greeted = set(members)
-        return [Send(peer, m.View(self.machine.view, self.machine.standby, True)) for peer in new]
+        return [Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True)) for peer in new]
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
         machine, siblings = self.machine, self.siblings
         whole = self.feed.copied(now_ns) and siblings.whole(now_ns, self.feed.address)
-        effects: list[CopyEffect] = [*siblings.behind(m.View(machine.view, machine.standby, True))]
+        effects: list[CopyEffect] = [*siblings.behind(m.FailoverNotice(machine.view, machine.standby, True))]
         if not machine.standby:
             self.missed_ns = 0
             if siblings.newest > machine.view:  # this shard failed, and began from a checkpoint
                 return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
                 effects.append(Serve(max(machine.view + 1, self.first_view), self.feed.address))
-            return effects + self._tell(m.View(machine.view, "", True))
+            return effects + self._tell(m.FailoverNotice(machine.view, "", True))
         if not siblings.at(machine.view):
             return effects
         if whole:
@@ -194,7 +198,7 @@ class Original:
                 self.shown = machine.view
                 text = f"{machine.standby} stands by: it has all that is here, and the workers know it"
                 effects.append(Log("standby", {"there": True, "text": text}))
-            return effects + self._tell(m.View(machine.view, machine.standby, True))
+            return effects + self._tell(m.FailoverNotice(machine.view, machine.standby, True))
         self.missed_ns = self.missed_ns or now_ns
         if now_ns - self.missed_ns < AGAIN_NS:
             return effects
@@ -204,9 +208,11 @@ class Original:
         if now_ns - self.missed_ns > GIVE_UP_NS:
             text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
             return [Stop(RefuseCode.SERVER_LOST, text)]
-        return effects + [Send(member.peer, m.View(machine.view + 1, "", False)) for member in self._electors()]
+        return effects + [
+            Send(member.peer, m.FailoverNotice(machine.view + 1, "", False)) for member in self._electors()
+        ]
 
-    def _tell(self, view: m.View) -> list[Send]:
+    def _tell(self, view: m.FailoverNotice) -> list[Send]:
         """All members, again and again: a vote for us does not say that its member knows who was elected. Who has left hears us
         too until the standby knows of it: it waits for its answer, and would take silence for our end."""
         return [Send(member.peer, view) for member in (self._electors() if view.view else [])]

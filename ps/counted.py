@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrows.protocols.planning.choose import SMALL, Choice
+from narrows.protocols.planning.choose import SMALL, DeploymentChoice
 
 CLOCKS = 10  # half as many, where hosts are more than SMALL
 SKIPPED = 3  # one part of them in so many
@@ -28,7 +28,7 @@ class Counted:
     enough: int  # in a row, where they take alike long
 
     @classmethod
-    def of(cls, plan: Choice, hosts: int) -> Counted:
+    def of(cls, plan: DeploymentChoice, hosts: int) -> Counted:
         """`hosts`: of the network."""
         small = hosts <= SMALL
         clocks, window = CLOCKS if small else CLOCKS // 2, plan.above.mode.window

@@ -10,7 +10,7 @@ import numpy as np
 from narrows.protocols.effects import Log
 from narrows.protocols.robust import LEAST as WORKERS
 from narrows.ps.changes import FloatArray
-from narrows.ps.looks import Look
+from narrows.ps.looks import UpdateSample
 
 RECENT = (
     128  # updates of a worker that its direction is the mean of: what one shows, of gradients most of all, is noise
@@ -22,7 +22,7 @@ SURE = 0.04  # a cosine at 4,096 keys is right to 0.02
 TINY = 1e-30
 
 
-class Directions:
+class CosineFilter:
     """Whether the updates of a worker lead where those of the others lead.
 
     m_i is the mean of the last 128 updates of worker i, each scaled to length 1; older ones fade. All are taken at a sample of
@@ -41,7 +41,7 @@ class Directions:
         self.struck: Counter[int] = Counter()
         self.logs: list[Log] = []
 
-    def factors(self, looks: Sequence[Look]) -> list[float]:
+    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
         for look in looks:
             self._saw(look.worker, look.sample)
         cosines = self.cosines()

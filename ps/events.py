@@ -13,7 +13,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import decode, pack, unpack
 
 
-class Kind(IntEnum):
+class EventKind(IntEnum):
     """The values of an event are named behind its kind."""
 
     START = 0  # the process is there; its machine may have begun before
@@ -33,10 +33,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class MachineEvent:
     """`values`: as its kind says."""
 
-    kind: Kind
+    kind: EventKind
     now_ns: int
     peer: bytes = b""
     message: m.Message | None = None
@@ -47,12 +47,12 @@ class Event:
         return pack([int(self.kind), self.now_ns, bytes(self.peer), [*self.values]])
 
     @classmethod
-    def of(cls, about: bytes, frames: Sequence[m.Buffer]) -> Event:
+    def of(cls, about: bytes, frames: Sequence[m.Buffer]) -> MachineEvent:
         """The event that was described so, and whose message has these frames. Raises RemoteProtocolError."""
         described: Any = unpack(about)
         try:
             number, now_ns, peer, values = described
-            kind, values = Kind(number), tuple(values)
+            kind, values = EventKind(number), tuple(values)
         except (TypeError, ValueError):
             raise RemoteProtocolError("an event has a kind, a time, a peer and values, and this one has not") from None
         return cls(kind, now_ns, peer, decode(frames) if frames else None, values)

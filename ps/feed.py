@@ -16,7 +16,7 @@ from typing import Protocol
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.messages import RefuseCode
-from narrows.ps.events import Event
+from narrows.ps.events import MachineEvent
 
 PART_BYTES = 1 << 20  # of a machine
 PARTS_AHEAD = 16  # that were sent and are not acknowledged
@@ -31,7 +31,7 @@ def again_after(size: int) -> int:
     return AGAIN_NS + size * NS // BYTES_PER_SECOND
 
 
-class Member(Protocol):
+class ReplicatedMember(Protocol):
     """The part of a member that is known here."""
 
     worker: int
@@ -39,7 +39,7 @@ class Member(Protocol):
     name: bytes
 
 
-class Machine(Protocol):
+class ReplicatedMachine(Protocol):
     """The part of a shard's machine that is asked for here."""
 
     view: int
@@ -50,30 +50,32 @@ class Machine(Protocol):
     before: str
 
     @property
-    def members(self) -> Sequence[Member]: ...
+    def members(self) -> Sequence[ReplicatedMember]: ...
 
 
-class Feed:
+class ReplicationStream:
     """What the standby of this machine has, and what is on its way there. `lost_ns`: silence after which it is lost. `freeze`:
     the machine, as bytes."""
 
-    def __init__(self, machine: Machine, lost_ns: int, freeze: Callable[[], bytes]) -> None:
+    def __init__(self, machine: ReplicatedMachine, lost_ns: int, freeze: Callable[[], bytes]) -> None:
         self.machine, self.lost_ns, self.freeze = machine, lost_ns, freeze
         self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
         self.heard_ns = self.progress_ns = 0
-        self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
+        self.tail: deque[m.ReplicationEntry] = deque()  # events that it has not acknowledged
         self.tail_bytes, self.streams = 0, False  # whether it has a machine, and gets each event
         self.acked = self.sent = 0  # events
         self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
         self.here = self.size = 0  # parts of it that are there; bytes of the newest one
 
-    def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[Send]:
+    def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
         """Before an event is handled: the standby is to have it."""
         if not self.peer and not self.machine.standby:
             return []
         header, payload = bytes(frames[0]) if frames else b"", frames[1] if len(frames) > 1 else b""
         number = self.machine.happened + 1
-        copied = m.Copied(self.machine.incarnation, number, 0, 0, event.described(), len(frames), header, payload)
+        copied = m.ReplicationEntry(
+            self.machine.incarnation, number, 0, 0, event.described(), len(frames), header, payload
+        )
         self.tail.append(copied)
         self.tail_bytes += len(header) + len(payload)
         if self.tail_bytes > max(TAIL_BYTES, TAIL_TIMES * self.size):
@@ -90,7 +92,7 @@ class Feed:
         self.tail.clear()
         self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
 
-    def copy(self, peer: bytes, copy: m.Copy, now_ns: int) -> list[Send]:
+    def copy(self, peer: bytes, copy: m.ReplicationFollow, now_ns: int) -> list[Send]:
         """Send a standby what it lacks, events or the machine; refuse it where another stands by."""
         other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
         if other and copy.address != other:
@@ -117,7 +119,7 @@ class Feed:
         self.sent = missing[-1].number if missing else self.sent
         return [Send(peer, copied) for copied in missing]
 
-    def _give_machine(self, copy: m.Copy, now_ns: int) -> list[Send]:
+    def _give_machine(self, copy: m.ReplicationFollow, now_ns: int) -> list[Send]:
         if not self.frozen:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
@@ -133,7 +135,10 @@ class Feed:
         first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
         of, view, size = (self.machine.incarnation, self.frozen_at), memoryview(self.frozen), PART_BYTES
         sent = range(first, self.frozen_sent)
-        return [Send(self.peer, m.Copied(*of, n, parts, b"", 0, b"", view[n * size : (n + 1) * size])) for n in sent]
+        return [
+            Send(self.peer, m.ReplicationEntry(*of, n, parts, b"", 0, b"", view[n * size : (n + 1) * size]))
+            for n in sent
+        ]
 
     def copied(self, now_ns: int) -> bool:
         """The standby follows this shard, was heard a moment ago, and knows of the present view."""

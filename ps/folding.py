@@ -21,12 +21,12 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.wire import unpack
-from narrows.ps.changes import Change, FirstWeights, Fold, Joined, Outer, Step, Terms
+from narrows.ps.changes import Change, Fold, MergeStoppedModels, OuterStep, SetFirstWeights, Step, Terms
 from narrows.ps.gain import GONE, Gain
-from narrows.ps.hyper import Hypers, most_agreed
-from narrows.ps.inbox import Inbox, Seat, Update
-from narrows.ps.mean import Mean
-from narrows.ps.screen import Screen
+from narrows.ps.hyper import HyperparameterVote, most_agreed
+from narrows.ps.inbox import PushAssembler, PushedUpdate, PushSequence
+from narrows.ps.mean import WeightedMean
+from narrows.ps.screen import UpdateFilters
 
 FAR_OFF = (
     "shard {}: the hyper-parameters of worker {} are far from what others say: its updates are stepped with theirs"
@@ -49,7 +49,7 @@ def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
     )
 
 
-def rates_of(update: Update) -> bytes:
+def rates_of(update: PushedUpdate) -> bytes:
     """The hyper-parameters of rows that came with an update, b"": none did."""
     return unpack_hyper(update[0].hyper)[2] if update[0].hyper else b""
 
@@ -57,29 +57,29 @@ def rates_of(update: Update) -> bytes:
 class Folding(Protocol):
     """A way in which a shard folds updates."""
 
-    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+    def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         """Update `seat.clock` is here whole; the next publication is `publication`."""
 
-    def weight(self, seat: Seat, clock: int) -> float | None:
+    def weight(self, seat: PushSequence, clock: int) -> float | None:
         """Return the weight of accepted update `clock`: None while it is held, 0 where it is not known any more."""
 
-    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+    def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
         """Updates of this member from `clock` on that are in publication `publication`, each with its weight."""
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         """Forget what is held and not to be kept; (worker, update) of each."""
 
 
-class AtOnce:
+class FoldAtOnce:
     """Folds each update as it comes. `keys`: of the shard."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, screen: Screen) -> None:
+    def __init__(self, mode: Mode, inbox: PushAssembler, keys: Keys, gain: Gain, screen: UpdateFilters) -> None:
         self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
-        self.hypers, self.rates = Hypers(), Hypers()  # of keys, and of rows
+        self.hypers, self.rates = HyperparameterVote(), HyperparameterVote()  # of keys, and of rows
         self.stopped = 0  # workers that were stopped and have handed over their model (gossip)
 
-    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+    def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
         samples = self.inbox.samples(seat.samples)
         share = self.screen.shares(samples)[samples.index((seat.worker, seat.samples))]
@@ -92,14 +92,14 @@ class AtOnce:
             return []
         return [self._change(seat, update, weight, share, factor)]
 
-    def _change(self, seat: Seat, update: Update, weight: float, share: float, factor: float) -> Change:
+    def _change(self, seat: PushSequence, update: PushedUpdate, weight: float, share: float, factor: float) -> Change:
         rule = self.mode.rule
         said = rates_of(update)
         rates = self._hold(self.rates, seat, said) if said else b""
         if rule is Rule.ADD:
             return Fold(((weight, update),), ((seat.worker, share),), rates)
         if rule is Rule.OUTER:
-            return Outer(((weight, update),), self.keys)
+            return OuterStep(((weight, update),), self.keys)
         if rule is Rule.MIX:
             return self._handed_over(seat, update)
         said, absent, _ = unpack_hyper(update[0].hyper)
@@ -107,15 +107,15 @@ class AtOnce:
         # The optimizer's state sees what is shortened.
         return Step(((factor, update),), hyper, absent, scale=share, rates=rates)
 
-    def _handed_over(self, seat: Seat, update: Update) -> FirstWeights | Joined:
+    def _handed_over(self, seat: PushSequence, update: PushedUpdate) -> SetFirstWeights | MergeStoppedModels:
         """The last model, of one worker for all, or that of a worker that is stopped: of these, the mean."""
         last = update[0].samples >= m.HandOver.LAST
         self.stopped += not last
         told: dict[str, object] = {"worker": seat.worker, "shard": self.screen.index}
         self.screen.logs.append(Log("handed over", told | {"last": last, "stopped": self.stopped}))
-        return FirstWeights(update) if last or self.stopped == 1 else Joined(update, self.stopped)
+        return SetFirstWeights(update) if last or self.stopped == 1 else MergeStoppedModels(update, self.stopped)
 
-    def _hold(self, hypers: Hypers, seat: Seat, said: bytes) -> bytes:
+    def _hold(self, hypers: HyperparameterVote, seat: PushSequence, said: bytes) -> bytes:
         """Those that this update is stepped with; it is told where they are not its own."""
         hyper = hypers.hold(seat.worker, said)
         if hyper != said and seat.worker not in hypers.struck:
@@ -124,10 +124,10 @@ class AtOnce:
             self.screen.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.screen.index, seat.worker)}))
         return hyper
 
-    def weight(self, seat: Seat, clock: int) -> float | None:
+    def weight(self, seat: PushSequence, clock: int) -> float | None:
         return next((weight for at, weight, _ in self.folded.get(seat.worker, ()) if at == clock), 0.0)
 
-    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+    def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
         kept = self.folded.get(seat.worker, ())
         return tuple((at, weight) for at, weight, number in kept if at >= clock and number <= publication)
 
@@ -139,26 +139,32 @@ class AtOnce:
         return iter(())
 
 
-class Barrier:
+class FoldAtBarrier:
     """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
 
     def __init__(
-        self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain, screen: Screen
+        self,
+        mode: Mode,
+        inbox: PushAssembler,
+        turn: Callable[[int], Keys],
+        mean: WeightedMean,
+        gain: Gain,
+        screen: UpdateFilters,
     ) -> None:
         self.mode, self.inbox, self.turn, self.mean, self.gain, self.screen = mode, inbox, turn, mean, gain, screen
-        self.held: dict[int, dict[int, Update]] = {}  # update -> worker
+        self.held: dict[int, dict[int, PushedUpdate]] = {}  # update -> worker
         self.closing: dict[int, tuple[Terms, Shares]] = {}  # clock -> its set, which waits for the norm
         self.hyper_differs = False  # between workers of one set; said once
         self.samples = 0  # of the newest set
 
-    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+    def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         self.held.setdefault(seat.clock, {})[seat.worker] = update
         return []
 
-    def weight(self, seat: Seat, clock: int) -> float | None:
+    def weight(self, seat: PushSequence, clock: int) -> float | None:
         return 0.0 if clock < seat.settled else None
 
-    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+    def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
         return ()
 
     def early(self, part: int) -> None:
@@ -176,7 +182,7 @@ class Barrier:
         shares = self.screen.shares([(worker, piece.samples) for worker, piece in pieces.items()])
         self.mean.early(list(zip(shares, pieces.values(), strict=True)))
 
-    def _take(self, worker: int, update: int) -> Update:
+    def _take(self, worker: int, update: int) -> PushedUpdate:
         by_worker = self.held[update]
         taken = by_worker.pop(worker)
         if not by_worker:
@@ -195,7 +201,7 @@ class Barrier:
                 return None
             changes = [Step(terms, *self._hyper(terms), shrink=shrink, rates=self._rates(terms))] if terms else []
         elif terms:
-            changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else Outer(terms, self.turn(clock))]
+            changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else OuterStep(terms, self.turn(clock))]
         del self.closing[clock]
         return changes
 

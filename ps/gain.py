@@ -24,7 +24,7 @@ import numpy as np
 
 from narrows.compression.sampling import sample_of
 from narrows.protocols.modes import GAIN_MAX, Mode, Rule
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import FloatArray
 
@@ -35,7 +35,7 @@ GONE = -1  # in the place of a worker that has left, and is not measured any mor
 
 
 @dataclass(slots=True)
-class Window:
+class AgreementWindow:
     """Sums of one worker's updates. `whole`: that of the newest window that is over since the gain was measured."""
 
     clocks: int
@@ -44,7 +44,7 @@ class Window:
     share: float = 0.0
 
 
-class Merging(NamedTuple):
+class MergeFactors(NamedTuple):
     """The fields of a state that say how updates are merged; as in `State`."""
 
     gain: float = 1.0
@@ -52,7 +52,7 @@ class Merging(NamedTuple):
     agreement: float = 0.0
 
 
-PLAIN = Merging()
+PLAIN = MergeFactors()
 
 
 @dataclass(slots=True)
@@ -69,30 +69,30 @@ class Gain:
     factor: float = 1.0
     agreement: float = 0.0
     at: np.ndarray = field(init=False)
-    windows: dict[int, Window] = field(default_factory=dict)  # by worker
+    windows: dict[int, AgreementWindow] = field(default_factory=dict)  # by worker
 
     def __post_init__(self) -> None:
         self.at = sample_of(self.size)
         self.factor = self.fixed or 1.0
 
     @staticmethod
-    def of(settings: Settings, mode: Mode, plan: Plan, size: int) -> Gain:
+    def of(settings: Settings, mode: Mode, plan: ModelSpec, size: int) -> Gain:
         """Make the gain of a shard of `size` keys from validated settings."""
         clocks = settings.look_ahead if settings.look_ahead >= 0 else LOOK_AHEAD * (1 - plan.degree)
         late = mode.rule is Rule.ADD and not mode.barrier and mode.bound
         return Gain(size, plan.degree, max(settings.update_gain, 0.0), clocks / late if late else 0.0)
 
-    def merging(self, members: int) -> Merging:
+    def merging(self, members: int) -> MergeFactors:
         """Say how updates are merged in a state that is published now. A single member has all its updates in its
         replica: there is nothing ahead of it."""
         ahead = self.factor * (1 + self.look * (members > 1))
-        return Merging(self.factor, min(ahead, GAIN_MAX), self.agreement)
+        return MergeFactors(self.factor, min(ahead, GAIN_MAX), self.agreement)
 
     def saw(self, worker: int, share: float, weight: float, before: FloatArray, after: FloatArray) -> None:
         """An update was folded at this weight for `share` of a mean. before, after: the model at `at`, float32[len(at)]."""
         if worker == GONE:
             return
-        own = self.windows.setdefault(worker, Window(0, np.zeros(self.at.size, np.float32)))
+        own = self.windows.setdefault(worker, AgreementWindow(0, np.zeros(self.at.size, np.float32)))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
             own.total += (after - before) / np.float32(weight)
         own.clocks += 1

@@ -13,7 +13,7 @@ from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Member
 
 
-class Holding:
+class ParentHold:
     """`word`: what the run above has said last. `version`: of the ledger that says it to the shards."""
 
     def __init__(self, coordinator: Coordinator, member: Member) -> None:

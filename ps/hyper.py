@@ -36,7 +36,7 @@ def numbers(packed: bytes) -> Numbers:
 
 
 @dataclass(slots=True)
-class Said:
+class ReportedHyperparameters:
     """The hyper-parameters of one member: the newest, and the bounds of all that it has said."""
 
     packed: bytes = b""
@@ -49,7 +49,7 @@ class Said:
         self.highest |= {key: max(value, self.highest.get(key, value)) for key, value in said.items()}
 
 
-def agrees(said: Numbers, other: Said) -> bool:
+def agrees(said: Numbers, other: ReportedHyperparameters) -> bool:
     """Compare the numbers that both name; one that only one of them names counts for nothing."""
     return all(
         _near(key[1], said[key], other.lowest[key], other.highest[key]) for key in said.keys() & other.highest.keys()
@@ -76,17 +76,17 @@ def most_agreed(packed: Sequence[bytes]) -> int:
         return 0
     said = []
     for each in asked:
-        said.append(Said())
+        said.append(ReportedHyperparameters())
         said[-1].say(each, numbers(each))
     votes = [sum(agrees(each.highest, other) for other in said) for each in said]
     return votes.index(max(votes))
 
 
-class Hypers:
+class HyperparameterVote:
     """The hyper-parameters that each member has said, where updates are folded at once."""
 
     def __init__(self) -> None:
-        self.said: dict[int, Said] = {}
+        self.said: dict[int, ReportedHyperparameters] = {}
         self.struck: set[int] = set()  # members that others did not agree with
 
     def hold(self, worker: int, packed: bytes) -> bytes:
@@ -94,7 +94,7 @@ class Hypers:
         ours = numbers(packed)
         others = [other for other in sorted(self.said) if other != worker][: ASKED_MAX - 1]
         agreed = sum(agrees(ours, self.said[other]) for other in others)
-        self.said.setdefault(worker, Said()).say(packed, ours)
+        self.said.setdefault(worker, ReportedHyperparameters()).say(packed, ours)
         if 2 * agreed >= len(others):
             return packed
         newest = [self.said[each].packed for each in sorted([*others, worker])]

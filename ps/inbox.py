@@ -22,7 +22,7 @@ from narrows.protocols.keys import Keys, covers
 from narrows.protocols.modes import Mode
 
 
-class Update(list[m.Push]):
+class PushedUpdate(list[m.Push]):
     """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow.
     `empty`: it has no samples, and no values."""
 
@@ -31,7 +31,7 @@ class Update(list[m.Push]):
 
 
 @dataclass(slots=True)
-class Seat:
+class PushSequence:
     """One member on this shard. `clock`: updates of it accepted here."""
 
     worker: int
@@ -68,14 +68,14 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
         raise RemoteProtocolError(f"a payload that is none: {error}") from None
 
 
-class Inbox:
+class PushAssembler:
     """The inbox of shard `index`."""
 
     def __init__(self, index: int, mode: Mode) -> None:
         self.index, self.mode = index, mode
         self.epoch = 0
-        self.seats: dict[int, Seat] = {}
-        self.gone: dict[int, Seat] = {}  # of which the coordinator does not know yet how far they came
+        self.seats: dict[int, PushSequence] = {}
+        self.gone: dict[int, PushSequence] = {}  # of which the coordinator does not know yet how far they came
         self.discarded = 0
 
     def members(self, ledger: m.Ledger, min_clock: int) -> list[Log]:
@@ -92,7 +92,7 @@ class Inbox:
         for place, (worker, epoch, clock) in enumerate(ledger.members):
             if worker not in self.seats:
                 name = ledger.names[place * m.NAME_BYTES : (place + 1) * m.NAME_BYTES]
-                self.seats[worker] = Seat(worker, epoch, clock, clock, min(clock, min_clock), name)
+                self.seats[worker] = PushSequence(worker, epoch, clock, clock, min(clock, min_clock), name)
         return logs
 
     def discard(self, worker: int, clock: int, why: str) -> Log:
@@ -108,7 +108,7 @@ class Inbox:
         """Each worker with its last known samples; unknown ones count as `newest`."""
         return [(worker, seat.samples if seat.samples >= 0 else newest) for worker, seat in self.seats.items()]
 
-    def add(self, seat: Seat, push: m.Push, keys: Keys, squared: float = 0.0) -> None:
+    def add(self, seat: PushSequence, push: m.Push, keys: Keys, squared: float = 0.0) -> None:
         """Take one part of an update that is not accepted yet, and carries these keys; `squared`: its norm. Raises
         RemoteProtocolError; then nothing has changed."""
         if push.clock >= seat.clock + self.mode.window:
@@ -124,14 +124,14 @@ class Inbox:
             raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
         seat.partial[push.clock], seat.squared[push.clock, push.part] = pieces, squared
 
-    def next(self, seat: Seat) -> Update | None:
+    def next(self, seat: PushSequence) -> PushedUpdate | None:
         """The next update of this member, if all its parts are here."""
         pieces = seat.partial.get(seat.clock)
         if pieces is None or len(pieces) < next(iter(pieces.values())).parts:
             return None
         del seat.partial[seat.clock]
         seat.samples = pieces[0].samples
-        update = Update(pieces[part] for part in sorted(pieces))
+        update = PushedUpdate(pieces[part] for part in sorted(pieces))
         update.empty = not seat.samples
         update.length = math.sqrt(sum(seat.squared.pop((seat.clock, part)) for part in pieces))
         return update

@@ -1,9 +1,9 @@
 """How long an update may be, beside the median of recent ones on this shard. No I/O.
 
 Rules
-- `Far`, in every run: one that is 2^24 times as long as that, and as the weights, is left out. Nothing would be left of the
-  model in float32, so no honest run gets there. The length was known when it came, and costs nothing.
-- `Limit`, with --max-update-norm: at most so many times the median.
+- `UnboundedNorms`, in every run: one that is 2^24 times as long as that, and as the weights, is left out. Nothing
+  would be left of the model in float32, so no honest run gets there. The length was known when it came, and costs nothing.
+- `NormClip`, with --max-update-norm: at most so many times the median.
 - A longer one is shortened to the median: who sends a million times its update counts as the others do. It is named, the first
   of each worker.
 - It is known as at most the limit, so a run whose updates all grow at once goes on after half of RECENT.
@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Sequence
 
 from narrows.protocols.effects import Log
-from narrows.ps.looks import Look
+from narrows.ps.looks import UpdateSample
 
 RECENT = 64  # lengths that the median is taken of
 LEAST = 4  # known lengths: of fewer a median says nothing
@@ -28,7 +28,7 @@ FAR = 2.0**24  # of two numbers as far apart a float32 sum keeps the larger one 
 KNOWN = 3  # lengths: of two nobody can say which is usual, so the longer one may be
 
 
-class Far:
+class UnboundedNorms:
     """Updates so long that they are a fault or a lie. `weights`: their length. `gradients`: these have no unit in common with
     the weights, so while no length is known none is too long.
 
@@ -64,7 +64,7 @@ class Far:
         self.out &= self.live
 
 
-class Limit:
+class NormClip:
     """Shortens updates on shard `index` longer than `most` times the median. `weights`: the length of the weights."""
 
     def __init__(self, index: int, most: float, weights: Callable[[], float]) -> None:
@@ -73,7 +73,7 @@ class Limit:
         self.struck: Counter[int] = Counter()  # updates of each worker that were shortened
         self.logs: list[Log] = []
 
-    def factors(self, looks: Sequence[Look]) -> list[float]:
+    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
         """By what each is scaled: 1 where it is short enough."""
         if not looks:
             return []
@@ -86,7 +86,7 @@ class Limit:
                 self._strike(look, usual)
         return [usual / look.length if look.length > limit else 1.0 for look in looks]
 
-    def _strike(self, look: Look, usual: float) -> None:
+    def _strike(self, look: UpdateSample, usual: float) -> None:
         self.struck[look.worker] += 1
         if self.struck[look.worker] > 1:
             return

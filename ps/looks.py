@@ -16,7 +16,7 @@ from narrows.compression.sampling import sample_of
 from narrows.ps.changes import FloatArray, Update
 
 
-class Look(NamedTuple):
+class UpdateSample(NamedTuple):
     """At update `clock` of a worker. `length`: its L2 norm, inf where it cannot be squared. `sample`: float32[n]."""
 
     worker: int
@@ -25,7 +25,7 @@ class Look(NamedTuple):
     sample: FloatArray
 
 
-class Looks:
+class UpdateSampler:
     """At updates of keys [begin, begin + size). Memory for what is decoded is kept, for fresh memory costs more than a look."""
 
     def __init__(self, begin: int, size: int) -> None:

@@ -17,7 +17,7 @@ AT_ONCE = 1 << 14  # keys whose values are sorted at once: they stay in the cach
 Pieces = list[tuple[float, PieceLike]]  # of the same keys, each with its weight, in the order in which they are added
 
 
-class Mean:
+class WeightedMean:
     """Sums of weight * update, float32[size], in memory that is kept: fresh memory costs more than the sum itself.
 
     The sum of one part may be taken as soon as all have sent it, while other parts are still on their way (`early`); whether
@@ -61,7 +61,7 @@ class Mean:
                 (codecs.add if turn else codecs.put)(piece, weight, self.total, self.begin)
 
 
-class Trimmed(Mean):
+class TrimmedMean(WeightedMean):
     """At each key the mean of weight * update, without so many of the lowest and of the highest values, times their number
     (coordinate-wise trimmed mean, 1803.01498, def. 2; cut 0.5: the median).
 

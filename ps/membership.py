@@ -14,20 +14,20 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.run import Seat
-from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
+from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, Stop
 from narrows.protocols.gossip.peers import WHOLE
-from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import NAME_MAX, Row
+from narrows.protocols.summary import NAME_MAX, SummaryRow
 from narrows.protocols.timing import LONG_AGO_NS
 from narrows.protocols.wire import encode
-from narrows.ps.above import Place, asks
-from narrows.ps.holding import Holding
+from narrows.ps.above import ParentSeat, asks
+from narrows.ps.holding import ParentHold
 from narrows.ps.shard import Shard
 
 
-class Membership:
+class ParentMembership:
     """`member`: in the run of the server at `parent`. `host`: by which other clusters reach this one, and `public` the key that
     they find there. `stands`: it may have a standby."""
 
@@ -43,11 +43,11 @@ class Membership:
     ) -> None:
         self.public, self.stands = public, stands
         self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
-        self.place: Place | None = None
+        self.place: ParentSeat | None = None
         self.leaves = False  # all is done, and the server above has been told
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
-        self.holding = Holding(coordinator, member)
+        self.holding = ParentHold(coordinator, member)
         self.final = Stop()  # what this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
         coordinator.attendance.says_above = self._waits
@@ -58,7 +58,7 @@ class Membership:
     def _waits(self) -> str:
         return self.member.waits
 
-    def _rows(self) -> tuple[Row, ...]:
+    def _rows(self) -> tuple[SummaryRow, ...]:
         """This cluster, and all below it."""
         coordinator = self.coordinator
         below = [row for seat in coordinator.declared for row in _now(coordinator, seat)]
@@ -73,7 +73,7 @@ class Membership:
             left_steps=max((summary.left_steps for summary in ours), default=0),
             lost=coordinator.roster.lost,
         )
-        return Row((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
+        return SummaryRow((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
 
     # Events.
 
@@ -92,7 +92,7 @@ class Membership:
     def agree(self, now_ns: int) -> list[ServerEffect]:
         """Ask the server above for the value that all agree on, where our workers wait for one."""
         upward, member, place = self.coordinator.agreements.upward, self.member, self.place
-        if upward is None or place is None or member.phase is not Phase.RUNNING or upward.said == member.epoch:
+        if upward is None or place is None or member.phase is not MemberPhase.RUNNING or upward.said == member.epoch:
             return []
         upward.said = member.epoch
         clock = max(self.shard.above.clock, place.clock)
@@ -111,11 +111,11 @@ class Membership:
         """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
         someone = coordinator.declared or coordinator.above.undeclared
-        if member.phase is Phase.ALONE and not someone and not coordinator.over:
+        if member.phase is MemberPhase.ALONE and not someone and not coordinator.over:
             return self.end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
-        if member.phase in (Phase.DECLARED, Phase.RUNNING) and not someone and not coordinator.over:
+        if member.phase in (MemberPhase.DECLARED, MemberPhase.RUNNING) and not someone and not coordinator.over:
             return [*asks(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
-        if member.phase is Phase.OVER and coordinator.generations.may_declare and not coordinator.over:
+        if member.phase is MemberPhase.OVER and coordinator.generations.may_declare and not coordinator.over:
             return asks(member.rejoin(now_ns))
         return self.declare(now_ns)
 
@@ -128,7 +128,7 @@ class Membership:
 
     def _see(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
         coordinator = self.coordinator
-        if isinstance(event, (Send, Tell)):
+        if isinstance(event, (Send, SendToPeer)):
             return [event]
         if isinstance(event, e.Joined):
             return self._joined(event, now_ns)
@@ -166,7 +166,7 @@ class Membership:
             return self.end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
         if known := self.holding.known(now_ns):
             return known
-        if member.ended or member.phase is not Phase.RUNNING or not self.coordinator.above.ended:
+        if member.ended or member.phase is not MemberPhase.RUNNING or not self.coordinator.above.ended:
             return []
         member.ended = True
         return [member.beat(now_ns)]
@@ -316,14 +316,14 @@ class Membership:
             # Shards go there at once, and may pass the clock of the checkpoint that was asked for.
             coordinator.generations.anew()
         where = (event.worker, event.epoch, event.clock, at)
-        self.place = Place(member.settings, *where, member.ports, number, self.parent)
+        self.place = ParentSeat(member.settings, *where, member.ports, number, self.parent)
         return coordinator.placed(self.place.packed(), event.epoch, now_ns)
 
     # The end.
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C: leave the run above too."""
-        if self.member.phase in (Phase.LEAVING, Phase.OVER):
+        if self.member.phase in (MemberPhase.LEAVING, MemberPhase.OVER):
             return []
         return [*asks(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
 
@@ -341,15 +341,15 @@ class Membership:
 
     def leave(self, now_ns: int) -> list[ServerEffect]:
         """All is done here: leave the run above, and then end."""
-        if self.member.phase in (Phase.OVER, Phase.NEW):
+        if self.member.phase in (MemberPhase.OVER, MemberPhase.NEW):
             return [self.final]
-        if self.member.phase is Phase.LEAVING:
+        if self.member.phase is MemberPhase.LEAVING:
             return []
         self.leaves = True
         return self.seen(self.member.leave(self.shard.above.clock, now_ns), now_ns)
 
 
-def _now(coordinator: Coordinator, seat: Seat) -> tuple[Row, ...]:
+def _now(coordinator: Coordinator, seat: Seat) -> tuple[SummaryRow, ...]:
     """The rows of a member, with the clock that it has now: clocks of one moment can be compared."""
     if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
         return seat.rows

@@ -22,30 +22,32 @@ from narrows.compression.replica import HostReplica
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay, Tell
+from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.gossip import mixing
-from narrows.protocols.gossip.driver import Driver, Phase
-from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.driver import GossipDriver, GossipPhase
+from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.outer import outer
-from narrows.protocols.gossip.peers import Peer, Peers
+from narrows.protocols.gossip.peers import GossipPeer, GossipPeers
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode
-from narrows.ps.above import Asks, Kept, Place, Seated, asks
+from narrows.ps.above import Asks, ParentSeat, ParentState, SeatedParentLink, asks
 from narrows.ps.changes import Change, FloatArray
 
-WAITING = (Phase.ROOM, Phase.MIXING)  # a peer's model is awaited before the next clock
+WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # a peer's model is awaited before the next clock
 
 
-class Mixing(Seated):
+class ParentGossip(SeatedParentLink):
     """Keys [begin, end) toward the same shard of other clusters. The first weights come from the server above, and the last
     model goes to it. `member`: in process 0, whose peers are ours too; what they see comes to `take`."""
 
-    _kept: Kept
+    _kept: ParentState
 
-    def __init__(self, index: int, place: Place, keys: Keys, kept: Kept, member: Member | None, timing: Timing) -> None:
+    def __init__(
+        self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
+    ) -> None:
         super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
         settings, worker = place.settings, place.worker
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
@@ -53,9 +55,9 @@ class Mixing(Seated):
         gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
         self._kept = replace(self._kept, gain=gain, outer=step)
         model = mixing.Mixing(*keys, compressor, HOST, partial(Memory, seed=seed), gain, step)
-        self.driver = Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
+        self.driver = GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
-        self.peers = ours if ours is not None else Peers(worker, lease_ns, index)
+        self.peers = ours if ours is not None else GossipPeers(worker, lease_ns, index)
         self.alone = self.handed_over = False
         self.roster = b""
 
@@ -63,20 +65,20 @@ class Mixing(Seated):
         super().repeat_soon(peer)
         self.peers.repeat_soon(peer)
 
-    def _gain(self, settings: Settings, size: int) -> Gain | None:
+    def _gain(self, settings: Settings, size: int) -> GossipGain | None:
         """Return the gain where a round is one clock: that of the place before, where there was one."""
         if self.mode.local_steps > 1:
             return None
-        gain = self._kept.gain or Gain(gossip_sample(size), self._kept.degree)
+        gain = self._kept.gain or GossipGain(gossip_sample(size), self._kept.degree)
         gain.fixed = max(settings.update_gain, 0.0)
         return gain
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> ParentState:
         return replace(self._kept, model=self.driver.mixing.model if self.driver.has_model else self._kept.model)
 
     @kept.setter
-    def kept(self, kept: Kept) -> None:
+    def kept(self, kept: ParentState) -> None:
         self._kept = kept
 
     @property
@@ -104,7 +106,7 @@ class Mixing(Seated):
                 continue
             effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
             self.asked |= isinstance(event, e.GiveWeights)
-            if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY:
+            if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
                 self.driver.found(self.replica.pulled, self.before)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)
         return effects
@@ -116,7 +118,7 @@ class Mixing(Seated):
         return {peer.address for peer in self.peers.peers.values()}
 
     @property
-    def others(self) -> Mapping[int, Peer]:
+    def others(self) -> Mapping[int, GossipPeer]:
         return self.peers.peers
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
@@ -143,7 +145,7 @@ class Mixing(Seated):
         effects, queue = Asks(), deque(seen)
         while queue:
             each = queue.popleft()
-            if isinstance(each, Tell):
+            if isinstance(each, SendToPeer):
                 effects.append(each)
             elif isinstance(each, Log):
                 who = f"shard {self.index} mixes no more with cluster {each.values['peer']} of the run above"
@@ -179,7 +181,7 @@ class Mixing(Seated):
         """Begin the next round with what the weights have moved by."""
         if self.inner < self.mode.local_steps:
             return [], True
-        if not self.ready or self.driver.phase in (Phase.READY, *WAITING):
+        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
         self.inner, self.due = 0, True
         return (self._go_on(self.driver.step(self._moved_by(x), now_ns), now_ns) if self.driver.may_step else []), True
@@ -197,25 +199,28 @@ class Mixing(Seated):
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """Mix with whoever asks until all clusters are done; then the mean of all is the last model."""
-        if not self.ready or self.driver.phase in (Phase.READY, *WAITING):
+        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
         self.finishing, self.master = True, None
-        joins = self.driver.phase in (Phase.COMPUTING, Phase.OVER)
+        joins = self.driver.phase in (GossipPhase.COMPUTING, GossipPhase.OVER)
         return self._go_on(self.driver.finish(self._moved_by(x), now_ns) if joins else [], now_ns), True
 
     @property
     def at_rest(self) -> bool:
         above = self.alone or self.session.at_rest
         phase, done = self.driver.phase, self.driver.delivered
-        return above and (phase not in (Phase.FLUSHING, Phase.ENDING, Phase.OVER) or (phase is Phase.OVER and done))
+        return above and (
+            phase not in (GossipPhase.FLUSHING, GossipPhase.ENDING, GossipPhase.OVER)
+            or (phase is GossipPhase.OVER and done)
+        )
 
     @property
     def ended(self) -> bool:
-        return self.driver.phase in (Phase.ENDING, Phase.OVER)
+        return self.driver.phase in (GossipPhase.ENDING, GossipPhase.OVER)
 
     def _over(self, now_ns: int) -> Asks:
         """The last round is mixed: the cluster with the lowest id hands the model to the server above, for all."""
-        if self.driver.phase is not Phase.OVER:
+        if self.driver.phase is not GossipPhase.OVER:
             return []
         if self.finishing:
             self.master, self.finishing = self.driver.mixing.model.copy(), False

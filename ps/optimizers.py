@@ -15,7 +15,7 @@ import torch
 
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import ELEMENTWISE
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.wire import unpack
 from narrows.ps.changes import FloatArray
 from narrows.ps.hyper import IMPLEMENTATION
@@ -34,7 +34,7 @@ def _kinds(values: dict[str, Any]) -> dict[str, object]:
 class TorchOptimizer:
     """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
 
-    def __init__(self, plan: Plan, begin: int, end: int) -> None:
+    def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
         if plan.optimizer not in ELEMENTWISE:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
         self.made_of = (plan, begin, end)

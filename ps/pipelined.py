@@ -17,22 +17,22 @@ from functools import partial
 from math import ceil
 
 from narrows.protocols.effects import NS
-from narrows.protocols.planning.choose import Choice
+from narrows.protocols.planning.choose import DeploymentChoice
 from narrows.protocols.planning.cost import Layout
-from narrows.protocols.planning.layout import Edge
-from narrows.protocols.planning.levels import Prices, Work
-from narrows.protocols.planning.stages import BACKWARD, FORWARD, SHARES, Model, order
-from narrows.protocols.planning.ways import BELOW, Way
+from narrows.protocols.planning.layout import StageEdge
+from narrows.protocols.planning.levels import StepPrices, TrainingWork
+from narrows.protocols.planning.stages import BACKWARD, FORWARD, SHARES, PipelineModel, order
+from narrows.protocols.planning.ways import BELOW, ModeAndSpec
 from narrows.protocols.timeline import CHUNKS, Stream, Timeline
-from narrows.ps.trial import EVENTS_MAX, Level, Trial, Working
-from narrows.ps.wires import Ways, Wires
+from narrows.ps.trial import EVENTS_MAX, Trial, TrialLevel, TrialWorker
+from narrows.ps.wires import NetworkWires, Wires
 
 CHUNKS_MAX = 64  # of an update
 EVENTS, LEAST_CLOCKS = 3, 5  # of a pass, with its tensor; of a trial
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """Of a step: what `stage` computes on a host, or, with -1 for the stage, what passes between two hosts."""
 
     stage: int
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Pass:
+class StagePass:
     """One that is over. waited: for a tensor, beyond the end of the pass before it."""
 
     begin_ns: int
@@ -49,16 +49,16 @@ class Pass:
     waited: bool
 
 
-class Process:
+class StageProcess:
     """One stage of one replica."""
 
-    def __init__(self, run: Pipeline, stage: int, replica: int) -> None:
+    def __init__(self, run: SimulatedPipeline, stage: int, replica: int) -> None:
         self.run, self.stage, self.replica = run, stage, replica
         self.host = int(run.layout.grid[stage, replica])
         self.order = order(stage, run.model.micro_batches, [edge.in_flight for edge in run.edges])
         self.pass_ns = run.pass_ns(stage, replica)
         self.came, self.used = [0, 0], [0, 0]  # tensors forward and backward, of all steps
-        self.passes: list[Pass] = []  # of this step
+        self.passes: list[StagePass] = []  # of this step
         self.computing, self.free_ns = False, 0
         self.over: Callable[[], None] = lambda: None
         self.idle = True
@@ -88,7 +88,7 @@ class Process:
     def _passed(self, direction: int, begin_ns: int) -> None:
         now_ns = self.run.time.now_ns
         self.computing = False
-        self.passes.append(Pass(begin_ns, now_ns, begin_ns > self.free_ns))
+        self.passes.append(StagePass(begin_ns, now_ns, begin_ns > self.free_ns))
         self.free_ns = now_ns
         self.run.send(self, direction)
         if len(self.passes) == len(self.order):
@@ -97,16 +97,16 @@ class Process:
         self._go()
 
 
-class Pipeline:
+class SimulatedPipeline:
     """All replicas of a layout. `edges`: how they are coded, and what is in flight."""
 
-    def __init__(self, prices: Prices, layout: Layout, model: Model, edges: Sequence[Edge]) -> None:
+    def __init__(self, prices: StepPrices, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> None:
         self.prices, self.layout, self.model, self.edges = prices, layout, model, edges
         self.time, self.wires = Timeline(), Wires()
         self.stages, self.replicas = layout.grid.shape
         self.micro_s = model.micro_s(prices.network, layout)
         self.streams: dict[tuple[int, int, int], Stream] = {}  # by stage and replica of the sender, and direction
-        self.processes = [[Process(self, s, r) for r in range(self.replicas)] for s in range(self.stages)]
+        self.processes = [[StageProcess(self, s, r) for r in range(self.replicas)] for s in range(self.stages)]
 
     @property
     def tensor_bytes(self) -> float:
@@ -130,7 +130,7 @@ class Pipeline:
             found.append(int(seconds * NS))
         return found[FORWARD], found[BACKWARD]
 
-    def send(self, process: Process, direction: int) -> None:
+    def send(self, process: StageProcess, direction: int) -> None:
         to = self.neighbour(process.stage, 1 if direction == FORWARD else -1)
         if to is None:
             return
@@ -138,7 +138,7 @@ class Pipeline:
         other = self.processes[to][process.replica]
         if key not in self.streams:
             size = self.model.sent_bytes(self.edges[min(process.stage, to)], direction)
-            path = Ways(self.prices, self.wires, max(1.0, size)).path(process.host, other.host)
+            path = NetworkWires(self.prices, self.wires, max(1.0, size)).path(process.host, other.host)
             self.streams[key] = Stream(self.time, path, int(size), 1)
         self.streams[key].send(partial(other.come, direction))
 
@@ -151,16 +151,16 @@ class Pipeline:
             pass
         return self.time.now_ns / NS
 
-    def critical(self) -> Mapping[Part, float]:
+    def critical(self) -> Mapping[StagePart, float]:
         """Seconds that each part has of the step that `alone` has made, along its critical path."""
-        found: defaultdict[Part, float] = defaultdict(float)
+        found: defaultdict[StagePart, float] = defaultdict(float)
         process = max((p for row in self.processes for p in row), key=lambda p: p.passes[-1].end_ns)
         for here, sender, seconds in self._path(process):
             link = (-1, *sorted((here.host, sender.host))) if sender else None
-            found[Part(*link) if link else Part(here.stage, here.host)] += seconds
+            found[StagePart(*link) if link else StagePart(here.stage, here.host)] += seconds
         return found
 
-    def _path(self, process: Process) -> Iterator[tuple[Process, Process | None, float]]:
+    def _path(self, process: StageProcess) -> Iterator[tuple[StageProcess, StageProcess | None, float]]:
         """Backwards from the last pass of this process: (who computes, None, seconds), (receiver, sender, seconds)."""
         at = len(process.order) - 1
         while at >= 0:
@@ -177,10 +177,10 @@ class Pipeline:
             process = sender
 
 
-class Stepping(Working):
+class PipelineSimulation(TrialWorker):
     """A worker of a stage: a step is what its pipeline has to do."""
 
-    def __init__(self, level: Level, process: Process, alone_s: float) -> None:
+    def __init__(self, level: TrialLevel, process: StageProcess, alone_s: float) -> None:
         super().__init__(level, process.host)
         self.process = process
         # Of several steps a clock, the first is simulated, and the others are as long as one without an exchange.
@@ -194,26 +194,32 @@ class Stepping(Working):
         time.at(time.now_ns + self.rest_ns, self.done)
 
 
-class Exchange(Trial):
+class StageExchange(Trial):
     """The run of one stage's replicas, on the wires and in the time of their pipelines."""
 
-    def __init__(self, run: Pipeline, stage: int, server: int, way: Way, step_s: float, alone_s: float) -> None:
+    def __init__(
+        self, run: SimulatedPipeline, stage: int, server: int, way: ModeAndSpec, step_s: float, alone_s: float
+    ) -> None:
         self.processes = {process.host: process for process in run.processes[stage]}
         self.alone_s, self.chunk = alone_s, run.tensor_bytes
-        work = Work(run.model.stage_parameters(run.layout, stage), alone_s, run.model.coded)
+        work = TrainingWork(run.model.stage_parameters(run.layout, stage), alone_s, run.model.coded)
         alone = tuple((host,) for host in self.processes)
-        plan = Choice(alone, tuple(self.processes), server, way, BELOW[0], step_s, step_s)
-        super().__init__(Prices(run.prices.network, work), plan, run.time, run.wires)
+        plan = DeploymentChoice(alone, tuple(self.processes), server, way, BELOW[0], step_s, step_s)
+        super().__init__(StepPrices(run.prices.network, work), plan, run.time, run.wires)
 
-    def worker(self, level: Level, host: int) -> Working:
-        return Stepping(level, self.processes[host], self.alone_s)
+    def worker(self, level: TrialLevel, host: int) -> TrialWorker:
+        return PipelineSimulation(level, self.processes[host], self.alone_s)
 
     def chunks(self, size: int) -> int:
         return min(CHUNKS_MAX, ceil(size / self.chunk)) or 1 if self.chunk else CHUNKS
 
 
 def step_s(
-    run: Pipeline, servers: Sequence[int], ways: Sequence[Way], steps_s: Sequence[float], alone_s: float
+    run: SimulatedPipeline,
+    servers: Sequence[int],
+    ways: Sequence[ModeAndSpec],
+    steps_s: Sequence[float],
+    alone_s: float,
 ) -> float | None:
     """Seconds of a step with the exchanges of all stages; None where that takes too many events. `run`: a fresh one.
 
@@ -223,5 +229,5 @@ def step_s(
     if LEAST_CLOCKS * EVENTS * passes > EVENTS_MAX:
         return None
     told = zip(servers, ways, steps_s, strict=True)
-    first, *_ = [Exchange(run, stage, *each, alone_s) for stage, each in enumerate(told)]
+    first, *_ = [StageExchange(run, stage, *each, alone_s) for stage, each in enumerate(told)]
     return first.step_s()

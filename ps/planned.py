@@ -27,26 +27,26 @@ from narrows.protocols.errors import LocalProtocolError, NarrowsError, RemotePro
 from narrows.protocols.keys import Keys, covers, fragment, split
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.ps.above import Above
-from narrows.ps.changes import OWED, Change, FirstWeights, FloatArray, Joined, Load, Terms
-from narrows.ps.directions import Directions
-from narrows.ps.folding import AtOnce, Barrier, Folding
+from narrows.ps.above import ParentLink
+from narrows.ps.changes import OWED, Change, FloatArray, LoadArrays, MergeStoppedModels, SetFirstWeights, Terms
+from narrows.ps.directions import CosineFilter
+from narrows.ps.folding import FoldAtBarrier, FoldAtOnce, Folding
 from narrows.ps.gain import Gain
-from narrows.ps.inbox import Inbox, Seat, Update, check_part
-from narrows.ps.limit import Far, Limit
-from narrows.ps.looks import Looks
+from narrows.ps.inbox import PushAssembler, PushedUpdate, PushSequence, check_part
+from narrows.ps.limit import NormClip, UnboundedNorms
+from narrows.ps.looks import UpdateSampler
 from narrows.ps.publications import Publications
-from narrows.ps.screen import Check, Screen
+from narrows.ps.screen import UpdateCheck, UpdateFilters
 from narrows.ps.store import ServerOptimizer, Store, assume_lent
-from narrows.ps.tables import Tables
-from narrows.ps.upward import Upward
+from narrows.ps.tables import EmbeddingRows
+from narrows.ps.upward import ParentSlot
 
 
-class Stage(Enum):
+class ClockStage(Enum):
     """The next thing to be done for the present clock."""
 
     FOLD = "fold"
@@ -57,17 +57,17 @@ class Stage(Enum):
 
 
 DIFFER = "learning rates or other hyper-parameters differ between workers; those that most of them agree with hold"
-NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
+NEXT = dict(zip(ClockStage, [*list(ClockStage)[1:], ClockStage.FOLD], strict=True))
 
 
 @dataclass(frozen=True)
-class Means:
+class MeanFactory:
     """The means that a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`:
     whether views of the store may still be read. `child`: the cluster is a member of a run above. In process 0 `member`
     is that one, whose first session is this shard's, and `coordinator` is the one beside this shard. `host`: as in
     Report."""
 
-    optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
+    optimizer: Callable[[ModelSpec, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
     child: bool = False
     member: Member | None = None
@@ -76,10 +76,12 @@ class Means:
     host: str = ""
 
 
-class Planned:
+class ModelShard:
     """Shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
 
-    def __init__(self, index: int, settings: Settings, plan: Plan, inbox: Inbox, clock: int, means: Means) -> None:
+    def __init__(
+        self, index: int, settings: Settings, plan: ModelSpec, inbox: PushAssembler, clock: int, means: MeanFactory
+    ) -> None:
         self.plan, self.inbox, self.means = plan, inbox, means
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
@@ -98,28 +100,28 @@ class Planned:
             lent=means.lent,
             gain=gain,
             cut=robust.cut,
-            tables=Tables(plan.tables, index, settings.shards),
+            tables=EmbeddingRows(plan.tables, index, settings.shards),
         )
-        checks: list[Check] = []
+        checks: list[UpdateCheck] = []
         if settings.max_update_norm > 0:
-            checks.append(Limit(index, settings.max_update_norm, store.weights_length))
+            checks.append(NormClip(index, settings.max_update_norm, store.weights_length))
         if robust.cosine:
-            checks.append(Directions(index))
-        far = Far(store.weights_length, mode.rule is Rule.OPTIMIZER)
-        self.screen = screen = Screen(index, Looks(begin, end - begin), far, checks, alike=bool(robust))
+            checks.append(CosineFilter(index))
+        far = UnboundedNorms(store.weights_length, mode.rule is Rule.OPTIMIZER)
+        self.screen = screen = UpdateFilters(index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust))
         self.folding: Folding = (
-            Barrier(mode, inbox, self.turn, store.mean, gain, screen)
+            FoldAtBarrier(mode, inbox, self.turn, store.mean, gain, screen)
             if mode.barrier
-            else AtOnce(mode, inbox, store.whole, gain, screen)
+            else FoldAtOnce(mode, inbox, store.whole, gain, screen)
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
-        self.upward = Upward(index, store.whole, means.child, means.member, means.timing, plan.degree)
+        self.upward = ParentSlot(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
         self.weights_from = -1  # whose are here whole
         self.given: dict[int, int] = {}  # under gossip, workers whose models are in the mean of the first weights
         self.given_round = -1  # and of which round
-        self.stage = Stage.FOLD
+        self.stage = ClockStage.FOLD
         self.min_clock = clock
         self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
         self.folds = 0  # since the last publication, where clocks publish nothing (async)
@@ -129,7 +131,7 @@ class Planned:
         self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
 
     @property
-    def above(self) -> Above:
+    def above(self) -> ParentLink:
         return self.upward.above
 
     def turn(self, clock: int) -> Keys:
@@ -140,10 +142,10 @@ class Planned:
         """Change the store; where that begins anew, publications do too."""
         for change in changes:
             self.store.apply(change)
-            if isinstance(change, (FirstWeights, Joined, Load)):
+            if isinstance(change, (SetFirstWeights, MergeStoppedModels, LoadArrays)):
                 self.publications.begin(self.min_clock)
 
-    def begin(self, load: Load, recut: bool = False) -> None:
+    def begin(self, load: LoadArrays, recut: bool = False) -> None:
         """Go on from a checkpoint; `recut`: its files are of other shards, and are not written anew. Raises NarrowsError."""
         keys, held = self.store.size, load.arrays["x"].size
         if held != keys:
@@ -152,11 +154,11 @@ class Planned:
         self.upward.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
 
-    def go_on(self, before: Planned) -> None:
+    def go_on(self, before: ModelShard) -> None:
         """From what this one has, which came to the same clock under another plan. A standby has that too, but not the
         disk of the server. `upward` stays: a checkpoint does not have it."""
         self.upward = before.upward
-        self.begin(Load(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
+        self.begin(LoadArrays(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
         """Return what a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above,
@@ -174,17 +176,17 @@ class Planned:
         if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
             self.weights_from = ledger.initialiser  # a source that had not given its own is gone
         self.apply(self.above.first(self.store.x, self.store.publication + 1))
-        while self.stage is not Stage.FOLD or self.min_clock < ledger.min_clock:
+        while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
             effects += more
             if not done:
                 break
             self.stage = NEXT[self.stage]
-        if self.stage is Stage.FOLD:
+        if self.stage is ClockStage.FOLD:
             effects += self._between(ledger, now_ns)[0]
             self.apply(self.above.last())
         asked = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
-        if asked and self.stage is Stage.FOLD and self.store.publication >= 0:
+        if asked and self.stage is ClockStage.FOLD and self.store.publication >= 0:
             effects.append(self._checkpoint())
         return effects
 
@@ -199,7 +201,7 @@ class Planned:
         if not done:
             return effects, False
         samples = sum(count for _, count in self.inbox.samples(0))
-        if isinstance(self.folding, Barrier):
+        if isinstance(self.folding, FoldAtBarrier):
             rows = {row[0]: row for row in ledger.sets}
             if self.min_clock not in rows:
                 return effects, False
@@ -279,10 +281,10 @@ class Planned:
         if (said := self.upward.keep(place, ledger, now_ns)) is not None:
             return said
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
-            self.min_clock, self.stage = place.at, Stage.FOLD  # the run above has gone on without us
+            self.min_clock, self.stage = place.at, ClockStage.FOLD  # the run above has gone on without us
             self.publications.begin(place.at)
             self.upward.renew()
-        if self.stage is not Stage.FOLD or self.min_clock < place.at:
+        if self.stage is not ClockStage.FOLD or self.min_clock < place.at:
             return []
         return self.upward.take_place(place, ledger, now_ns)
 
@@ -316,12 +318,12 @@ class Planned:
         if whole:
             self.given[message.worker] = len(self.given) + 1 if ledger.sources else 1
             pieces, count = list(ours.values()), self.given[message.worker]
-            self.apply([FirstWeights(pieces) if count == 1 else Joined(pieces, count)])
+            self.apply([SetFirstWeights(pieces) if count == 1 else MergeStoppedModels(pieces, count)])
             self.first = {}
             self.weights_from = ledger.initialiser if self.next_source(ledger) < 0 or not ledger.sources else -1
         return whole
 
-    def accept(self, seat: Seat, update: Update) -> list[ServerEffect]:
+    def accept(self, seat: PushSequence, update: PushedUpdate) -> list[ServerEffect]:
         """The next update of this member is here whole."""
         changes = self.folding.accept(seat, update, self.store.publication + 1)
         self.apply(changes)
@@ -342,10 +344,10 @@ def pairs(row: m.Ints) -> list[m.Pair]:
     return list(zip(row[1::2], row[2::2], strict=True))
 
 
-STAGES: dict[Stage, Callable[[Planned, m.Ledger, int], tuple[list[ServerEffect], bool]]] = {
-    Stage.FOLD: Planned._fold,
-    Stage.SEND_UP: Planned._send_up,
-    Stage.REBASE: Planned._rebase,
-    Stage.PUBLISH: Planned._publish,
-    Stage.CHECKPOINT: Planned._write,
+STAGES: dict[ClockStage, Callable[[ModelShard, m.Ledger, int], tuple[list[ServerEffect], bool]]] = {
+    ClockStage.FOLD: ModelShard._fold,
+    ClockStage.SEND_UP: ModelShard._send_up,
+    ClockStage.REBASE: ModelShard._rebase,
+    ClockStage.PUBLISH: ModelShard._publish,
+    ClockStage.CHECKPOINT: ModelShard._write,
 }

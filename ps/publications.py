@@ -20,16 +20,16 @@ from narrows.protocols.effects import Log, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import Mode
-from narrows.protocols.timing import LONG_AGO_NS, Patience, Timing
+from narrows.protocols.timing import LONG_AGO_NS, RetryTimer, Timing
 from narrows.ps.changes import FloatArray, Publish
 from narrows.ps.folding import Folding
-from narrows.ps.gain import PLAIN, Merging
-from narrows.ps.inbox import Inbox, Seat
+from narrows.ps.gain import PLAIN, MergeFactors
+from narrows.ps.inbox import PushAssembler, PushSequence
 from narrows.ps.store import Store
 
 
 @dataclass(slots=True)
-class Sent:
+class SentPublication:
     """A publication on its way to a child."""
 
     bytes: int
@@ -38,13 +38,13 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Child:
+class PublicationChild:
     """One child: the publications that it follows, and those that it has been sent."""
 
     follow: m.Follow
-    patience: Patience
-    sent: dict[int, Sent] = field(default_factory=dict)  # publications that it has not acknowledged
-    again: dict[int, Sent] = field(default_factory=dict)  # those of them that are to be sent once more
+    patience: RetryTimer
+    sent: dict[int, SentPublication] = field(default_factory=dict)  # publications that it has not acknowledged
+    again: dict[int, SentPublication] = field(default_factory=dict)  # those of them that are to be sent once more
     asks: dict[int, m.RowsAsk] = field(default_factory=dict)  # for rows, not answered yet, by request
     pull: m.Pull | None = None  # of the master copy, not answered yet
     request: int = 0  # the newest of those
@@ -79,16 +79,16 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PublicationDifference:
     """A publication. `late`: of members that are settled to less than its min_clock, to what."""
 
     min_clock: int
     late: dict[int, int]
-    merging: Merging = PLAIN
+    merging: MergeFactors = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PublishedModel:
     """The fields that all parts of one state share; as in `State`."""
 
     request: int
@@ -98,7 +98,7 @@ class Shown:
     min_clock: int
     settled: int
     contains: m.Weights
-    merging: Merging = PLAIN
+    merging: MergeFactors = PLAIN
 
 
 class Publications:
@@ -109,20 +109,20 @@ class Publications:
         index: int,
         mode: Mode,
         store: Store,
-        inbox: Inbox,
+        inbox: PushAssembler,
         folding: Folding,
         codings: Sequence[str],
         timing: Timing,
     ) -> None:
         self.index, self.mode, self.store, self.inbox, self.folding = index, mode, store, inbox, folding
         self.codings, self.timing = codings, timing
-        self.children: dict[tuple[int, int], Child] = {}  # worker, epoch
+        self.children: dict[tuple[int, int], PublicationChild] = {}  # worker, epoch
         self.lasts: set[int] = set()  # workers whose pull is of the last model
-        self.made: dict[int, Made] = {}
+        self.made: dict[int, PublicationDifference] = {}
 
     def begin(self, min_clock: int) -> None:
         """The store begins anew at this clock: it has a first publication, or one of a checkpoint, or none yet."""
-        self.made = {self.store.publication: Made(min_clock, {}, self._merging())}
+        self.made = {self.store.publication: PublicationDifference(min_clock, {}, self._merging())}
 
     def members(self) -> None:
         """Forget the children that left."""
@@ -137,7 +137,7 @@ class Publications:
         late = {
             w: seat.settled for w, seat in self.inbox.seats.items() if seat.settled < min_clock and self.mode.barrier
         }
-        self.made[self.store.publication] = Made(min_clock, late, self._merging())
+        self.made[self.store.publication] = PublicationDifference(min_clock, late, self._merging())
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
             del self.made[number]
         if after == before:
@@ -146,7 +146,7 @@ class Publications:
         text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
         return [Log("compress", where | {"text": text})]
 
-    def _merging(self) -> Merging:
+    def _merging(self) -> MergeFactors:
         return self.store.gain.merging(len(self.inbox.seats))
 
     def _asked_for(self) -> tuple[str, int, str]:
@@ -164,14 +164,14 @@ class Publications:
 
     # Messages of children.
 
-    def child(self, seat: Seat) -> Child:
+    def child(self, seat: PushSequence) -> PublicationChild:
         """One that has said nothing yet follows nothing."""
         who = (seat.worker, seat.epoch)
         if who not in self.children:
-            self.children[who] = Child(m.Follow(*who, -1, -1, 0), Patience(self.timing))
+            self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing))
         return self.children[who]
 
-    def follow(self, seat: Seat, follow: m.Follow, now_ns: int) -> None:
+    def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:
         """Raises RemoteProtocolError for one that no child says; then nothing has changed."""
         if follow.coding and follow.coding not in self.codings:
             raise RemoteProtocolError(
@@ -189,7 +189,7 @@ class Publications:
         if follow.clock >= child.follow.clock and follow.have >= child.follow.have:  # else overtaken by a newer one
             child.said(follow, now_ns)
 
-    def pull(self, seat: Seat, pull: m.Pull) -> None:
+    def pull(self, seat: PushSequence, pull: m.Pull) -> None:
         child = self.child(seat)
         if pull.request > child.request:
             child.pull, child.request = pull, pull.request
@@ -208,7 +208,7 @@ class Publications:
 
     # Messages to them.
 
-    def serve(self, seat: Seat, now_ns: int) -> list[Send]:
+    def serve(self, seat: PushSequence, now_ns: int) -> list[Send]:
         """All publications that this child may be sent now."""
         child, effects = self.child(seat), list[Send]()
         if not child.follow.credit or self.store.publication < 0:
@@ -218,23 +218,25 @@ class Publications:
                 break
             states = self._publication(seat, number, keys, payload, now_ns)
             size = sum(len(state.payload) for state in states)
-            child.sent[number] = Sent(size, child.again.pop(number, Sent(0, now_ns, 0)).first_ns, now_ns)
+            child.sent[number] = SentPublication(
+                size, child.again.pop(number, SentPublication(0, now_ns, 0)).first_ns, now_ns
+            )
             effects += [Send(seat.peer, state) for state in states]
         return effects
 
-    def _whole(self, seat: Seat, child: Child) -> list[tuple[int, Keys | None, bytes | None]]:
+    def _whole(self, seat: PushSequence, child: PublicationChild) -> list[tuple[int, Keys | None, bytes | None]]:
         """The newest state, where it is to be sent."""
         number, follow = self.store.publication, child.follow
         if child.sent or number <= follow.have or not self.mode.allows(follow.clock, self._settled(seat, number)):
             return []
         return [(number, None, None)]
 
-    def _settled(self, seat: Seat, number: int) -> int:
+    def _settled(self, seat: PushSequence, number: int) -> int:
         made = self.made[number]
         return made.late.get(seat.worker, made.min_clock)
 
     def _publication(
-        self, seat: Seat, number: int, keys: Keys | None, payload: bytes | None, now_ns: int
+        self, seat: PushSequence, number: int, keys: Keys | None, payload: bytes | None, now_ns: int
     ) -> list[m.State]:
         """`keys`: what it changed, None: it is to be sent whole; `payload`: the change, None: the values are in p."""
         store, settled = self.store, self._settled(seat, number)
@@ -245,21 +247,23 @@ class Publications:
             pieces = codecs.raw_pieces(store.p[begin - store.begin : end - store.begin], begin, parts(begin, end))
         contains = self.folding.contains(seat, settled, number)
         made = self.made[number]
-        shown = Shown(0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging)
+        shown = PublishedModel(
+            0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging
+        )
         return _states(seat, pieces, shown, now_ns)
 
-    def master(self, seat: Seat, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
+    def master(self, seat: PushSequence, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
         """Answer the pull of this child with the values of `array`, float32[size]."""
         child = self.child(seat)
         pieces = codecs.raw_pieces(array, self.store.begin, parts(*self.store.whole))
         settled = seat.settled if self.mode.barrier else min_clock
-        shown = Shown(child.request, True, False, self.store.publication, min_clock, settled, ())
+        shown = PublishedModel(child.request, True, False, self.store.publication, min_clock, settled, ())
         child.pull = None
         self.lasts.discard(seat.worker)
         return [Send(seat.peer, state) for state in _states(seat, pieces, shown, now_ns)]
 
 
-def _states(seat: Seat, pieces: Sequence[codecs.Piece], shown: Shown, now_ns: int) -> list[m.State]:
+def _states(seat: PushSequence, pieces: Sequence[codecs.Piece], shown: PublishedModel, now_ns: int) -> list[m.State]:
     return [
         m.State(
             worker=seat.worker,

@@ -21,22 +21,24 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
 from narrows.protocols.timing import Timing
-from narrows.ps.above import Asks, Kept, Place, Seated, asks
+from narrows.ps.above import Asks, ParentSeat, ParentState, SeatedParentLink, asks
 from narrows.ps.changes import Change, FloatArray
 
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
-def _codings(place: Place) -> tuple[Compressor, bool]:
+def _codings(place: ParentSeat) -> tuple[Compressor, bool]:
     """Return the compressor of updates on the way up, and whether the shard above publishes whole states. The link up
     is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
     return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
 
 
-class Pushing(Seated):
+class ParentPush(SeatedParentLink):
     """Keys [begin, end) toward a shard that folds what is pushed."""
 
-    def __init__(self, index: int, place: Place, keys: Keys, kept: Kept, member: Member | None, timing: Timing) -> None:
+    def __init__(
+        self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
+    ) -> None:
         up, whole = _codings(place)
         self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
         self.feedback.change(up)  # one that was kept is of the plan that the run above had then
@@ -50,7 +52,7 @@ class Pushing(Seated):
         self.feedback.load_state_dict({"residual": owed})
         self.kept = replace(self.kept, feedback=self.feedback, owed=None)
 
-    def go_on(self, place: Place, now_ns: int) -> Asks:
+    def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
         up, whole = _codings(place)
         self.feedback.change(up)
         before = self.exchange

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from narrows.protocols.keys import Keys, overlaps
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.saved import OPTIMIZER
 from narrows.ps.changes import OWED, FloatArray
 
 Arrays = Mapping[str, FloatArray]  # as Store.arrays
 
 
-def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict[str, FloatArray]:
+def recut(plan: ModelSpec, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict[str, FloatArray]:
     """The arrays of a shard of `keys`; `before`: the ranges of a split, and what each shard of it has. The arrays of a range
     without a key in common with `keys` are not looked at."""
     common = overlaps([each for each, _ in before], *keys)
@@ -48,7 +48,9 @@ def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict
     return made
 
 
-def _of_tensor(plan: Plan, had: Keys, arrays: Arrays, group: int, tensor: int, keys: Keys) -> dict[str, FloatArray]:
+def _of_tensor(
+    plan: ModelSpec, had: Keys, arrays: Arrays, group: int, tensor: int, keys: Keys
+) -> dict[str, FloatArray]:
     """By name, the state that a shard has of a tensor at `keys`."""
     for i, (which, begin, end) in enumerate(plan.pieces(*had)[group]):
         if which == tensor and begin < keys[1] and keys[0] < end:

@@ -1,10 +1,10 @@
 """The checks that an update must pass before a shard folds it. No I/O.
 
 Rules
-- One that is not finite is left out, in every run, and so is one that is absurdly long (`Far` in limit.py): its bytes were
-  looked at when they came (inbox.py). One without samples has no values: it is left out, and is not told of.
+- One that is not finite is left out, in every run, and so is one that is absurdly long (`UnboundedNorms` in limit.py):
+  its bytes were looked at when they came (inbox.py). One without samples has no values: it is left out, and is not told of.
 - Each check gives a factor: 1, less, or 0 for an update that is left out. The product counts.
-- `Limit` (limit.py) looks at the length of an update, `Directions` (directions.py) at where it leads.
+- `NormClip` (limit.py) looks at the length of an update, `CosineFilter` (directions.py) at where it leads.
 - A worker with an update that is left out or shortened is named, once for each reason.
 """
 
@@ -17,34 +17,36 @@ from typing import Protocol
 
 from narrows.compression import codecs
 from narrows.protocols.effects import Log
-from narrows.ps.beside import Beside
-from narrows.ps.inbox import Update
-from narrows.ps.limit import Far
-from narrows.ps.looks import Look, Looks
+from narrows.ps.beside import OutlierStats
+from narrows.ps.inbox import PushedUpdate
+from narrows.ps.limit import UnboundedNorms
+from narrows.ps.looks import UpdateSample, UpdateSampler
 
-Pushed = Sequence[tuple[int, int, Update]]  # worker, clock
+Pushed = Sequence[tuple[int, int, PushedUpdate]]  # worker, clock
 
 
-class Check(Protocol):
+class UpdateCheck(Protocol):
     """`logs`: what is to be told. `struck`: updates of each worker that were shortened or left out."""
 
     logs: list[Log]
     struck: Counter[int]
 
-    def factors(self, looks: Sequence[Look]) -> list[float]:
+    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
         """By what each update is scaled; all are finite. At a barrier they are those of one set."""
 
     def members(self, live: Container[int]) -> None:
         """Forget who left."""
 
 
-class Screen:
+class UpdateFilters:
     """All checks of shard `index`. `alike`: workers that are not left out have one share each, whatever samples they name.
     Without it and `checks` no update is looked at."""
 
-    def __init__(self, index: int, looks: Looks, far: Far, checks: Sequence[Check], alike: bool = False) -> None:
+    def __init__(
+        self, index: int, looks: UpdateSampler, far: UnboundedNorms, checks: Sequence[UpdateCheck], alike: bool = False
+    ) -> None:
         self.index, self.looks, self.far, self.checks, self.alike = index, looks, far, checks, alike
-        self.beside = Beside(index, looks.at.size) if checks or alike else None
+        self.beside = OutlierStats(index, looks.at.size) if checks or alike else None
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
@@ -64,7 +66,7 @@ class Screen:
         sound = [each for each, too_long in zip(finite, far, strict=True) if not too_long]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
         if self.beside is not None:
-            looks = [Look(worker, clock, *self.looks(update)) for worker, clock, update in sound]
+            looks = [UpdateSample(worker, clock, *self.looks(update)) for worker, clock, update in sound]
             looks = [look for look in looks if look.length < math.inf]  # which it is where it cannot be squared
             factors = [1.0] * len(looks)
             for check in self.checks:
@@ -91,7 +93,7 @@ class Screen:
             each.members(live)
 
     @property
-    def _all(self) -> list[Check | Beside]:
+    def _all(self) -> list[UpdateCheck | OutlierStats]:
         return [*self.checks, *([self.beside] if self.beside is not None else [])]
 
     def take(self) -> list[Log]:

@@ -20,17 +20,17 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.run import NO_KEY, Key, Seat
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
-from narrows.protocols.gossip.peers import Peer
+from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.member.member import Member
-from narrows.ps.events import Event, Kind
-from narrows.ps.membership import Membership
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.membership import ParentMembership
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.service import OfWorkers
 from narrows.ps.shard import Shard
 
 OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)
-FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.Join)
-OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
+FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.RemoteShardsOffer)
+OF_CLUSTERS = (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)  # that gossip with this one
 
 
 class Server:
@@ -51,9 +51,9 @@ class Server:
         stands: bool = False,
     ) -> None:
         self.shard, self.coordinator = shard, coordinator
-        self.membership: Membership | None = None  # in the run above
+        self.membership: ParentMembership | None = None  # in the run above
         if member is not None and coordinator is not None:
-            self.membership = Membership(shard, coordinator, member, parent, host, public, stands)
+            self.membership = ParentMembership(shard, coordinator, member, parent, host, public, stands)
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.tree_shown = False
         self.begun = False
@@ -91,7 +91,7 @@ class Server:
         return views.standby if views is not None and views.listens else ""
 
     @property
-    def others(self) -> Mapping[int, Peer]:
+    def others(self) -> Mapping[int, GossipPeer]:
         """The other clusters that this shard mixes with, by their numbers in the run above."""
         member = self.membership.member if self.membership is not None else None
         if member is not None and member.peers is not None:  # it asks them for the round before the shard has its place
@@ -113,7 +113,7 @@ class Server:
 
     # Events.
 
-    def happen(self, event: Event) -> list[ServerEffect]:
+    def happen(self, event: MachineEvent) -> list[ServerEffect]:
         """Return the effects of an event. Raises RemoteProtocolError for a message of a peer that is none."""
         self.now_ns = event.now_ns
         self.happened += 1
@@ -292,47 +292,47 @@ class Server:
         return outer
 
 
-def _message(event: Event) -> m.Message:
+def _message(event: MachineEvent) -> m.Message:
     assert event.message is not None
     return event.message
 
 
-def _key(event: Event) -> Key:
+def _key(event: MachineEvent) -> Key:
     name, others = event.values or NO_KEY
     return name, others
 
 
-def _above(server: Server, event: Event) -> list[ServerEffect]:
-    handle = server.handle_above if event.kind is Kind.ABOVE else server.handle_beside
+def _above(server: Server, event: MachineEvent) -> list[ServerEffect]:
+    handle = server.handle_above if event.kind is EventKind.ABOVE else server.handle_beside
     try:
         return handle(_message(event), event.now_ns)
     except NarrowsError as error:
         return server.fail_above(str(error), event.now_ns)
 
 
-def _failed_above(server: Server, event: Event) -> list[ServerEffect]:
+def _failed_above(server: Server, event: MachineEvent) -> list[ServerEffect]:
     text, code = event.values
     return server.fail_above(text, event.now_ns, code)
 
 
-def _wrote(server: Server, event: Event) -> list[ServerEffect]:
+def _wrote(server: Server, event: MachineEvent) -> list[ServerEffect]:
     clock, kept, took_ns = event.values
     return server.wrote_checkpoint(clock, tuple(kept), took_ns, event.now_ns)
 
 
-HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
-    Kind.START: lambda server, event: server.start(event.now_ns),
-    Kind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns, _key(event)),
-    Kind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
-    Kind.ABOVE: _above,
-    Kind.BESIDE: _above,
-    Kind.FAILED_ABOVE: _failed_above,
-    Kind.TICK: lambda server, event: server.tick(event.now_ns, event.values or (0, 0)),
-    Kind.WROTE: _wrote,
-    Kind.LINKED: lambda server, event: server.linked(*event.values),
-    Kind.ENDED: lambda server, event: server.ended_shards(event.values),
-    Kind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
-    Kind.VIEW: lambda server, event: server.serve(*event.values),
-    Kind.RESHARD: lambda server, event: server.reshard(event.values[0], event.now_ns),
-    Kind.STOP: lambda server, event: server.stop(event.now_ns),
+HAPPENS: dict[EventKind, Callable[[Server, MachineEvent], list[ServerEffect]]] = {
+    EventKind.START: lambda server, event: server.start(event.now_ns),
+    EventKind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns, _key(event)),
+    EventKind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
+    EventKind.ABOVE: _above,
+    EventKind.BESIDE: _above,
+    EventKind.FAILED_ABOVE: _failed_above,
+    EventKind.TICK: lambda server, event: server.tick(event.now_ns, event.values or (0, 0)),
+    EventKind.WROTE: _wrote,
+    EventKind.LINKED: lambda server, event: server.linked(*event.values),
+    EventKind.ENDED: lambda server, event: server.ended_shards(event.values),
+    EventKind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
+    EventKind.VIEW: lambda server, event: server.serve(*event.values),
+    EventKind.RESHARD: lambda server, event: server.reshard(event.values[0], event.now_ns),
+    EventKind.STOP: lambda server, event: server.stop(event.now_ns),
 }

@@ -21,21 +21,23 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.tables import ASKS_MAX
 from narrows.protocols.wire import FRAME_VALUES, pack
 from narrows.ps.changes import FloatArray
-from narrows.ps.folding import Barrier, unpack_hyper
-from narrows.ps.inbox import Seat, check_part
-from narrows.ps.planned import Planned
+from narrows.ps.folding import FoldAtBarrier, unpack_hyper
+from narrows.ps.inbox import PushSequence, check_part
+from narrows.ps.planned import ModelShard
 
 OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk | m.MomentsAsk
 
 
-class Service:
+class ShardRequests:
     """Answers the members of one shard in one generation."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: ModelShard) -> None:
         self.planned, self.means = planned, planned.means
         self.inbox, self.store, self.publications = planned.inbox, planned.store, planned.publications
 
-    def handle(self, seat: Seat, message: OfWorkers, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+    def handle(
+        self, seat: PushSequence, message: OfWorkers, ledger: m.Ledger, now_ns: int
+    ) -> tuple[list[ServerEffect], bool]:
         """The effects, and whether the coordinator must know. Raises RemoteProtocolError; then nothing has changed."""
         if isinstance(message, m.Push):
             return self._push(seat, message, ledger, now_ns)
@@ -55,7 +57,7 @@ class Service:
         # A worker that waits for the last model is not waited for.
         return self.serve(seat, ledger, now_ns), self.finishing(seat)
 
-    def finishing(self, seat: Seat) -> bool:
+    def finishing(self, seat: PushSequence) -> bool:
         """This worker has done its last step, all its updates are here, and it waits for the model that all end with."""
         pull = self.publications.child(seat).pull
         return pull is not None and pull.last and pull.clock == seat.clock
@@ -72,14 +74,14 @@ class Service:
             return self.planned.above.master
         return self.store.x if self.planned.upward.finishes else None
 
-    def _first_weights(self, seat: Seat, message: m.FirstWeights, ledger: m.Ledger) -> bool:
+    def _first_weights(self, seat: PushSequence, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         if ledger.started or self.planned.next_source(ledger) != seat.worker:
             return False
         if self.means.child and not self.planned.above.wants_weights:
             return False  # the run above has some by now
         return self.planned.first_weights(message, ledger)
 
-    def _push(self, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+    def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         planned, began = self.planned, seat.clock
         if push.clock < began:
             return [self._ack(seat, push.clock, now_ns)], False
@@ -96,7 +98,11 @@ class Service:
             if rates:
                 self.store.tables.check_rates(rates)
         self.inbox.add(seat, push, planned.turn(push.clock), squared)
-        if isinstance(planned.folding, Barrier) and push.clock == seat.taken and planned.mode.rule is not Rule.ADD:
+        if (
+            isinstance(planned.folding, FoldAtBarrier)
+            and push.clock == seat.taken
+            and planned.mode.rule is not Rule.ADD
+        ):
             planned.folding.early(push.part)
         effects: list[ServerEffect] = []
         while update := self.inbox.next(seat):
@@ -107,14 +113,14 @@ class Service:
                 effects += self.serve(each, ledger, now_ns)
         return [*effects, *self._rows(seat, now_ns)], seat.clock != began
 
-    def _ask(self, seat: Seat, ask: m.RowsAsk) -> None:
+    def _ask(self, seat: PushSequence, ask: m.RowsAsk) -> None:
         """Keep it until it may be answered. One too many is not kept: it is said again."""
         self.store.tables.opened(ask.payload, asks=True)
         asks = self.publications.child(seat).asks
         if ask.request in asks or len(asks) < ASKS_MAX:
             asks[ask.request] = ask
 
-    def _rows(self, seat: Seat, now_ns: int) -> list[Send]:
+    def _rows(self, seat: PushSequence, now_ns: int) -> list[Send]:
         """All rows that this member has asked for and may compute on: its own updates before that clock are in, and those of
         others as far as the bound asks for."""
         planned, asks = self.planned, self.publications.child(seat).asks
@@ -126,7 +132,7 @@ class Service:
             effects.append(Send(seat.peer, m.Rows(seat.worker, seat.epoch, ask.request, now_ns, values)))
         return effects
 
-    def _moments(self, seat: Seat, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+    def _moments(self, seat: PushSequence, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Answer with what the optimizer keeps, as it is now."""
         (low, high), optimizer = self.store.whole, self.store.optimizer
         if optimizer is None:
@@ -144,14 +150,14 @@ class Service:
         clock = self.planned.min_clock
         return [Send(seat.peer, m.Moments(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
-    def _ack(self, seat: Seat, clock: int, now_ns: int) -> Send:
+    def _ack(self, seat: PushSequence, clock: int, now_ns: int) -> Send:
         weight = self.planned.folding.weight(seat, clock)
         status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
         coordinator = self.means.coordinator
         wants = coordinator is not None and coordinator.buffers.wanted(seat.worker, now_ns)
         return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
 
-    def serve(self, seat: Seat, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+    def serve(self, seat: PushSequence, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Return what this member has asked for and may be sent."""
         planned, store, child = self.planned, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:

@@ -3,7 +3,7 @@ publications, and reports what it has seen and done. No I/O.
 
 Rules
 - The ledger is obeyed, never second-guessed.
-- Until a model is declared there is nothing but members; all else is `Planned`, and the `Service` of members that goes
+- Until a model is declared there is nothing but members; all else is `ModelShard`, and the `ShardRequests` of members that goes
   with it, made anew in each generation.
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Load, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
-from narrows.ps.above import Above
+from narrows.ps.above import ParentLink
 from narrows.ps.changes import FloatArray
-from narrows.ps.inbox import Inbox
-from narrows.ps.planned import Means, Planned, pairs
+from narrows.ps.inbox import PushAssembler
+from narrows.ps.planned import MeanFactory, ModelShard, pairs
 from narrows.ps.reports import Reports
-from narrows.ps.service import OfWorkers, Service
+from narrows.ps.service import OfWorkers, ShardRequests
 
 UNDECIDED = m.Ledger(0, 0, -1, 0, False, -1, (), 0, (), (), (), -1, False, -1, b"")
 
@@ -30,16 +30,22 @@ class Shard:
     """Messages of workers and ledgers in, effects out. `checkpoints`: clocks that are on its disk."""
 
     def __init__(
-        self, index: int, settings: Settings, incarnation: int, port: int, checkpoints: tuple[int, ...], means: Means
+        self,
+        index: int,
+        settings: Settings,
+        incarnation: int,
+        port: int,
+        checkpoints: tuple[int, ...],
+        means: MeanFactory,
     ) -> None:
         self.index, self.settings, self.mode, self.means = index, settings, settings.mode(), means
         self.incarnation, self.port = incarnation, port
         self.checkpoints = list(checkpoints)
         self.tried, self.wrote_ns = -1, 0  # the newest checkpoint that was tried, and how long it took
         self.ledger = UNDECIDED
-        self.inbox = Inbox(index, self.mode)
-        self.planned: Planned | None = None
-        self.service: Service | None = None  # of `planned`
+        self.inbox = PushAssembler(index, self.mode)
+        self.planned: ModelShard | None = None
+        self.service: ShardRequests | None = None  # of `planned`
         self.trouble = ""
         self.moved = (0, 0)  # bytes to and from above, as its runner has counted them
         self.reports = Reports(self._report_of)
@@ -48,8 +54,8 @@ class Shard:
         self.saved = (-1, 0)  # the newest checkpoint that was begun, and the first report that tells what is in it
 
     @property
-    def above(self) -> Above:
-        return self.planned.above if self.planned is not None else Above()
+    def above(self) -> ParentLink:
+        return self.planned.above if self.planned is not None else ParentLink()
 
     @property
     def min_clock(self) -> int:
@@ -93,7 +99,7 @@ class Shard:
         if ledger.decides_as(before):
             return [self.report(now_ns)]
         if ledger.plan and self.planned is None and not self.retired:
-            self._plan(Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
+            self._plan(ModelSpec.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
         if self.planned is not None:
             effects += self.planned.seat(ledger, now_ns)
             effects += self.planned.upward.introduce(ledger, now_ns)
@@ -110,7 +116,7 @@ class Shard:
         planned, number = self.planned, self.settings.plan_number
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
-        self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
+        self.inbox, self.planned, self.service = PushAssembler(self.index, self.mode), None, None
         self.tried = -1
         if self.retired:
             return effects
@@ -126,9 +132,9 @@ class Shard:
             return effects
         return [*effects, Load(ledger.restart_clock)]
 
-    def _plan(self, plan: Plan, clock: int) -> Planned:
-        self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
-        self.service = Service(self.planned)
+    def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
+        self.planned = ModelShard(self.index, self.settings, plan, self.inbox, clock, self.means)
+        self.service = ShardRequests(self.planned)
         return self.planned
 
     def _members(self) -> list[Log]:

@@ -9,24 +9,24 @@ from narrows.protocols.effects import Send
 
 
 @dataclass(slots=True)
-class Sibling:
+class PeerShard:
     """Another shard of the same side, as shard 0 has heard of it."""
 
     peer: bytes
-    said: m.Copying
+    said: m.ReplicationProgress
     heard_ns: int
 
 
-class Siblings:
+class PeerShards:
     """The siblings of shard 0."""
 
     def __init__(self, shards: int, lost_ns: int) -> None:
         self.shards, self.lost_ns = shards, lost_ns
-        self.known: dict[int, Sibling] = {}
+        self.known: dict[int, PeerShard] = {}
 
-    def hear(self, peer: bytes, said: m.Copying, now_ns: int) -> None:
+    def hear(self, peer: bytes, said: m.ReplicationProgress, now_ns: int) -> None:
         if 0 < said.shard < self.shards:
-            self.known[said.shard] = Sibling(peer, said, now_ns)
+            self.known[said.shard] = PeerShard(peer, said, now_ns)
 
     def whole(self, now_ns: int, standby: str) -> bool:
         """All have been copied there, a moment ago. When a standby is lost and another comes, shards may have one each."""
@@ -42,7 +42,7 @@ class Siblings:
         """The newest view that any of them has come to."""
         return max((sibling.said.view for sibling in self.known.values()), default=0)
 
-    def behind(self, view: m.View) -> list[Send]:
+    def behind(self, view: m.FailoverNotice) -> list[Send]:
         """For those that have not come to it."""
         return [Send(sibling.peer, view) for sibling in self.known.values() if sibling.said.view < view.view]
 

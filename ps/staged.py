@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 
 from narrows.protocols.planning.choose import for_stage
 from narrows.protocols.planning.cost import Costs, Job, Layout
-from narrows.protocols.planning.layout import Edge
-from narrows.protocols.planning.levels import Prices, Work
+from narrows.protocols.planning.layout import StageEdge
+from narrows.protocols.planning.levels import StepPrices, TrainingWork
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.stages import (
     AUTO,
@@ -24,14 +24,14 @@ from narrows.protocols.planning.stages import (
     CODED,
     EXACT,
     FORWARD,
-    Model,
+    PipelineModel,
     covered,
     edges_money,
     exchanges_money,
     fits,
 )
-from narrows.protocols.planning.ways import STEPS_POWER, Way
-from narrows.ps.pipelined import Part, Pipeline, step_s
+from narrows.protocols.planning.ways import STEPS_POWER, ModeAndSpec
+from narrows.ps.pipelined import SimulatedPipeline, StagePart, step_s
 
 # Across a link int8 lost up to 0.4 % over the unsplit model (docs/results.md, bench/pipeline.py), which is so many more steps.
 LOSS_COST = 1.004**STEPS_POWER
@@ -40,7 +40,7 @@ GAIN = 0.999  # a plan is left only for one that costs less than this of it
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedPlan:
     """A layout that was tried. By stage: servers, ways and money; by edge: edges. Seconds are those of a step.
 
     money: of a stage's exchange, and of what passes between it and the next one.
@@ -49,11 +49,11 @@ class Staged:
     """
 
     layout: Layout
-    edges: tuple[Edge, ...]
+    edges: tuple[StageEdge, ...]
     servers: tuple[int, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[ModeAndSpec, ...]
     alone_s: float
-    critical: Mapping[Part, float]
+    critical: Mapping[StagePart, float]
     stages_s: tuple[float, ...]  # predicted, of each stage with its exchange
     simulated_s: float | None
     money: tuple[float, ...]
@@ -68,15 +68,15 @@ class Staged:
         return max(way.steps(self.layout.grid.shape[1]) for way in self.ways)
 
 
-class Stager:
+class StagedPlanner:
     """Tries layouts of a model on a network, their edges coded as `coding` says. `job`: the model's, as the search has it."""
 
-    def __init__(self, network: Network, model: Model, job: Job, coding: str) -> None:
+    def __init__(self, network: Network, model: PipelineModel, job: Job, coding: str) -> None:
         self.network, self.model, self.coding = network, model, coding
         self.costs = Costs(network, job)
-        self.prices = Prices(network, Work(model.parameters, model.step_s, model.coded))
+        self.prices = StepPrices(network, TrainingWork(model.parameters, model.step_s, model.coded))
 
-    def stand(self, layout: Layout) -> Staged:
+    def stand(self, layout: Layout) -> StagedPlan:
         """Try `layout`."""
         network, model = self.network, self.model
         edges = self.edges(layout)
@@ -88,22 +88,22 @@ class Stager:
             for stage, group in enumerate(layout.grid)
         ]
         servers, ways, stages_s = zip(*found, strict=True)
-        whole_s = step_s(Pipeline(self.prices, layout, model, edges), servers, ways, stages_s, alone_s)
+        whole_s = step_s(SimulatedPipeline(self.prices, layout, model, edges), servers, ways, stages_s, alone_s)
         between = [*edges_money(network, layout, model, edges), 0.0]
         exchanged = exchanges_money(network, layout, model, servers, ways)
         costs = tuple(a + b for a, b in zip(between, exchanged, strict=True))
-        return Staged(layout, edges, servers, ways, alone_s, run.critical(), stages_s, whole_s, costs)
+        return StagedPlan(layout, edges, servers, ways, alone_s, run.critical(), stages_s, whole_s, costs)
 
-    def alone(self, layout: Layout, edges: Sequence[Edge]) -> tuple[Pipeline, float]:
+    def alone(self, layout: Layout, edges: Sequence[StageEdge]) -> tuple[SimulatedPipeline, float]:
         """A step without exchanges, and its seconds."""
-        run = Pipeline(self.prices, layout, self.model, edges)
+        run = SimulatedPipeline(self.prices, layout, self.model, edges)
         return run, run.alone()
 
-    def edges(self, layout: Layout) -> tuple[Edge, ...]:
+    def edges(self, layout: Layout) -> tuple[StageEdge, ...]:
         """Coded as `coding` says, and with so many micro-batches in flight as links then ask for."""
         count = len(layout.grid) - 1
         if self.coding != AUTO:
-            return self.covered(layout, [Edge(self.coding, self.coding)] * count)
+            return self.covered(layout, [StageEdge(self.coding, self.coding)] * count)
         fastest = self.fastest(layout)
         most = LOSS_COST * self.cost(layout, self.exact(layout, []))
         # The largest number of exact ways that cost no more: more of them cost more.
@@ -114,17 +114,17 @@ class Stager:
             at = (least + above) // 2
         return self.exact(layout, fastest[:least])
 
-    def covered(self, layout: Layout, edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    def covered(self, layout: Layout, edges: Sequence[StageEdge]) -> tuple[StageEdge, ...]:
         return tuple(covered(self.network, layout, self.model, edges))
 
-    def exact(self, layout: Layout, ways: Sequence[tuple[int, int]]) -> tuple[Edge, ...]:
+    def exact(self, layout: Layout, ways: Sequence[tuple[int, int]]) -> tuple[StageEdge, ...]:
         """The edges where these (edge, direction) are dense, and the others coded."""
 
         def coding(edge: int, way: int) -> str:
             return EXACT if (edge, way) in ways else CODED
 
         every = range(len(layout.grid) - 1)
-        return self.covered(layout, [Edge(coding(edge, FORWARD), coding(edge, BACKWARD)) for edge in every])
+        return self.covered(layout, [StageEdge(coding(edge, FORWARD), coding(edge, BACKWARD)) for edge in every])
 
     def fastest(self, layout: Layout) -> list[tuple[int, int]]:
         """(edge, direction) by the seconds that the slowest pair takes for a dense tensor, the least first."""
@@ -137,11 +137,11 @@ class Stager:
             ]
         return [(edge, way) for _, edge, way in sorted(found)]
 
-    def price(self, plan: Staged) -> float:
+    def price(self, plan: StagedPlan) -> float:
         """Seconds of a step x steps to a loss, and its money."""
         return (plan.simulated_s or plan.predicted_s) * plan.steps + self.model.money_s * sum(plan.money)
 
-    def descended(self, plan: Staged) -> Staged:
+    def descended(self, plan: StagedPlan) -> StagedPlan:
         """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without exchanges
         are not tried with them. Layouts with TRIED micro-batches in all are looked at."""
         left = TRIED // (plan.layout.grid.size * self.model.micro_batches)
@@ -168,7 +168,7 @@ class Stager:
         grid = hosts.reshape(layout.grid.shape)
         return Layout(grid, self.costs.depths(grid))
 
-    def cost(self, layout: Layout, edges: Sequence[Edge]) -> float:
+    def cost(self, layout: Layout, edges: Sequence[StageEdge]) -> float:
         """Seconds of a step without exchanges, and what the edges' money is worth."""
         spent = sum(edges_money(self.network, layout, self.model, edges))
         return self.alone(layout, edges)[1] + self.model.money_s * spent

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import CopyEffect, Send, Serve, Tell
+from narrows.protocols.effects import CopyEffect, Send, SendToPeer, Serve
 from narrows.ps.copies import SAY_NS
-from narrows.ps.events import Event
-from narrows.ps.feed import CUT_NS, Machine
+from narrows.ps.events import MachineEvent
+from narrows.ps.feed import CUT_NS, ReplicatedMachine
 from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 
 
 class Standby:
@@ -25,18 +25,18 @@ class Standby:
         address: str,
         port: int,
         lost_ns: int,
-        siblings: Siblings,
-        thaw: Callable[[bytes], Machine],
-        again: Callable[[Event], None],
+        siblings: PeerShards,
+        thaw: Callable[[bytes], ReplicatedMachine],
+        again: Callable[[MachineEvent], None],
     ) -> None:
         self.index, self.original, self.address, self.port, self.lost_ns = index, original, address, port, lost_ns
         self.siblings, self.thaw, self.again = siblings, thaw, again
-        self.machine: Machine | None = None
+        self.machine: ReplicatedMachine | None = None
         self.have = -1  # events that are here
         self.life = -1  # of the original, in which they happened
         self.parts: list[m.Buffer] = []  # of a machine
         self.parts_of = -1
-        self.events: deque[Event] = deque()  # that are here and not handled
+        self.events: deque[MachineEvent] = deque()  # that are here and not handled
         self.heard_ns = self.said_ns = self.told_ns = 0  # the original heard, and told; our shard 0 told
         self.owes = True  # an acknowledgement
         self.votes: dict[int, int] = {}  # of each worker, the view that it has turned to us for
@@ -49,7 +49,7 @@ class Standby:
         """Bytes of a machine that are here, of which the rest is to come."""
         return sum(map(len, self.parts))
 
-    def receive(self, copied: m.Copied, now_ns: int) -> None:
+    def receive(self, copied: m.ReplicationEntry, now_ns: int) -> None:
         """Take an event, or a part of a machine. Raises what `thaw` raises."""
         if copied.life < self.life:
             return  # of one that is over
@@ -60,7 +60,7 @@ class Standby:
         if not copied.parts:
             if copied.number == self.have + 1:
                 frames = [copied.header, copied.payload][: copied.frames]
-                self.events.append(Event.of(copied.about, frames))
+                self.events.append(MachineEvent.of(copied.about, frames))
                 self.have = copied.number
             return
         if copied.number < max(self.have, self.parts_of):
@@ -90,7 +90,11 @@ class Standby:
             return []
         self.owes, self.said_ns = False, now_ns
         of = self.parts_of if self.have < 0 else -1
-        return [Tell(self.original, m.Copy(self.index, self.have, self.life, of, len(self.parts), self.address))]
+        return [
+            SendToPeer(
+                self.original, m.ReplicationFollow(self.index, self.have, self.life, of, len(self.parts), self.address)
+            )
+        ]
 
     def cut(self, now_ns: int) -> None:
         """The connection to the original has ended: CUT_NS of silence are enough. Members wait for longer, and then ask."""
@@ -107,7 +111,7 @@ class Standby:
         """The original has been silent for long."""
         return now_ns - self.heard_ns > self.lost_ns
 
-    def vote(self, peer: bytes, vote: m.Vote, now_ns: int) -> list[CopyEffect]:
+    def vote(self, peer: bytes, vote: m.FailoverVote, now_ns: int) -> list[CopyEffect]:
         """A member has not heard the server."""
         machine = self.machine
         if machine is not None and self._knows(machine, peer, vote) and self.lost(now_ns):
@@ -118,14 +122,14 @@ class Standby:
             return []  # what does not count is not given back either: the server may be gone
         self.votes.pop(vote.worker, None)
         self.void[vote.worker] = max(self.void.get(vote.worker, 0), vote.attempt)
-        return [Send(peer, m.Stay(vote.view, vote.attempt))]
+        return [Send(peer, m.KeepServing(vote.view, vote.attempt))]
 
-    def _knows(self, machine: Machine, peer: bytes, vote: m.Vote) -> bool:
+    def _knows(self, machine: ReplicatedMachine, peer: bytes, vote: m.FailoverVote) -> bool:
         """It is the vote of a member, for the view after this one."""
         known = (vote.worker, m.name_of(peer)) in [(member.worker, member.name) for member in machine.members]
         return known and self.stands_by and vote.view == machine.view + 1
 
-    def hear_view(self, view: m.View) -> list[CopyEffect]:
+    def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
         """From shard 0 of this server."""
         if self.machine is None or view.view <= self.machine.view:
             return []
@@ -141,7 +145,7 @@ class Standby:
         if self.index and now_ns - self.told_ns >= SAY_NS:  # a shard 0 that was killed knows nothing of us any more
             self.told_ns = now_ns
             view, there = machine.view if machine is not None else 0, self.address if self.stands_by else ""
-            effects.append(Send(COORDINATOR, m.Copying(self.index, view, there, self.port)))
+            effects.append(Send(COORDINATOR, m.ReplicationProgress(self.index, view, there, self.port)))
         if machine is None or self.index or not self.stands_by or not self.lost(now_ns):
             return effects
         if not self.siblings.whole(now_ns, self.address) or not self.siblings.at(machine.view):

@@ -25,10 +25,22 @@ from narrows.compression import Memory, NonFiniteError, accumulate, codecs, pars
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.protocols.saved import OPTIMIZER
-from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Joined, Load, Outer, Publish, Rebase, Step, Terms
+from narrows.ps.changes import (
+    Change,
+    FloatArray,
+    Fold,
+    LoadArrays,
+    MergeStoppedModels,
+    OuterStep,
+    Publish,
+    Rebase,
+    SetFirstWeights,
+    Step,
+    Terms,
+)
 from narrows.ps.gain import Gain
-from narrows.ps.mean import Mean, Trimmed
-from narrows.ps.tables import Tables
+from narrows.ps.mean import TrimmedMean, WeightedMean
+from narrows.ps.tables import EmbeddingRows
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
@@ -83,11 +95,11 @@ class Store:
         lent: Callable[[], bool] = assume_lent,
         gain: Gain | None = None,
         cut: float = 0.0,
-        tables: Tables | None = None,
+        tables: EmbeddingRows | None = None,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
-        self.tables = tables or Tables()
+        self.tables = tables or EmbeddingRows()
         self.gain = gain or Gain(self.size)  # told of each update that is added
         self.lent = lent
         self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
@@ -97,7 +109,7 @@ class Store:
         self.p: FloatArray = self.x
         self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
-        self.mean = Trimmed(begin, self.size, cut) if cut else Mean(begin, self.size)
+        self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # Publications as keys and payload; None: the values are in p. All that are here are of one of these kinds.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # since the last publication: then it is of all keys
@@ -140,13 +152,13 @@ class Store:
 
     # Changes.
 
-    def _first_weights(self, change: FirstWeights) -> None:
+    def _first_weights(self, change: SetFirstWeights) -> None:
         x = np.zeros(self.size, np.float32)
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
         self._begin(x, x, 0)
 
-    def _joined(self, change: Joined) -> None:
+    def _joined(self, change: MergeStoppedModels) -> None:
         x = np.zeros(self.size, np.float32)
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
@@ -173,7 +185,7 @@ class Store:
         pieces = [(weight, piece) for weight, (_, update) in zip(weights, terms, strict=True) for piece in update]
         self.tables.fold([each for each in pieces if each[1].codec == codecs.ROWS], rates)
 
-    def _outer(self, change: Outer) -> None:
+    def _outer(self, change: OuterStep) -> None:
         assert self.outer is not None and self.momentum is not None
         rate, momentum = np.float32(self.outer[0]), np.float32(self.outer[1])
         at = self._at(change.keys)
@@ -198,7 +210,7 @@ class Store:
         x += change.base
         self.rebased = True
 
-    def _load(self, change: Load) -> None:
+    def _load(self, change: LoadArrays) -> None:
         arrays = change.arrays
         self.tables.load(arrays)
         self._begin(arrays["x"].copy(), arrays["p"].copy(), change.publication)
@@ -291,12 +303,12 @@ class Store:
 
 
 APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
-    FirstWeights: Store._first_weights,
-    Joined: Store._joined,
+    SetFirstWeights: Store._first_weights,
+    MergeStoppedModels: Store._joined,
     Fold: Store._fold,
-    Outer: Store._outer,
+    OuterStep: Store._outer,
     Step: Store._step,
     Rebase: Store._rebase,
     Publish: Store._publish,
-    Load: Store._load,
+    LoadArrays: Store._load,
 }

@@ -28,7 +28,7 @@ COUNTS: dict[str, np.dtype[Any]] = {"rows": np.dtype(np.uint32), "steps": np.dty
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Table:
+class TableRows:
     """The rows of one table on shard `shard` of `shards`. Memory of what is zero is the system's until it is written to."""
 
     def __init__(self, spec: TableSpec, shard: int, shards: int) -> None:
@@ -90,18 +90,18 @@ class Table:
             array[at] = arrays[name]
 
 
-def _sgd(table: Table, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
+def _sgd(table: TableRows, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
     return np.float32(-rates["lr"]) * gradient
 
 
-def _adagrad(table: Table, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
+def _adagrad(table: TableRows, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
     total = table.state["sum"][at] + gradient * gradient
     table.state["sum"][at] = total
     moved: FloatArray = np.float32(-rates["lr"]) * (gradient / (np.sqrt(total) + np.float32(rates["eps"])))
     return moved
 
 
-def _sparse_adam(table: Table, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
+def _sparse_adam(table: TableRows, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> FloatArray:
     beta1, beta2 = rates["betas"]
     mean, square = table.state["exp_avg"][at], table.state["exp_avg_sq"][at]
     mean += np.float32(1 - beta1) * (gradient - mean)
@@ -113,25 +113,25 @@ def _sparse_adam(table: Table, at: npt.NDArray[Any], gradient: FloatArray, rates
 
 
 # By how much rows move, float32[n, dim], of each class in ROWWISE; as torch.optim does it with sparse gradients.
-STEPS: dict[str, Callable[[Table, npt.NDArray[Any], FloatArray, Mapping[str, Any]], FloatArray]] = {
+STEPS: dict[str, Callable[[TableRows, npt.NDArray[Any], FloatArray, Mapping[str, Any]], FloatArray]] = {
     "SGD": _sgd,
     "Adagrad": _adagrad,
     "SparseAdam": _sparse_adam,
 }
 
 
-class Tables:
+class EmbeddingRows:
     """All of one shard. Raises RemoteProtocolError for what names no row here."""
 
     def __init__(self, specs: Sequence[TableSpec] = (), shard: int = 0, shards: int = 1) -> None:
         self.specs = tuple(specs)
-        self.tables = [Table(spec, shard, shards) for spec in self.specs]
+        self.tables = [TableRows(spec, shard, shards) for spec in self.specs]
 
     @property
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
-    def opened(self, payload: Buffer, *, asks: bool = False) -> rows.Rows:
+    def opened(self, payload: Buffer, *, asks: bool = False) -> rows.CodedRows:
         """Rows of one of these tables: with values, or where it `asks`, without."""
         try:
             found = rows.decode(payload)
@@ -163,7 +163,7 @@ class Tables:
         nothing is stepped."""
         if not packed:
             return
-        by_table: dict[int, list[tuple[float, rows.Rows]]] = {}
+        by_table: dict[int, list[tuple[float, rows.CodedRows]]] = {}
         for weight, piece in pieces:
             found = rows.decode(piece.payload)
             by_table.setdefault(found.table, []).append((weight, found))
@@ -197,7 +197,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return COUNTS.get(name.rpartition(".")[2], floats) if name.startswith(PREFIX) else floats
 
 
-def _summed(terms: Sequence[tuple[float, rows.Rows]]) -> tuple[npt.NDArray[Any], FloatArray]:
+def _summed(terms: Sequence[tuple[float, rows.CodedRows]]) -> tuple[npt.NDArray[Any], FloatArray]:
     """Places that differ, and the sum of weight * values there."""
     at = np.unique(np.concatenate([found.indices for _, found in terms]))
     total = np.zeros((at.size, terms[0][1].values.shape[1]), np.float32)

@@ -2,7 +2,7 @@
 
 Rules
 - Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
-  and encode, and what servers handle take as long as `Prices` says, each one after the other.
+  and encode, and what servers handle take as long as `StepPrices` says, each one after the other.
 - Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
 - Nobody fails. Nobody ends. Which of the root's clocks count ps/counted.py says.
 """
@@ -27,24 +27,24 @@ from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.planning.choose import SMALL, Choice
-from narrows.protocols.planning.levels import Groups, Prices
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.plan import ModelSpec, TensorSpec
+from narrows.protocols.planning.choose import SMALL, DeploymentChoice
+from narrows.protocols.planning.levels import Groups, StepPrices
+from narrows.protocols.planning.ways import ModeAndSpec
 from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire
 from narrows.protocols.timing import Timing
 from narrows.ps.changes import FloatArray
 from narrows.ps.counted import Counted
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Means
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import MeanFactory
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
-from narrows.ps.wires import FAST, Ways, Wires
+from narrows.ps.wires import FAST, NetworkWires, Wires
 
 KEYS = 16  # of the model: some for each shard of a server
-PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)).packed()  # updates are pushed: no optimizer
+PLAN = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)).packed()  # updates are pushed: no optimizer
 AGES_S = 80_000.0  # nobody is lost
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
 TICK_NS = NS // 5
@@ -53,11 +53,17 @@ CHUNKS_FEW = 2  # of a message, where hosts are many
 BULK = (m.Push, m.State)
 
 
-class Level:
+class TrialLevel:
     """One server and its children. `hosts`: of its shards; `children`: those below each of these."""
 
     def __init__(
-        self, trial: Trial, name: str, way: Way, hosts: Sequence[int], children: Groups, above: Level | None
+        self,
+        trial: Trial,
+        name: str,
+        way: ModeAndSpec,
+        hosts: Sequence[int],
+        children: Groups,
+        above: TrialLevel | None,
     ) -> None:
         self.trial, self.name, self.hosts, self.above = trial, name, hosts, above
         work, coded = trial.prices.work, trial.prices.work.coded[way.compress]
@@ -70,12 +76,12 @@ class Level:
         self.encode_ns = int(coded.encode_s * work.parameters * NS)
         serve_s = coded.serve_s * work.parameters / (count * work.shards)
         self.serving = [Wire(0, max(1, int(self.size / serve_s)) if serve_s else FAST) for _ in hosts]
-        self.ways = Ways(trial.prices, trial.wires, max(1.0, float(self.size)))
-        self.peers: dict[bytes, Serving | Working] = {}
+        self.ways = NetworkWires(trial.prices, trial.wires, max(1.0, float(self.size)))
+        self.peers: dict[bytes, TrialServer | TrialWorker] = {}
         self.streams: dict[tuple[int, int, bytes, bool], Stream] = {}
-        self.shards = [Serving(self, index) for index in range(count)]
+        self.shards = [TrialServer(self, index) for index in range(count)]
 
-    def up(self, child: Serving | Working, shard: int, message: m.Message, late_ns: int = 0) -> None:
+    def up(self, child: TrialServer | TrialWorker, shard: int, message: m.Message, late_ns: int = 0) -> None:
         server = self.shards[shard]
         self.peers[child.peer] = child
         more = [self.serving[shard]] if isinstance(message, m.Push) else []
@@ -106,10 +112,10 @@ class Level:
             time.at(time.now_ns + stream.delay_ns, action)
 
 
-class Serving:
+class TrialServer:
     """One shard of a level's server, as ps/process/runner.py has it."""
 
-    def __init__(self, level: Level, index: int) -> None:
+    def __init__(self, level: TrialLevel, index: int) -> None:
         self.level, self.index, self.host = level, index, level.hosts[index]
         self.peer = level.name.encode().ljust(m.NAME_BYTES) + b"/%d" % index  # above
         self.samples, self.pushed_ns, self.pushes = level.samples, 0, 0
@@ -117,28 +123,28 @@ class Serving:
         above, first = level.above, index == 0
         coordinator = Coordinator(level.settings, 1 << 20, -1, child=above is not None) if first else None
         member = Member(level.name, "here", timing=TIMING, below=coordinator.tree) if coordinator and above else None
-        means = Means(child=above is not None, member=member, coordinator=coordinator, timing=TIMING)
+        means = MeanFactory(child=above is not None, member=member, coordinator=coordinator, timing=TIMING)
         self.server = Server(
             Shard(index, level.settings, 1, 1 + index, (), means), coordinator, member, "above" if above else ""
         )
-        level.trial.time.at(0, self.happen, Kind.START)
-        level.trial.ticks(self.happen, Kind.TICK)
+        level.trial.time.at(0, self.happen, EventKind.START)
+        level.trial.ticks(self.happen, EventKind.TICK)
 
     def below(self, peer: bytes, message: m.Message) -> None:
         trial = self.level.trial
         if isinstance(message, m.Push) and self.level is trial.root and not self.index:
             trial.pushed(self.level.peers[peer])
-        self.happen(Kind.BELOW, peer, message)
+        self.happen(EventKind.BELOW, peer, message)
 
     def told(self, shard: int, message: m.Message) -> None:
         """By the server above."""
-        self.happen(Kind.ABOVE, b"", message)
+        self.happen(EventKind.ABOVE, b"", message)
 
     def happen(
-        self, kind: Kind, peer: bytes = b"", message: m.Message | None = None, values: tuple[object, ...] = ()
+        self, kind: EventKind, peer: bytes = b"", message: m.Message | None = None, values: tuple[object, ...] = ()
     ) -> None:
         now_ns = self.level.trial.time.now_ns
-        self._carry_out(self.server.happen(Event(kind, now_ns, peer, message, values)))
+        self._carry_out(self.server.happen(MachineEvent(kind, now_ns, peer, message, values)))
         while self.server.inner:
             self._carry_out(self.server.advance(now_ns))
 
@@ -146,29 +152,29 @@ class Serving:
         level, time = self.level, self.level.trial.time
         for effect in effects:
             if isinstance(effect, e.Checkpoint):
-                time.at(time.now_ns, self.happen, Kind.WROTE, b"", None, (effect.clock, [effect.clock], 0))
+                time.at(time.now_ns, self.happen, EventKind.WROTE, b"", None, (effect.clock, [effect.clock], 0))
             elif not isinstance(effect, e.Send):
                 continue
             elif isinstance(effect.peer, int):
                 assert level.above is not None
                 level.above.up(self, effect.peer, effect.message, level.above.encode_ns)
             elif effect.peer == COORDINATOR:
-                self._beside(level.shards[0], Kind.BELOW, self.own, effect.message)
+                self._beside(level.shards[0], EventKind.BELOW, self.own, effect.message)
             elif effect.peer.startswith(b"shard".ljust(m.NAME_BYTES)):
                 shard = level.shards[int(effect.peer.rpartition(b"/")[2])]
-                self._beside(shard, Kind.COORDINATOR, b"", effect.message)
+                self._beside(shard, EventKind.COORDINATOR, b"", effect.message)
             else:
                 level.down(self.index, effect.peer, effect.message)
 
-    def _beside(self, other: Serving, kind: Kind, peer: bytes, message: m.Message) -> None:
+    def _beside(self, other: TrialServer, kind: EventKind, peer: bytes, message: m.Message) -> None:
         time = self.level.trial.time
         time.at(time.now_ns + self.level.ways.delay_ns(self.host, other.host), other.happen, kind, peer, message)
 
 
-class Working:
+class TrialWorker:
     """A worker that computes for ever, as worker/engine.py has it."""
 
-    def __init__(self, level: Level, host: int) -> None:
+    def __init__(self, level: TrialLevel, host: int) -> None:
         self.level, self.host = level, host
         self.samples, self.pushed_ns, self.pushes = float(level.trial.prices.samples[host]), 0, 0
         name = f"worker-{host}"
@@ -258,7 +264,9 @@ class Working:
 class Trial:
     """One plan."""
 
-    def __init__(self, prices: Prices, plan: Choice, time: Timeline | None = None, wires: Wires | None = None) -> None:
+    def __init__(
+        self, prices: StepPrices, plan: DeploymentChoice, time: Timeline | None = None, wires: Wires | None = None
+    ) -> None:
         """time, wires: those of what goes on beside."""
         self.prices, self.plan, self.time = prices, plan, time or Timeline()
         self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
@@ -268,16 +276,18 @@ class Trial:
         self.ends_ns: list[float] = []  # of each clock
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
         self.machines = self.events = 0
-        self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), plan.groups, None)
+        self.root = TrialLevel(self, "root", plan.above, plan.spread or (plan.root,), plan.groups, None)
         for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
             level = self.root
             if len(group) > 1:
-                level = Level(self, f"c{number}", plan.below, (server,), tuple((host,) for host in group), self.root)
+                level = TrialLevel(
+                    self, f"c{number}", plan.below, (server,), tuple((host,) for host in group), self.root
+                )
             own_ns = max(self.worker(level, host).own_ns for host in group)
             self.own_s.append(own_ns / NS / level.settings.mode().local_steps)
 
-    def worker(self, level: Level, host: int) -> Working:
-        return Working(level, host)
+    def worker(self, level: TrialLevel, host: int) -> TrialWorker:
+        return TrialWorker(level, host)
 
     def chunks(self, size: int) -> int:
         """In which a message of this size is sent."""
@@ -293,7 +303,7 @@ class Trial:
         action(*arguments)
         self.time.at(self.time.now_ns + self.tick_ns, self._ticked, action, arguments)
 
-    def pushed(self, child: Serving | Working) -> None:
+    def pushed(self, child: TrialServer | TrialWorker) -> None:
         """The root has an update of this child. With a bound a clock is over when it has one of each: who is ahead waits later.
         Without one it is over when it has as many samples as all have in one. Where that was in the middle of an update, it was
         as long ago as a part of that child's clock."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from narrows.protocols.planning.choose import NEAR, SMALL, Choice
-from narrows.protocols.planning.levels import Prices
+from narrows.protocols.planning.choose import NEAR, SMALL, DeploymentChoice
+from narrows.protocols.planning.levels import StepPrices
 from narrows.ps.counted import Counted
 from narrows.ps.trial import EVENTS_MAX, Trial
 
@@ -15,10 +15,10 @@ WRONG = 2.0  # who costs so many times as much by the closed forms as another do
 OTHERS = 100  # events a host, of the trials of all plans but the first, where hosts are more than SMALL
 TIE = 1.02  # plans whose trials cost so many times as much as the cheapest are as good: the simplest of them is taken
 
-Tried = tuple[Choice, float | None]
+Tried = tuple[DeploymentChoice, float | None]
 
 
-def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
+def tried(prices: StepPrices, plans: Sequence[DeploymentChoice]) -> list[Tried]:
     """Each plan with its simulated seconds of a step: the simplest of those within TIE of the cheapest, then the others, the
     cheapest first. A first one that takes too many events stays the first. Not simulated is who would be dearer if nothing but
     computing took time, and who is WRONG times as dear by the closed forms. Where hosts are more than SMALL, NEAR is in the

@@ -20,15 +20,17 @@ from narrows.protocols.keys import Keys
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.timing import Timing
-from narrows.ps.above import Above, Asks, Kept, Place
+from narrows.ps.above import Asks, ParentLink, ParentSeat, ParentState
 from narrows.ps.changes import FloatArray
-from narrows.ps.mixing import Mixing
-from narrows.ps.pushing import Pushing
+from narrows.ps.mixing import ParentGossip
+from narrows.ps.pushing import ParentPush
 
-ABOVE: dict[Rule, type[Pushing | Mixing]] = {Rule.MIX: Mixing}  # by the rule of the run above; of all others Pushing
+ABOVE: dict[Rule, type[ParentPush | ParentGossip]] = {
+    Rule.MIX: ParentGossip
+}  # by the rule of the run above; of all others Pushing
 
 
-class Upward:
+class ParentSlot:
     """The place above of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`:
     which one (process 0). `degree`: of the optimizer here."""
 
@@ -36,7 +38,7 @@ class Upward:
         self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing, degree: float
     ) -> None:
         self.index, self.keys, self.child, self.member, self.timing = index, keys, child, member, timing
-        self.above = Above(Kept(degree=degree))
+        self.above = ParentLink(ParentState(degree=degree))
         self.taken = b""  # the place, as the ledger has it; b"": none
         self.finishes = 0  # of those that the ledger counts, how many were done at this place
         self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)
@@ -45,16 +47,16 @@ class Upward:
         """Shard and ledger have the same place above."""
         return bool(ledger.above) and self.taken == ledger.above
 
-    def wanted(self, ledger: m.Ledger) -> Place | None:
+    def wanted(self, ledger: m.Ledger) -> ParentSeat | None:
         """The place that is still to be taken. One that the ledger has no more is given up."""
         if not self.child or self.taken == ledger.above:
             return None
         if not ledger.above:
-            self.above, self.taken = Above(self.above.kept), b""
+            self.above, self.taken = ParentLink(self.above.kept), b""
             return None
-        return Place.unpacked(ledger.above)
+        return ParentSeat.unpacked(ledger.above)
 
-    def keep(self, place: Place, ledger: m.Ledger, now_ns: int) -> Asks | None:
+    def keep(self, place: ParentSeat, ledger: m.Ledger, now_ns: int) -> Asks | None:
         """Keep a place that is ours, where only its server, plan or hold is another, and return the asks; else None."""
         above, said = self.above, Asks()
         if place.turned(above.place):
@@ -75,8 +77,8 @@ class Upward:
         """Nobody here has a state of before."""
         self.above.kept = replace(self.above.kept, renewed=True)
 
-    def take_place(self, place: Place, ledger: m.Ledger, now_ns: int) -> Asks:
-        kind = ABOVE.get(place.settings.mode().rule, Pushing)
+    def take_place(self, place: ParentSeat, ledger: m.Ledger, now_ns: int) -> Asks:
+        kind = ABOVE.get(place.settings.mode().rule, ParentPush)
         self.finishes, self.taken = 0, ledger.above
         self.above = kind(self.index, place, self.keys, self.above.kept, self.member, self.timing)
         return self.above.begin(now_ns)

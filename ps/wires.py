@@ -8,17 +8,17 @@ from __future__ import annotations
 import numpy as np
 
 from narrows.protocols.effects import NS
-from narrows.protocols.planning.levels import Prices
+from narrows.protocols.planning.levels import StepPrices
 from narrows.protocols.timeline import Wire, delay_ns
 
 FAST = 1 << 50  # bytes a second of what takes no time
 Wires = dict[tuple[object, ...], Wire]
 
 
-class Ways:
+class NetworkWires:
     """Between hosts, for messages of one size."""
 
-    def __init__(self, prices: Prices, wires: Wires, size: float) -> None:
+    def __init__(self, prices: StepPrices, wires: Wires, size: float) -> None:
         self.prices, self.wires, self.size = prices, wires, size
         self.delays_ns: dict[tuple[int, int], int] = {}
         with np.errstate(divide="ignore"):

@@ -255,3 +255,23 @@ def test_the_oldest_torch_loads_files_without_running_code_of_them() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (floor,) = [each.removeprefix("torch>=") for each in project["dependencies"] if each.startswith("torch>=")]
     assert tuple(map(int, floor.split("."))) >= (2, 6)
+
+
+def doubled(sources: dict[str, str]) -> dict[str, list[str]]:
+    """The class names that more than one place defines, each with its files."""
+    found: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source, path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    files = {file.relative_to(ROOT).as_posix(): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    assert not doubled({path: file.read_text("utf-8") for path, file in files.items()})
+
+
+def test_a_doubled_class_name_is_found() -> None:
+    two = {"ps/a.py": "class Row: ...\nclass Table: ...", "worker/b.py": "def f():\n    class Row: ..."}
+    assert doubled(two) == {"Row": ["ps/a.py", "worker/b.py"]}

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 from narrows.protocols.effects import Joined
 from narrows.protocols.errors import NarrowsError, UnreachableError
-from narrows.worker.runner import Link
+from narrows.worker.runner import MemberLink
 
 TRY_S = 5.0  # that one of several servers is waited for, then it is the next one's turn
 
 
-def let_in(addresses: Sequence[str], dial: Callable[[str, float], Link], connect_s: float) -> tuple[Link, Joined]:
+def let_in(
+    addresses: Sequence[str], dial: Callable[[str, float], MemberLink], connect_s: float
+) -> tuple[MemberLink, Joined]:
     """The link to the one of these that serves; its standbys refuse. Raises what the first has said, where all have."""
     deadline = time.monotonic() + connect_s
     try_s = connect_s if len(addresses) == 1 else min(TRY_S, connect_s)
@@ -31,7 +33,7 @@ def let_in(addresses: Sequence[str], dial: Callable[[str, float], Link], connect
             raise UnreachableError(f"none of {', '.join(addresses)} let this worker in within {connect_s:.0f} s")
 
 
-def _joined(link: Link, limit_s: float) -> Joined:
+def _joined(link: MemberLink, limit_s: float) -> Joined:
     deadline = time.monotonic() + limit_s + 1
     while not isinstance(joined := link.take(0.5), Joined):
         if time.monotonic() > deadline:

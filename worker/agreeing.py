@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DOUBLE = struct.Struct("<d")
 
 
-class Agreeing:
+class Agreement:
     """The calls of one worker, or of all ranks of a group."""
 
     def __init__(self, engine: Engine) -> None:

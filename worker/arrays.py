@@ -17,16 +17,16 @@ from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.exchange import Exchange
-from narrows.worker.flat import Array, Flat, FloatArray
+from narrows.worker.flat import Array, FlatSpace, FloatArray
 
 SPARE = 2  # buffers beside those of updates in flight: the one that is computed, and one that the link may still read
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 
 
-class InPlace(HostReplica):
+class InPlaceArrays(HostReplica):
     """The parameters are the pulled state, and hold each part of it as it comes."""
 
-    def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: Flat) -> None:
+    def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: FlatSpace) -> None:
         super().__init__(begin, end, feedbacks, parts, np.empty(0, np.float32))
         self.flat = flat
 
@@ -38,7 +38,7 @@ class InPlace(HostReplica):
         """All of them are here already."""
 
 
-class Arrays:
+class WorkerArrays:
     """The arrays of all keys of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where
     gradients are pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on
     their way. `lends`: gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live
@@ -46,7 +46,7 @@ class Arrays:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatSpace,
         shared: bool,
         direct: bool,
         rounds: int,
@@ -101,7 +101,7 @@ class Arrays:
     def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> ArrayReplica[Array]:
         """Make the replica of one shard's keys."""
         if self.direct:
-            return InPlace(begin, end, feedbacks, self.flat)
+            return InPlaceArrays(begin, end, feedbacks, self.flat)
         return ArrayReplica(begin, end, feedbacks, parts, self._at(self.pulled, begin, end), self.home)
 
     def first(self, begin: int, end: int) -> list[Piece]:

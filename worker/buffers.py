@@ -20,7 +20,7 @@ MISFIT = (
 NOT_CARRIED = "the module buffer {!r} is {}, which is not sent: each worker keeps its own, and no checkpoint has it"
 
 
-class Buffers:
+class BufferState:
     """The buffers of `model`. hidden: they are sent as they were before any data."""
 
     def __init__(self, model: torch.nn.Module, hidden: bool) -> None:
@@ -31,7 +31,7 @@ class Buffers:
         for name, buffer in _persistent(model).items():
             if not _travels(buffer):
                 say(NOT_CARRIED.format(name, _kind(buffer)))
-        self.statistics = Statistics(model)
+        self.statistics = FirstStatistics(model)
 
     @property
     def any(self) -> bool:
@@ -69,7 +69,7 @@ class Buffers:
         self.statistics.stepped(skipped=False)
 
 
-class Statistics:
+class FirstStatistics:
     """A copy of the running statistics of a model, as they were after the last step that was not skipped. Torch does not count
     their changes, so they are copied after each step: they have a value for each channel."""
 

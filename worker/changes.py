@@ -1,11 +1,13 @@
 """What a script changes of its model beside training it, and what it is told of that.
 
 How it works
-    1. `Changes.look` runs before each step and before the shared model is shown.
-    2. `Registered` compares the tensors that the model has with those of its beginning. A replaced or converted parameter ends
+    1. `WeightEditCheck.look` runs before each step and before the shared model is shown.
+    2. `RegisteredTensor` compares the tensors that the model has with those of its beginning. A replaced or converted
+    parameter ends
        the worker with a sentence; a new one that nobody shares is named once.
-    3. `Changes` tells once where a weight was written between two steps and that change is no plain part of an update.
-    4. `Owned` are parameters that no optimizer steps, such as a teacher that the script moves towards its student. Their values
+    3. `WeightEditCheck` tells once where a weight was written between two steps and that change is no plain part of an update.
+    4. `OwnedTensor` are parameters that no optimizer steps, such as a teacher that the script moves towards its
+    student. Their values
        are compared by a sample. Those that have changed are named once, and worker/moments.py keeps them in its file.
 """
 
@@ -51,7 +53,7 @@ NOT_KEPT = (
 SAMPLE = 256  # values of a tensor that are compared: a moving average changes nearly all of them
 
 
-class Registered:
+class RegisteredTensor:
     """The parameters that a model has, as it had them when its optimizer was wrapped."""
 
     def __init__(self, flat: FlatModel) -> None:
@@ -101,7 +103,7 @@ class Registered:
         self._take()
 
 
-class Owned:
+class OwnedTensor:
     """Parameters of a model that no optimizer steps. `kept_in`: the folder that a state of them is kept in, if any."""
 
     def __init__(self, flat: FlatModel, stepped: Collection[int]) -> None:
@@ -164,14 +166,14 @@ def _sample(tensor: torch.Tensor) -> bytes:
     ).tobytes()
 
 
-class Changes:
+class WeightEditCheck:
     """Of the parameters `flat`, in a run of these settings. `apart`: ids of those that servers step beside them."""
 
     def __init__(self, flat: FlatModel, apart: Collection[int], settings: Settings) -> None:
         inexact = NOT_JUST_THAT if settings.outer_momentum > 0 or settings.merge_delay > 0 else ""
         self.flat, self.text = flat, LOST if settings.mode().rule is Rule.OPTIMIZER else inexact
-        self.registered = Registered(flat)
-        self.owned = Owned(flat, {*map(id, flat.parameters), *apart})
+        self.registered = RegisteredTensor(flat)
+        self.owned = OwnedTensor(flat, {*map(id, flat.parameters), *apart})
 
     def ours(self) -> None:
         """We have written the parameters."""

@@ -79,7 +79,7 @@ def _loads() -> bool:
     return data is not None and data.get_worker_info() is not None
 
 
-class Counters:
+class SharedCounters:
     """How far process `pid` is, in memory that its child processes read."""
 
     def __init__(self, pid: int, memory: mmap.mmap) -> None:
@@ -94,7 +94,7 @@ class Counters:
             self._values[NAMES.index(name)] = value
 
 
-_own: Counters | None = None  # of this process, or of the one that it was forked from
+_own: SharedCounters | None = None  # of this process, or of the one that it was forked from
 
 
 def announce(kind: str) -> None:
@@ -112,7 +112,7 @@ def announce(kind: str) -> None:
         number, path = tempfile.mkstemp(prefix="narrows-")
         atexit.register(only_here(lambda: os.unlink(path)))
     os.truncate(number, size)
-    _own = Counters(pid, mmap.mmap(number, size))
+    _own = SharedCounters(pid, mmap.mmap(number, size))
     _own.write(mark=MARK)
     os.environ[COUNTERS] = f"{kind} {pid} {path}"
 
@@ -123,7 +123,7 @@ def tell(rank: int, world_size: int, clock: int, step_count: int) -> None:
         _own.write(joined=1, rank=rank, world_size=world_size, clock=clock, step_count=step_count)
 
 
-def of_parent(kind: str) -> Counters | None:
+def of_parent(kind: str) -> SharedCounters | None:
     """Counters of the worker (kind RUN), or of the script that trains alone, of which this process is a child; None where they
     are not to be had: it has ended, or this process is older than its session."""
     found, pid, path = _announced()
@@ -132,7 +132,7 @@ def of_parent(kind: str) -> Counters | None:
     if _own is not None and _own.pid == pid:
         return _own
     with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
-        counters = Counters(pid, mmap.mmap(file.fileno(), 8 * len(NAMES), access=mmap.ACCESS_READ))
+        counters = SharedCounters(pid, mmap.mmap(file.fileno(), 8 * len(NAMES), access=mmap.ACCESS_READ))
         if counters.read("mark") == MARK:
             return counters
     return None
@@ -148,7 +148,7 @@ class NotAWorkerError(UsageError):
         )
 
 
-class ChildProcess:
+class WorkerOfChild:
     """The session of a child process of a worker: it answers what the worker knows at the moment, and changes nothing."""
 
     link = engine = group = None

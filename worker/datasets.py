@@ -10,8 +10,8 @@ from torch.utils.data import Sampler
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
-from narrows.worker.child_process import ChildProcess, NotAWorkerError
-from narrows.worker.schedules import Schedule, catch_up
+from narrows.worker.child_process import NotAWorkerError, WorkerOfChild
+from narrows.worker.schedules import ScheduleCatchUp, catch_up
 from narrows.worker.session import rank, world_size
 from narrows.worker.telling import say
 
@@ -113,7 +113,7 @@ class RunSampler(Sampler[int]):
             )
         return ours.step_count
 
-    def epochs(self, count: int, schedule: Schedule | None = None) -> Iterator[int]:
+    def epochs(self, count: int, schedule: ScheduleCatchUp | None = None) -> Iterator[int]:
         """Numbers of the epochs that the run has yet to make, in place of range(count).
 
             for epoch in share.epochs(10, schedule):
@@ -137,7 +137,7 @@ class RunSampler(Sampler[int]):
         session.makes(count * self.epoch_steps)
         return self._epochs(count, schedule)
 
-    def _epochs(self, count: int, schedule: Schedule | None) -> Iterator[int]:
+    def _epochs(self, count: int, schedule: ScheduleCatchUp | None) -> Iterator[int]:
         ours, each, stepped = session.current(), self.epoch_steps, 0
         epoch = self._step() // each
         try:
@@ -191,7 +191,7 @@ class RunSampler(Sampler[int]):
 sampler = RunSampler  # DataLoader(dataset, batch, sampler=sampler(dataset, batch))
 
 
-class Ranges(Iterator[torch.Tensor]):
+class RangeIterator(Iterator[torch.Tensor]):
     """See `ranges`. epoch: of the samples that were given last, -1 before."""
 
     def __init__(self, samples: int, size: int, epochs: int, shuffle: bool, seed: int) -> None:
@@ -206,10 +206,10 @@ class Ranges(Iterator[torch.Tensor]):
 
     def __next__(self) -> torch.Tensor:
         ours = session.current()
-        if isinstance(ours, ChildProcess):
+        if isinstance(ours, WorkerOfChild):
             raise NotAWorkerError("ranges()")
         session.follows("end")
-        index = self._alone(ours) if isinstance(ours, session.Alone) else self._of_run(ours)
+        index = self._alone(ours) if isinstance(ours, session.LocalSession) else self._of_run(ours)
         if index < 0:
             raise StopIteration
         epoch, place = divmod(index, self.each)
@@ -220,19 +220,19 @@ class Ranges(Iterator[torch.Tensor]):
             )
             self.epoch = epoch
         rows = self._order[place * self.size : (place + 1) * self.size]
-        group = ours.group if isinstance(ours, session.Connected) else None
+        group = ours.group if isinstance(ours, session.RunSession) else None
         if group is None:
             return rows
         part = rows[group.rank :: group.size]
         return part if len(part) else rows[:1]  # a mean over none is not finite
 
-    def _alone(self, ours: session.Alone) -> int:
+    def _alone(self, ours: session.LocalSession) -> int:
         if ours.taken >= self.limit:
             return -1
         ours.taken += 1
         return ours.taken - 1
 
-    def _of_run(self, ours: session.Connected) -> int:
+    def _of_run(self, ours: session.RunSession) -> int:
         if ours.engine is None:
             raise UsageError("ranges() before DistributedOptimizer was made: the run hands out samples for its updates")
         index, fresh = ours.engine.take(self.samples, self.size, self.limit)
@@ -240,7 +240,7 @@ class Ranges(Iterator[torch.Tensor]):
         return index
 
 
-def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0) -> Ranges:
+def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0) -> RangeIterator:
     """Positions in a dataset of so many samples, int64[size], which the run hands out to whichever worker asks.
 
         for rows in ranges(len(data), 64, epochs=3):
@@ -256,4 +256,4 @@ def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, se
     order of the dataset. In a group each process has a part of the range. Several ranges may be in one step: where no range is
     left and some have no step yet, the loop ends for this worker, which then steps. Alone a script has all of them.
     """
-    return Ranges(samples, size, epochs, shuffle, seed)
+    return RangeIterator(samples, size, epochs, shuffle, seed)

@@ -20,7 +20,7 @@ def of_run() -> bool:
     return bool(os.environ.get(SERVER))
 
 
-class Holder(Protocol):
+class TableHolder(Protocol):
     """The owner of a table's rows in this process (worker/tables.py)."""
 
     def look_up(self, number: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]: ...
@@ -66,14 +66,14 @@ class Embedding(torch.nn.Embedding):
             weight[begin : begin + block] = torch.from_numpy(first_values(numbers, embedding_dim, seed, std))
         super().__init__(rows, embedding_dim, sparse=True, _weight=weight.to(device=device, dtype=dtype))
         self.num_embeddings, self.std, self.seed = num_embeddings, float(std), seed
-        self._holder: Holder | None = None
+        self._holder: TableHolder | None = None
         self._number = -1
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of no run."""
         return self.__dict__ | {"_holder": None}
 
-    def held_by(self, holder: Holder, number: int) -> None:
+    def held_by(self, holder: TableHolder, number: int) -> None:
         """From now on its rows are those of table `number` there."""
         self._holder, self._number = holder, number
 
@@ -94,7 +94,7 @@ class Embedding(torch.nn.Embedding):
             holder, numbers, _ = self._rows_of(input)
             holder.prefetch(self._number, numbers)
 
-    def _rows_of(self, input: torch.Tensor) -> tuple[Holder, npt.NDArray[np.int64], torch.Tensor]:
+    def _rows_of(self, input: torch.Tensor) -> tuple[TableHolder, npt.NDArray[np.int64], torch.Tensor]:
         """Who has the rows; which differ, rising; and the place of each index among these."""
         if is_child():
             raise NotAWorkerError("a forward pass of an Embedding, whose table is on the servers,")

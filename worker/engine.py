@@ -1,6 +1,6 @@
 """The engine: one worker's part of a run, from the declared model to the last update. The main thread owns it.
 
-Each mode has its own kind of step, a `Sync`: updates.py, merging.py, gradients.py, gossip.py. The engine has what is
+Each mode has its own kind of step, a `SyncStep`: updates.py, merging.py, gradients.py, gossip.py. The engine has what is
 the same for all: joining, waiting for events, the module's buffers, the shared model, and leaving.
 """
 
@@ -19,28 +19,28 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.worker.agreeing import Agreeing
-from narrows.worker.arrays import SPARE, Arrays
-from narrows.worker.buffers import Buffers
+from narrows.worker.agreeing import Agreement
+from narrows.worker.arrays import SPARE, WorkerArrays
+from narrows.worker.buffers import BufferState
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FlatModel, FloatArray
-from narrows.worker.gossip import Gossiping
-from narrows.worker.gradients import Gradients, rebuilt_by
+from narrows.worker.gossip import GossipStep
+from narrows.worker.gradients import GradientStep, rebuilt_by
 from narrows.worker.group import Group
 from narrows.worker.home import home_of
-from narrows.worker.merging import Merging
-from narrows.worker.nonfinite import Named, Skips, first_not_finite, unscale
+from narrows.worker.merging import StreamingStep
+from narrows.worker.nonfinite import Named, SkippedSteps, first_not_finite, unscale
 from narrows.worker.optimizers import needs_closure
-from narrows.worker.privacy import Privacy
-from narrows.worker.runner import Link
-from narrows.worker.shards import START_LIMIT_S, Shards
-from narrows.worker.shared import Shared
-from narrows.worker.slices import Cut, Slice
-from narrows.worker.tables import Tables, dense_of
+from narrows.worker.privacy import UpdatePrivacy
+from narrows.worker.runner import MemberLink
+from narrows.worker.shards import START_LIMIT_S, ShardExchanges
+from narrows.worker.shared import SharedModel
+from narrows.worker.slices import ModelCut, ModelSlice
+from narrows.worker.tables import EmbeddingTables, dense_of
 from narrows.worker.telling import say
-from narrows.worker.tuning import Tuning
-from narrows.worker.updates import Updates, clipped_step, evaluated
-from narrows.worker.waiting import Waiting
+from narrows.worker.tuning import CodecTuning
+from narrows.worker.updates import UpdateStep, clipped_step, evaluated
+from narrows.worker.waiting import EventWait
 
 LEAVE_LIMIT_S = 5.0
 ROUNDED = (
@@ -49,11 +49,11 @@ ROUNDED = (
 )
 
 
-class Sync(Protocol):
+class SyncStep(Protocol):
     """The kind of step that a mode has. Its owner hands it events while it waits for something."""
 
     local_step: int  # since the last clock
-    shards: Shards
+    shards: ShardExchanges
     server_gone: bool  # the workers go on among themselves (gossip)
     steps: int  # that the script has taken
     late: int  # rounds that closed without us and that nobody was told of yet (--quorum)
@@ -115,7 +115,7 @@ class Engine:
 
     def __init__(
         self,
-        link: Link,
+        link: MemberLink,
         settings: Settings,
         model: torch.nn.Module,
         inner: torch.optim.Optimizer,
@@ -127,17 +127,17 @@ class Engine:
         """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `group`: of
         which this process is one rank. `rank`: of this process in the run, for what it says."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
-        self.waiting = Waiting(link, group, self._handle)
+        self.waiting = EventWait(link, group, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
-        self.tables = Tables(model, inner)
+        self.tables = EmbeddingTables(model, inner)
         self.tables.check(group is not None, bool(overlap), max_grad_norm)
         self.flat = FlatModel(model, self.dense, self.tables.weights)
         if rounded := [*self.flat.rounded, *self.tables.rounded]:
             say(ROUNDED.format(rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""))
-        self.privacy = Privacy.of(settings)
+        self.privacy = UpdatePrivacy.of(settings)
         if self.privacy is not None:
             self.privacy.check(model)
-        self.buffers = Buffers(model, self.hides)
+        self.buffers = BufferState(model, self.hides)
         self.home: Home[Array]
         self.home, self.told = home_of(self.flat, self._why_host())
         if self.home is not HOST:
@@ -145,18 +145,18 @@ class Engine:
         self.slice = self._slice(inner, overlap)
         if self.slice is not None:
             self.slice.finite = self._finite
-        self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
+        self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
-        self.agreeing = Agreeing(self)
-        self.skips = Skips.of_environment(rank)
-        self.shared = Shared(self)
+        self.agreeing = Agreement(self)
+        self.skips = SkippedSteps.of_environment(rank)
+        self.shared = SharedModel(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
         # The degree is of a cluster's steps too, which are updates to a server above.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync = self._sync(overlap)
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
-        if isinstance(self.sync, Gossiping):
+        if isinstance(self.sync, GossipStep):
             self.sync.plan(packed)
         link.declare(packed)
         others = (
@@ -171,7 +171,7 @@ class Engine:
         """Why the arrays of this worker stay on the host in this mode, "": they need not."""
         return "--dp-clip looks at updates there" if self.privacy is not None else ""
 
-    def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> Slice | None:
+    def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> ModelSlice | None:
         """Make this process's slice of the model, where it is one of several. Raises UsageError where these cannot."""
         if self.group is None:
             return None
@@ -181,28 +181,28 @@ class Engine:
         if why:
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
         if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
-            return Cut(self.flat, inner, self.group)
-        from narrows.worker.sharded import Sharded  # and FSDP, which most scripts do without
+            return ModelCut(self.flat, inner, self.group)
+        from narrows.worker.sharded import FsdpSlices  # and FSDP, which most scripts do without
 
-        return Sharded(self.flat, inner, self.group)
+        return FsdpSlices(self.flat, inner, self.group)
 
-    def _sync(self, overlap: int) -> Sync:
+    def _sync(self, overlap: int) -> SyncStep:
         """Make the kind of step of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
         if rule is Rule.MIX:
             if overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
-            return Gossiping(self)
+            return GossipStep(self)
         if rule is Rule.OPTIMIZER:
             direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
             direct = direct and self.home is HOST and self.slice is None
             lends = self.privacy is None and self.slice is None  # else the next step writes where they lie
-            arrays = Arrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
-            return Gradients(self, arrays, overlap)
+            arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
+            return GradientStep(self, arrays, overlap)
         # A fragment is merged before it is pushed again, so it never has more than one update.
         rounds = 3 if mode.merges else mode.window + SPARE
-        arrays = Arrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
-        return (Merging if mode.merges else Updates)(self, arrays)
+        arrays = WorkerArrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
+        return (StreamingStep if mode.merges else UpdateStep)(self, arrays)
 
     @property
     def dense(self) -> torch.optim.Optimizer:
@@ -222,7 +222,7 @@ class Engine:
     @property
     def overlaps(self) -> bool:
         """Gradients leave before step()."""
-        return isinstance(self.sync, Gradients) and self.sync.passes > 0
+        return isinstance(self.sync, GradientStep) and self.sync.passes > 0
 
     # Events.
 
@@ -338,7 +338,7 @@ class Engine:
     def take(self, samples: int, size: int, limit: int) -> tuple[int, int]:
         """See Taking.take; and how many the next step has now. Raises UsageError for a mode whose updates do not say which
         samples are in them."""
-        if not isinstance(self.sync, Updates):
+        if not isinstance(self.sync, UpdateStep):
             raise UsageError(
                 "ranges(): under --sync gossip no server knows which updates are in the model: use sampler()"
             )
@@ -381,7 +381,7 @@ class Engine:
             return
         self.waiting.poll()
         self.meet("finish()" if last else "leave()")
-        if isinstance(self.sync, Updates):
+        if isinstance(self.sync, UpdateStep):
             self.sync.taking.give_back()
         self.shared.end(self.sync.flush(last), own=self.mode.rule is Rule.MIX and not last)
         self.send_buffers()
@@ -389,7 +389,7 @@ class Engine:
 
     def stopped(self) -> None:
         """This worker was told to stop before its last step: leave."""
-        if isinstance(self.sync, Gossiping):
+        if isinstance(self.sync, GossipStep):
             self.sync.stopped()
         self.leave(-1)
 

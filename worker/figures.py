@@ -8,8 +8,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from narrows.protocols.summary import STALE, Row, Summary
-from narrows.worker.runner import Link
+from narrows.protocols.summary import STALE, Summary, SummaryRow
+from narrows.worker.runner import MemberLink
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -21,10 +21,10 @@ HELD_BACK_OF = 64  # pushes that the median is taken of: a single update may be 
 SHOWN = ("loss", "total_steps")  # of what record() is given, what a summary has
 
 
-class Figures:
+class WorkerMetrics:
     """The figures of one engine's steps."""
 
-    def __init__(self, engine: Engine, link: Link) -> None:
+    def __init__(self, engine: Engine, link: MemberLink) -> None:
         self.engine, self.link = engine, link
         self.steps = self.updates = 0
         self.samples = 0  # that loaders have given for these steps
@@ -75,7 +75,7 @@ class Figures:
         taken = self.clock * self.engine.mode.local_steps + sync.local_step
         return int(max(0.0, min(self.shown.get("total_steps", 0.0), 1e15) - taken))
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[SummaryRow, ...]:
         """The summary row of this worker alone."""
         waited, encoded = self.spent
         summary = Summary(
@@ -96,4 +96,4 @@ class Figures:
             left_steps=self.left_steps,
             skipped=self.engine.skips.steps,
         )
-        return (Row((), "", "", summary),)
+        return (SummaryRow((), "", "", summary),)

@@ -22,14 +22,14 @@ from torch.utils.dlpack import from_dlpack
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys
-from narrows.protocols.plan import DTYPES, TRAINED, Plan, TensorSpec
+from narrows.protocols.plan import DTYPES, TRAINED, ModelSpec, TensorSpec
 
 FloatArray = npt.NDArray[np.float32]
 SPARSE_ROWS, SPARSE_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 Array: TypeAlias = Any  # float32[count] where a worker's arrays live (home.py): NumPy's, or torch's on a device
 
 
-class Flat:
+class FlatSpace:
     """Tensors that lie one after the other, as float32 keys [offsets[0], offsets[-1])."""
 
     def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
@@ -203,7 +203,7 @@ def plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-class FlatModel(Flat):
+class FlatModel(FlatSpace):
     """Parameters of `model` that `optimizer` steps, but for those whose ids are `apart`: the tables that servers hold."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
@@ -232,7 +232,7 @@ class FlatModel(Flat):
             if why := _why_not_trained(p):
                 raise UsageError(f"the parameter {name!r} {why}")
         self.specs = tuple(TensorSpec(name, tuple(p.shape), dtype_of(p)) for name, p in named)
-        super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())
+        super().__init__([name for name, _ in named], [p for _, p in named], ModelSpec(self.specs, "", ()).offsets())
         index = {id(p): i for i, (_, p) in enumerate(named)}
         self.aliases = tuple(
             (plain(name), index[id(p)])
@@ -262,9 +262,9 @@ class FlatModel(Flat):
             parameter.data = from_dlpack(held[self.offsets[i] : self.offsets[i + 1]]).view(parameter.shape)
         self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
 
-    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> ModelSpec:
         groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
-        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree, frozen=self.frozen)
+        return ModelSpec(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree, frozen=self.frozen)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
@@ -277,7 +277,7 @@ class FlatModel(Flat):
 
 
 @contextmanager
-def writing(flat: Flat, begin: int, end: int) -> Iterator[None]:
+def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
     """We write keys [begin, end) of the parameters. Torch is told of what it does not see, as where NumPy or another tensor
     names their memory: a backward pass through values that are no more is an error then. It is no change of the script's."""
     before = {tensor: flat.parameters[tensor]._version for tensor, _, _ in flat.within(begin, end)}

@@ -13,7 +13,7 @@ Values = Mapping[str, float]
 STEP = "step_count"  # the name of the run's step at W&B, which is no name of a value (telling.FIGURES)
 
 
-class Forwarding:
+class LoggerForwarding:
     """writer: the SummaryWriter that was found last. run: of W&B, which has got values in row `row`,
     under the names `defined`."""
 
@@ -63,8 +63,8 @@ class Forwarding:
 
 
 # A module that the script may have imported, and what logs with it.
-LOGGERS: tuple[tuple[str, Callable[[Forwarding, Any, Values, int], None]], ...] = (
-    ("torch.utils.tensorboard", Forwarding._tensorboard),
-    ("wandb", Forwarding._wandb),
-    ("mlflow", Forwarding._mlflow),
+LOGGERS: tuple[tuple[str, Callable[[LoggerForwarding, Any, Values, int], None]], ...] = (
+    ("torch.utils.tensorboard", LoggerForwarding._tensorboard),
+    ("wandb", LoggerForwarding._wandb),
+    ("mlflow", LoggerForwarding._mlflow),
 )

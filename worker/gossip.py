@@ -2,7 +2,7 @@
 
 Rules
 - The server gives the first weights and introduces the peers. From then on it is not needed, but for who joins later.
-- `Driver` (protocols/gossip/driver.py) decides; `Peers`, on the I/O thread, says what the driver hands it.
+- `GossipDriver` (protocols/gossip/driver.py) decides; `GossipPeers`, on the I/O thread, says what the driver hands it.
 - After a rejoin our steps stay, only the pairs are new.
 """
 
@@ -20,17 +20,17 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.gossip.driver import Driver, Phase, Says
-from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.driver import GossipDriver, GossipPhase, Says
+from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer import outer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.member import Member
-from narrows.worker.arrays import Arrays
+from narrows.worker.arrays import WorkerArrays
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.gossip_checkpoints import GossipCheckpoints
-from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
+from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, ShardExchanges
 from narrows.worker.telling import complain
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ HAND_OVER_LIMIT_S = 60.0  # the last model is on the server within this, where t
 STOPPED_LIMIT_S = 8.0  # and that of a worker that is stopped: ps-worker waits twice as long
 
 
-class Gossiping:
-    """See `Sync`."""
+class GossipStep:
+    """See `SyncStep`."""
 
     late = 0
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.mode = engine, engine.mode
-        self.arrays = Arrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
-        self.shards = Shards(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
+        self.arrays = WorkerArrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
+        self.shards = ShardExchanges(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
         self.local_step = self.steps = 0
@@ -59,23 +59,23 @@ class Gossiping:
         self.finishing = self.server_gone = False
         self.checkpoints: GossipCheckpoints | None = None  # from the plan on
 
-    def _gain(self) -> Gain | None:
+    def _gain(self) -> GossipGain | None:
         """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
         if self.mode.local_steps > 1:
             return None
-        return Gain(
+        return GossipGain(
             gossip_sample(self.engine.flat.size),
             degree_of(self.engine.inner),
             max(self.engine.settings.update_gain, 0.0),
         )
 
-    def _driver(self, worker: int, round: int) -> Driver:
+    def _driver(self, worker: int, round: int) -> GossipDriver:
         settings = self.engine.settings
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
         size = self.engine.flat.size
         mixing = Mixing(0, size, compressor, self.engine.home, lambda: Memory(seed=worker), self.gain, self.outer)
         lease_ns = int(settings.lease * NS)
-        return Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
+        return GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
 
     @property
     def clock(self) -> int:
@@ -89,7 +89,7 @@ class Gossiping:
     @property
     def buffers_clock(self) -> int:
         """1 once all have done their last step, else 0. No server counts steps, and only one worker hands the model over."""
-        return int(self.driver.phase is Phase.OVER)
+        return int(self.driver.phase is GossipPhase.OVER)
 
     @property
     def merging(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class Gossiping:
         else:
             self.shards.handle(event)
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
-        if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and here:
+        if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY and here:
             self.driver.found(self.arrays.pulled, self.kept)
         self._say(self.driver.hear(event, self._now()))
 
@@ -161,7 +161,7 @@ class Gossiping:
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait for the model that this worker begins with, and for its peers."""
         self._wait(lambda: self.driver.has_model, limit_s, "a model to begin with")
-        self._wait(lambda: self.driver.phase is not Phase.READY, START_LIMIT_S, "the other workers")
+        self._wait(lambda: self.driver.phase is not GossipPhase.READY, START_LIMIT_S, "the other workers")
         self._compose()
         if self.checkpoints is not None:
             self.checkpoints.begin(self.driver.round)
@@ -205,7 +205,7 @@ class Gossiping:
         return moved
 
     def _going(self) -> bool:
-        return self.driver.has_model and self.driver.phase is not Phase.READY
+        return self.driver.has_model and self.driver.phase is not GossipPhase.READY
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         engine = self.engine
@@ -242,7 +242,7 @@ class Gossiping:
         self._wait(self._going, START_LIMIT_S, "the other workers")
         self._say(self.driver.finish(self._moved(), self._now()))
         self.finishing = True
-        self._wait(lambda: self.driver.phase is Phase.OVER, WAIT_LIMIT_S, "the other workers to finish")
+        self._wait(lambda: self.driver.phase is GossipPhase.OVER, WAIT_LIMIT_S, "the other workers to finish")
         self._compose()
         self._wait(lambda: self.driver.delivered, WAIT_LIMIT_S, "the peers to have it")
         self._hand_over()

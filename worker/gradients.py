@@ -3,7 +3,7 @@
 Rules
 - The parameters are the pulled state; the script's optimizer never steps here, and its hyper-parameters go along.
 - With a bound of 0 nothing changes the parameters but a state that step() waits for, and gradients stay as they are until
-  their push is folded. So neither needs a copy of ours (`Arrays.direct`).
+  their push is folded. So neither needs a copy of ours (`WorkerArrays.direct`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.wire import pack
-from narrows.worker.arrays import Arrays
+from narrows.worker.arrays import WorkerArrays
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.optimizers import call_step_hooks, each_of, why_whole
-from narrows.worker.overlap import Overlap
-from narrows.worker.server_state import ServerState
+from narrows.worker.overlap import GradientOverlap
+from narrows.worker.server_state import ServerOptimizerState
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.telling import complain
-from narrows.worker.updates import Updates, evaluated
+from narrows.worker.updates import UpdateStep, evaluated
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -78,10 +78,11 @@ def rebuilt_by(inner: torch.optim.Optimizer) -> str:
     return kinds[0].__name__
 
 
-class Gradients(Updates):
-    """See `Sync`. `overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step()."""
+class GradientStep(UpdateStep):
+    """See `SyncStep`. `overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at
+    step()."""
 
-    def __init__(self, engine: Engine, arrays: Arrays, overlap: int) -> None:
+    def __init__(self, engine: Engine, arrays: WorkerArrays, overlap: int) -> None:
         super().__init__(engine, arrays)
         self.passes = overlap
         if overlap and engine.privacy is not None:
@@ -89,10 +90,10 @@ class Gradients(Updates):
                 "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
                 "leave out one of the two"
             )
-        self.servers = ServerState(engine)
+        self.servers = ServerOptimizerState(engine)
         for each in each_of(engine.inner):
             each.register_load_state_dict_post_hook(self._loaded)
-        self.overlap: Overlap | None = None
+        self.overlap: GradientOverlap | None = None
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
                 f"overlap=True sends gradients part by part, --compress {engine.settings.compress} codes all of them "
@@ -104,7 +105,9 @@ class Gradients(Updates):
         if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
             self.overlap.cut(list(event.ranges))
         if self.passes and self.overlap is None:
-            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home)
+            self.overlap = GradientOverlap(
+                self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home
+            )
 
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)
@@ -161,7 +164,7 @@ class Gradients(Updates):
         if optimizer.state:
             complain(UNUSED)
 
-    def _close(self, overlap: Overlap) -> None:
+    def _close(self, overlap: GradientOverlap) -> None:
         gradient, absent = overlap.close()
         flat, values = self.engine.flat, torch.from_numpy(gradient)
         cuts_of = zip(flat.names, flat.offsets, flat.offsets[1:], strict=False)

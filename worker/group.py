@@ -40,7 +40,7 @@ class GroupEndedError(NarrowsError):
 class Group:
     """All ranks of the default process group. rank: of this process in it; the first one speaks with the server."""
 
-    _presence: presence.Presence | None = None  # once all have it
+    _presence: presence.GroupLiveness | None = None  # once all have it
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -54,8 +54,8 @@ class Group:
                 f"the processes of a group are on {len(hosts)} machines, and a group is one worker of one machine: start "
                 "torchrun --standalone on each machine"
             )
-        memory = self.share(presence.Presence.make(self.size) if self.leads else b"")
-        ours = presence.Presence(memory, self.rank)
+        memory = self.share(presence.GroupLiveness.make(self.size) if self.leads else b"")
+        ours = presence.GroupLiveness(memory, self.rank)
         self.told(b"")
         self._presence = ours
         if self.leads:

@@ -29,7 +29,7 @@ from narrows.protocols.keys import split
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
 from narrows.worker.group import Group, GroupEndedError
-from narrows.worker.runner import Command, Commands, Events, Link
+from narrows.worker.runner import Command, LinkCommands, LinkEvents, MemberLink
 from narrows.worker.telling import complain as say
 
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
@@ -102,7 +102,7 @@ def receive_event(of: Connection) -> Any:
     return EVENTS[kind](**values)
 
 
-class Hub(Link):
+class GroupLink(MemberLink):
     """The link of the first rank, which has the session."""
 
     ranks: Sequence[Connection] = ()  # the other ones, from 1 on
@@ -179,7 +179,7 @@ class Hub(Link):
                 self._tell(rank, Failed(error.exit_code, str(error)))
 
 
-class Spoke(Events, Commands):
+class GroupMemberLink(LinkEvents, LinkCommands):
     """The link of any other rank: through that of the first one."""
 
     bytes_up = bytes_down = 0  # the first rank counts
@@ -219,7 +219,7 @@ class Spoke(Events, Commands):
             _hang_up(self._hub)
 
 
-def joined(group: Group, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Link, Joined]:
+def joined(group: Group, let_in: Callable[[], tuple[MemberLink, Joined]]) -> tuple[MemberLink, Joined]:
     """The link of this rank, once the first one has joined. Raises on all ranks what the first one was told."""
     if not group.leads:
         told: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
@@ -228,13 +228,13 @@ def joined(group: Group, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Lin
             raise BY_EXIT_CODE.get(code, NarrowsError)(text)
         where: Any = unpack(place)
         # It has all that an engine asks of a link.
-        return cast(Link, Spoke(where[0], where[1], group.rank)), Joined(
+        return cast(MemberLink, GroupMemberLink(where[0], where[1], group.rank)), Joined(
             **{name: _as_tuples(v) for name, v in values.items()}
         )
     group.waits()
     try:
         hub, found = let_in()
-        assert isinstance(hub, Hub)
+        assert isinstance(hub, GroupLink)
     except NarrowsError as error:
         group.share(pack([error.exit_code, str(error), b"", {}]))
         raise

@@ -38,7 +38,7 @@ LINES_MAX = 20  # of stderr, that an error shows
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what a worker
     recorded last, in its newest step or after it; of one that made no step, what its script recorded."""
 
@@ -51,7 +51,7 @@ class Facts:
     shares: bool = True  # the disk of its folder with whoever called train
 
 
-class Keeper:
+class CommandActor:
     """An actor that keeps one command running on its node, until that ends for good. Its methods run in threads of their
     own."""
 
@@ -98,12 +98,12 @@ class Keeper:
         self.stop()
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def facts(self) -> Facts:
+    def facts(self) -> NodeFacts:
         self.heard_s = time.monotonic()
         running = self.process is not None and self.process.poll() is None
         process = self.process.pid if running and self.process is not None else 0
         node = ray.get_runtime_context().get_node_id()
-        return Facts(os.getpid(), process, node, self.starts, dict(self.last), self.waits, self.shares)
+        return NodeFacts(os.getpid(), process, node, self.starts, dict(self.last), self.waits, self.shares)
 
     def address(self) -> str:
         """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""

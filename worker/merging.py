@@ -17,11 +17,11 @@ from typing import Any
 
 from narrows.protocols import effects as e
 from narrows.worker.flat import Array
-from narrows.worker.updates import Updates
+from narrows.worker.updates import UpdateStep
 
 
-class Merging(Updates):
-    """See `Sync`."""
+class StreamingStep(UpdateStep):
+    """See `SyncStep`."""
 
     unmerged: deque[int]  # own clocks whose state is not in the parameters yet
 

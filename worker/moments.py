@@ -33,7 +33,7 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.output import set_aside
 from narrows.protocols.saved import FOLDER, STATE, state_file
 from narrows.worker.optimizers import each_of
-from narrows.worker.slices import Cut, placed
+from narrows.worker.slices import ModelCut, placed
 from narrows.worker.telling import say
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def write_whole(path: Path, content: Any) -> None:
     new.replace(path)
 
 
-class Moments:
+class OptimizerStateFile:
     """The moments of one worker, or of the slice of one process of a group."""
 
     @staticmethod
-    def of(engine: Engine, rank: int, began_unix: float = math.inf) -> Moments | None:
+    def of(engine: Engine, rank: int, began_unix: float = math.inf) -> OptimizerStateFile | None:
         """Take over what the folder in NARROWS_CHECKPOINT_DIR has.
 
         Args:
@@ -69,7 +69,7 @@ class Moments:
         folder = os.environ.get(FOLDER, "")
         if folder in ("", "none") or not (_has_moments(engine) or engine.shared.changes.owned.tensors):
             return None
-        moments = Moments(engine, Path(folder), rank)
+        moments = OptimizerStateFile(engine, Path(folder), rank)
         moments.begin(began_unix)
         return moments
 
@@ -149,7 +149,7 @@ class Moments:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors that the optimizers step in this process, by name."""
         cut = self.engine.slice
-        flat = cut if isinstance(cut, Cut) else self.engine.flat
+        flat = cut if isinstance(cut, ModelCut) else self.engine.flat
         return zip(flat.names, flat.parameters, strict=True)
 
     def _take(self, states: dict[str, dict[str, Any]]) -> None:

@@ -6,9 +6,9 @@ How it works
    reaches weights, the optimizer's state, a residual, a peer or a server, whatever the mode and the SPEC.
 2. The look is one norm over all gradients, fused by torch, and the host waits for it once. The norm of finite values beyond
    1e19 overflows as well, so each tensor is looked at where it is not finite. A GradScaler has looked already, and is believed.
-3. All ranks of a group leave out the same steps (`Slice.tallied`).
-4. The mode's `Sync` closes the clock with an update of weight 0 (`Shards.skip`). A clock of several local steps has the others.
-5. `Engine.step` counts; session.py tells ps-worker, and raises `too_many`.
+3. All ranks of a group leave out the same steps (`ModelSlice.tallied`).
+4. The mode's `SyncStep` closes the clock with an update of weight 0 (`ShardExchanges.skip`). A clock of several local
+steps has the others. 5. `Engine.step` counts; session.py tells ps-worker, and raises `too_many`.
 
 Where gradients leave during the backward pass, what has left stays without effect: the first part follows at step(), and it
 says that the update has no samples.
@@ -66,7 +66,7 @@ class NotFiniteError(Exception):
         self.loss = loss
 
 
-class Skips:
+class SkippedSteps:
     """The steps of one worker that were left out. newest: in which tensor the gradient of the newest step is not finite, "": it
     was not left out. quiet: a GradScaler has found that, which is how it finds its scale. rank: of this process in the run."""
 
@@ -78,12 +78,12 @@ class Skips:
         self.newest, self.quiet, self.said = "", False, False
 
     @staticmethod
-    def of_environment(rank: int) -> Skips:
+    def of_environment(rank: int) -> SkippedSteps:
         """Raises UsageError for a limit that is none."""
         given = os.environ.get(LIMIT, "") or str(LIMIT_DEFAULT)
         if not given.isdecimal() or int(given) < 1:
             raise UsageError(f"--skip-limit {given}: give the number of steps, at least 1")
-        return Skips(int(given), rank)
+        return SkippedSteps(int(given), rank)
 
     def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         """What a GradScaler has multiplied the gradients of this step by, and whether they have overflowed; None: there is no

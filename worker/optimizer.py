@@ -11,12 +11,12 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
-from narrows.worker.child_process import ChildProcess, NotAWorkerError
+from narrows.worker.child_process import NotAWorkerError, WorkerOfChild
 from narrows.worker.engine import Engine
-from narrows.worker.gradients import Gradients
+from narrows.worker.gradients import GradientStep
 from narrows.worker.nonfinite import unscale
-from narrows.worker.optimizers import Optimizers, as_one, each_of
-from narrows.worker.schedules import Schedule, catch_up
+from narrows.worker.optimizers import CombinedOptimizer, as_one, each_of
+from narrows.worker.schedules import ScheduleCatchUp, catch_up
 from narrows.worker.server_state import ON_SERVERS, as_state_dict
 from narrows.worker.updates import clipped_step
 
@@ -55,7 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap: bool = False,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
-        schedule: Schedule | None = None,
+        schedule: ScheduleCatchUp | None = None,
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate={accumulate}: give the number of backward passes that make a step")
@@ -70,11 +70,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
         self._session = session.of_new_training()
-        if isinstance(self._session, session.Alone):
+        if isinstance(self._session, session.LocalSession):
             session.tell_alone(model)
-        if isinstance(self._session, session.Connected):
+        if isinstance(self._session, session.RunSession):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
-        if schedule is not None and not isinstance(self._session, ChildProcess):
+        if schedule is not None and not isinstance(self._session, WorkerOfChild):
             catch_up(schedule, self._session.step_count)
 
     @property
@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """`inner` gets it. Raises UsageError where nothing would step with it."""
         if self._building:
             return
-        if self._on_servers or isinstance(self.inner, Optimizers):
+        if self._on_servers or isinstance(self.inner, CombinedOptimizer):
             raise UsageError(
                 "optimizer.state = ...: use load_state_dict(), or set that of the optimizer that was wrapped"
             )
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _on_servers(self) -> bool:
         """The servers step the parameters."""
-        return self._engine is not None and isinstance(self._engine.sync, Gradients)
+        return self._engine is not None and isinstance(self._engine.sync, GradientStep)
 
     @property
     def clock(self) -> int:
@@ -149,14 +149,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         if self._engine is None:
-            if isinstance(self._session, ChildProcess):
+            if isinstance(self._session, WorkerOfChild):
                 raise NotAWorkerError("step()")
             loss = None
             if overflow is None or not overflow:
                 if scale is not None:
                     unscale([p.grad for p in parameters if p.grad is not None], scale)
                 loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
-            assert isinstance(self._session, session.Alone)
+            assert isinstance(self._session, session.LocalSession)
             self._session.stepped()
             return loss
         apart = self._engine.tables.weights
@@ -169,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss = self._engine.step(closure)
         for each in each_of(self.inner):
             each._opt_called = True  # type: ignore[attr-defined]  # for a scheduler that was made of it, if a server has stepped
-        assert isinstance(self._session, session.Connected)
+        assert isinstance(self._session, session.RunSession)
         self._session.stepped()
         return loss
 
@@ -233,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before(self)
         with cut.whole_state() if cut is not None else nullcontext():
             state = self.inner.state_dict()
-        if self._engine is not None and isinstance(self._engine.sync, Gradients):
+        if self._engine is not None and isinstance(self._engine.sync, GradientStep):
             for each in state.get("optimizers", [state]):
                 each["state"] = {}  # what an optimizer began with, as Adagrad does, or has loaded is not what steps
             if servers:
@@ -335,5 +335,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def begin_anew(optimizer: DistributedOptimizer) -> None:
     """Alone: its next step is the first one of a training, as where a Trainer trains a second time. In a run it is the next one
     of the run."""
-    if isinstance(optimizer._session, session.Alone):
+    if isinstance(optimizer._session, session.LocalSession):
         optimizer._session = session.of_new_training()

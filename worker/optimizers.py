@@ -38,11 +38,11 @@ def as_one(
     each = tuple(inner)
     if not each:
         raise UsageError("DistributedOptimizer got an empty list: give it at least one optimizer")
-    return each[0] if len(each) == 1 else Optimizers(each, model)
+    return each[0] if len(each) == 1 else CombinedOptimizer(each, model)
 
 
 def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    return inner.optimizers if isinstance(inner, Optimizers) else (inner,)
+    return inner.optimizers if isinstance(inner, CombinedOptimizer) else (inner,)
 
 
 def why_whole(kind: type[torch.optim.Optimizer]) -> str:
@@ -52,7 +52,7 @@ def why_whole(kind: type[torch.optim.Optimizer]) -> str:
     return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
 
 
-class Optimizers(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Its groups and its state are those of all `optimizers`, and a step of it is one of each, in order."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
@@ -66,7 +66,7 @@ class Optimizers(torch.optim.Optimizer):
         common = {name: value for name, value in first.defaults.items() if all(name in o.defaults for o in others)}
         super().__init__(self.param_groups, common)
         self._building = False
-        self.state: Any = States(self.optimizers)
+        self.state: Any = CombinedState(self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ class Optimizers(torch.optim.Optimizer):
             optimizer.load_state_dict(state)
 
 
-class States(MutableMapping[Any, Any]):
+class CombinedState(MutableMapping[Any, Any]):
     """The state of several optimizers, by parameter; what is set goes to the optimizer that steps the parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -31,7 +31,7 @@ SAMPLE = 256  # values of a gradient that are looked at again: scaling or clampi
 SendPart = Callable[[int, int, int, Keys, FloatArray], None]  # shard, part, parts, and the values of these keys
 
 
-class Overlap:
+class GradientOverlap:
     """Hooks on every parameter of `flat`; `accumulate` backward passes make one step. `home`: see Arrays."""
 
     def __init__(

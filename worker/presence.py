@@ -11,7 +11,7 @@ import numpy as np
 TOLD_S = 30.0  # a wait of a group is silent for so long
 
 
-class Presence:
+class GroupLiveness:
     """As process `rank` sees it. memory: the path that `make` has returned in the first one, until all have opened it."""
 
     def __init__(self, memory: bytes, rank: int) -> None:

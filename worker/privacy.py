@@ -32,7 +32,7 @@ CHUNK = 1 << 16  # values that are looked at and changed at once
 ORDERS = [1.001, 1.01, 1.03, 1.05, *(1 + x / 10 for x in range(1, 100)), *range(12, 64), 128, 256, 512, 1024, 4096]
 
 
-class Privacy:
+class UpdatePrivacy:
     """`clip`: C. `sigma`: SIGMA, 0: no noise. `random`: where noise comes from, by default seeded by the system."""
 
     def __init__(self, clip: float, sigma: float, random: np.random.Generator | None = None) -> None:
@@ -41,7 +41,7 @@ class Privacy:
         self.pushes = 0
 
     @staticmethod
-    def of(settings: Settings) -> Privacy | None:
+    def of(settings: Settings) -> UpdatePrivacy | None:
         """None where nothing is asked for. Raises UsageError where epsilon could not be told."""
         if settings.dp_clip < 0:
             return None
@@ -52,7 +52,7 @@ class Privacy:
                 raise UsageError(
                     "--dp-noise: opacus, which counts epsilon, is not installed: pip install 'narrows[dp]'"
                 ) from None
-        return Privacy(settings.dp_clip, max(settings.dp_noise, 0.0))
+        return UpdatePrivacy(settings.dp_clip, max(settings.dp_noise, 0.0))
 
     @property
     def hides(self) -> bool:

@@ -26,9 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.output import STDERR, set_aside
 from narrows.protocols.saved import MODEL
-from narrows.worker.command.cities import Bounds, Limits, cities_of, command_of, run_flags
+from narrows.worker.command.cities import Bounds, RayLimits, cities_of, command_of, run_flags
 from narrows.worker.command.recording import OURS
-from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
+from narrows.worker.keeper import END_S, THREADS, WAITERS, CommandActor, NodeFacts
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 ANSWER_S = 0.5  # for how far the actors are, each time
@@ -43,8 +43,8 @@ class Progress:
 
     seconds: float
     clock: int
-    workers: Mapping[int, Facts]
-    servers: Mapping[int, Facts]
+    workers: Mapping[int, NodeFacts]
+    servers: Mapping[int, NodeFacts]
     values: Mapping[str, float]
     nodeless: int = 0  # workers that no node has room for so far
 
@@ -75,7 +75,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptActor:
     """The actor of one command. `ends` and `asked` are references of Ray: to how its command ends, and to how far it is."""
 
     who: str  # as errors name it
@@ -114,19 +114,19 @@ class Actors:
     """
 
     lows: Sequence[int]
-    servers: list[Kept] = field(default_factory=list)
-    workers: list[Kept] = field(default_factory=list)
+    servers: list[KeptActor] = field(default_factory=list)
+    workers: list[KeptActor] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # placement groups
     folder: str = ""  # of the checkpoints
 
-    def at_work(self, now: float) -> list[Kept]:
+    def at_work(self, now: float) -> list[KeptActor]:
         """Workers whose scripts go on."""
         return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
 
     def check(self, now: float, room_s: float) -> None:
         """Raise NarrowsError where a server has failed, or so many workers of a city that fewer are left than must be. An actor
         that has had no node for `room_s` has failed too."""
-        failed: dict[Kept, str] = {}
+        failed: dict[KeptActor, str] = {}
         for kept in (*self.servers, *self.workers):
             if ended := kept.ended():
                 failed |= {kept: f"ended with exit code {ended[0]}: {ended[1]}"} if ended[0] else {}
@@ -221,7 +221,7 @@ def train(
     Raises UsageError, and NarrowsError with the last lines of what failed. A worker whose script fails is done without while
     `low` are left.
     """
-    cities, limits = cities_of(clusters, workers, labels), Limits(every_s, room_s, after_s)
+    cities, limits = cities_of(clusters, workers, labels), RayLimits(every_s, room_s, after_s)
     words = run_flags(run, workers=len(clusters) or cities[0].low, shards=shards)
     name, began = f"narrows-{uuid.uuid4().hex[:8]}", time.monotonic()
     folder = os.path.abspath(checkpoint_dir or f"checkpoints/{name}")
@@ -238,7 +238,7 @@ def train(
         words = ["serve", *more, "--checkpoint-dir", own, "--resume", "--run-id", name, "--steps", str(steps)]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
         actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s, mark)
-        actors.servers.append(Kept(who, actor))
+        actors.servers.append(KeptActor(who, actor))
         return actor
 
     def staff(number: int, label: str, served: Any, key: str, own: str) -> None:
@@ -254,7 +254,7 @@ def train(
             options = inside if index < low else {"label_selector": selector or None}
             worker = len(actors.workers)
             actor = _actor(options, need, words, "--server", served, f"{label}-{worker}")
-            actors.workers.append(Kept(f"worker {worker}", actor, number))
+            actors.workers.append(KeptActor(f"worker {worker}", actor, number))
 
     member = "worker" if keys else ""
     above = [*trust, *words]
@@ -285,7 +285,7 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
     more = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
     known = {name: value for name, value in options.items() if value is not None}
     return (
-        ray.remote(concurrency_groups=WAITERS)(Keeper)
+        ray.remote(concurrency_groups=WAITERS)(CommandActor)
         .options(
             num_cpus=need.get("CPU", 0), num_gpus=need.get("GPU", 0), resources=more, max_restarts=-1,
             max_task_retries=-1, max_concurrency=THREADS, **known,
@@ -307,14 +307,14 @@ def _marked(folder: str, name: str) -> str:
     return str(mark)
 
 
-def _warn(folder: str, facts: Facts) -> None:
+def _warn(folder: str, facts: NodeFacts) -> None:
     STDERR.line(
         f"narrows: checkpoint_dir {folder} is on another disk on node {facts.node}, where the server is. The model is "
         "copied from there at the end. A server whose node is lost begins anew: name a folder that all nodes see"
     )
 
 
-def _fetch(server: Kept, facts: Facts | None, model: Path) -> None:
+def _fetch(server: KeptActor, facts: NodeFacts | None, model: Path) -> None:
     """Copy the model of a server whose node has another disk. Nothing is left of one that is not whole."""
     if facts is None or facts.shares:
         return
@@ -331,7 +331,7 @@ def _fetch(server: Kept, facts: Facts | None, model: Path) -> None:
         coming.unlink(missing_ok=True)
 
 
-def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | None, limits: Limits) -> Progress:
+def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | None, limits: RayLimits) -> Progress:
     """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
     last progress."""
     shown, until, warned, ended = Progress(0.0, 0, {}, {}, {}), math.inf, False, False
@@ -365,9 +365,9 @@ def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | No
         ray.wait(waits, num_returns=len(waits), timeout=max(0.0, min(limits.every_s, until - now)))
 
 
-def _answers(every: Sequence[Kept]) -> dict[int, Facts]:
+def _answers(every: Sequence[KeptActor]) -> dict[int, NodeFacts]:
     """Return what those that have answered said, by index. They are asked again next time."""
-    facts: dict[int, Facts] = {}
+    facts: dict[int, NodeFacts] = {}
     for index, kept in enumerate(every):
         if ray.wait([kept.asked], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):

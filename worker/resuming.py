@@ -24,7 +24,7 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.output import set_aside
 from narrows.worker import session
-from narrows.worker.child_process import ChildProcess, NotAWorkerError
+from narrows.worker.child_process import NotAWorkerError, WorkerOfChild
 from narrows.worker.moments import write_whole
 from narrows.worker.session import rank, world_size
 from narrows.worker.telling import say
@@ -59,13 +59,13 @@ def resumable(
 
 def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> Iterator[Any]:
     ours = session.current()
-    if isinstance(ours, ChildProcess):
+    if isinstance(ours, WorkerOfChild):
         raise NotAWorkerError("resumable()")
     if ours.link is not None and ours.engine is None:
         raise UsageError(
             "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"
         )
-    step, states = ours.step_count, States(folder)
+    step, states = ours.step_count, LoaderStates(folder)
     at = states.load(step, loader)
     passing = (step - at) * batches
     while step < steps:
@@ -85,7 +85,7 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
             raise UsageError(f"the loader of rank {rank()} has no batch: give each of {world_size()} workers a share")
 
 
-class States:
+class LoaderStates:
     """Those of this worker's loader. A file is whole or absent."""
 
     def __init__(self, folder: Path) -> None:

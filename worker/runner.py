@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell, Turned
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, SendToPeer, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
-from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.clock import AwakeClock
+from narrows.protocols.runtime.curve import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.hosts import endpoint, own_host, unknown
 from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
@@ -27,7 +27,7 @@ from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
 from narrows.worker import telling
 from narrows.worker.child_process import NotAWorkerError
-from narrows.worker.silence import Silence
+from narrows.worker.silence import SilenceNotice
 from narrows.worker.telling import complain as say
 
 TICK_MS = 50
@@ -36,7 +36,7 @@ CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_M
 Command = Callable[[Member, int], list[MemberEffect]]
 
 
-class Events:
+class LinkEvents:
     """From the thread that hears them to the one that takes them."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Events:
             self._changed.notify_all()
 
 
-class Commands:
+class LinkCommands:
     """The commands that an engine gives the I/O thread."""
 
     run_clock = 0  # of the run, as the server has told last
@@ -108,7 +108,7 @@ class Commands:
         self.call(lambda member, now: [member.meter.read()])
 
 
-class Link(Events, Commands):
+class MemberLink(LinkEvents, LinkCommands):
     """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
 
     def __init__(
@@ -124,12 +124,12 @@ class Link(Events, Commands):
         self.address, self.key = address, key
         self.host, self.port = parse_address("--server", address)
         self.member = Member(token, host, expect, timing)
-        self.clock = Awake()
+        self.clock = AwakeClock()
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
         self._standby = ""  # where it is dialled
-        self._silence = Silence()
+        self._silence = SilenceNotice()
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._names: dict[str, bytes] = {}  # of each, how our routing ids begin there
         self._admitted: frozenset[str] = frozenset()  # their keys
@@ -141,7 +141,9 @@ class Link(Events, Commands):
             known_as=lambda address: (
                 name if address in (self._standby, *self._shards) else self._names.get(address, b"")
             ),
-            curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
+            curve=CurveKeys(key.pair, self._keys_at, lambda public: public in self._admitted)
+            if key is not None
+            else None,
             failed=self._shut_out,
             linked=self._linked,
             cut=self._cut,
@@ -224,7 +226,7 @@ class Link(Events, Commands):
             try:
                 message = decode(frames)
                 self._check_speaker(peer, message)
-                sender = None if isinstance(peer, Dialler) else peer  # else its key was looked at
+                sender = None if isinstance(peer, DiallerId) else peer  # else its key was looked at
                 effects = self.member.receive_peer(message, self.clock.now(), sender)
             except NarrowsError as error:  # of another version too: who dials must not end what others began
                 self.drops.refuse(f"a peer's message was refused: {error}")
@@ -237,10 +239,10 @@ class Link(Events, Commands):
                 case Send(int(shard), message):
                     if shard < len(self._shards):
                         self._put(self._shards[shard], message)
-                case Tell(address, message):
+                case SendToPeer(address, message):
                     if address in self._peers:
                         self._put(address, message)
-                    elif isinstance(message, m.Vote) and is_address(address):
+                    elif isinstance(message, m.FailoverVote) and is_address(address):
                         self._standby = endpoint(*parse_address("", address))
                         self._put(self._standby, message)
                 case Turned(address, ports):
@@ -290,14 +292,14 @@ class Link(Events, Commands):
 
     def _check_speaker(self, peer: bytes, message: m.Message) -> None:
         """Raise RemoteProtocolError where a peer speaks with another's number."""
-        if not isinstance(peer, Dialler):
+        if not isinstance(peer, DiallerId):
             return
         peers = self.member.peers
         known = peers.peers.get(getattr(message, "worker", -1)) if peers is not None else None
         if known is None or parted(known.address)[1] != peer.key:  # it says it again, when our roster may have it
             raise RemoteProtocolError("its number is not that of the worker whose key it has")
 
-    def _shut_out(self, address: str, why: Why, public: str) -> None:
+    def _shut_out(self, address: str, why: HandshakeFailure, public: str) -> None:
         """A handshake has failed. A peer may not know of us yet: the next message to it dials anew."""
         if not address:
             self.drops.note("stranger", Receipt(why.value))
@@ -323,7 +325,7 @@ class Link(Events, Commands):
 
 def tell_left(address: str, token: str, key: Secret | None = None) -> None:
     """Tell a coordinator that the worker of `token` is gone, and wait a little for its answer."""
-    curve = Curve(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
+    curve = CurveKeys(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:
         for one in parse_addresses("--server", address):
             sockets.send(endpoint(*parse_address("--server", one)), encode(m.Leave(token, -1)))

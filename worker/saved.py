@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import split
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.saved import BYTES, OPTIMIZER, SHARD, STATE, shard_file
 from narrows.worker.flat import FloatArray, plain
 from narrows.worker.optimizers import as_one
@@ -66,7 +66,7 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
         return opened(folder / shard_file(shard, clock))
 
     first = file_of(0)
-    plan = Plan.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
+    plan = ModelSpec.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
     files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
     known, values = list[Any](), dict[str, FloatArray]()
     for file, keys in zip(files, split(plan.size, len(files)), strict=True):

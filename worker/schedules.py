@@ -11,13 +11,13 @@ from narrows.protocols.errors import UsageError
 from narrows.worker import session
 
 
-class Schedule(Protocol):
+class ScheduleCatchUp(Protocol):
     """A scheduler of torch.optim.lr_scheduler, or a container of them that steps like one."""
 
     def step(self) -> Any: ...
 
 
-def catch_up(schedule: Schedule, steps: int) -> None:
+def catch_up(schedule: ScheduleCatchUp, steps: int) -> None:
     """Step `schedule` so often. Most schedules know no other way to go on: their rate follows from the one before.
 
     Raises UsageError for ReduceLROnPlateau, which follows a metric.

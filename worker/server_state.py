@@ -28,7 +28,7 @@ from narrows.protocols.wire import pack, unpack
 from narrows.worker.flat import FloatArray, as_parameter
 from narrows.worker.optimizers import each_of
 from narrows.worker.shards import WAIT_LIMIT_S
-from narrows.worker.slices import Cut
+from narrows.worker.slices import ModelCut
 from narrows.worker.telling import say
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ State = dict[str, torch.Tensor]  # of one tensor, by name
 Ask = tuple[int, int, int, str]  # shard, begin, end, name
 
 
-class OnServers(Mapping[Any, Mapping[str, Any]]):
+class ServerMoments(Mapping[Any, Mapping[str, Any]]):
     """`optimizer.state` where the servers have it: empty for each parameter, and nothing can be set."""
 
     def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
@@ -62,10 +62,10 @@ class OnServers(Mapping[Any, Mapping[str, Any]]):
         return 0
 
 
-ON_SERVERS = OnServers()
+ON_SERVERS = ServerMoments()
 
 
-class ServerState:
+class ServerOptimizerState:
     """As one worker reads it, with all processes of its group."""
 
     def __init__(self, engine: Engine) -> None:
@@ -86,7 +86,7 @@ class ServerState:
         engine, group = self.engine, self.engine.group
         if engine.finished:
             raise UsageError("state_dict(servers=True) after finish(): call it before, or read saved_state(DIR, ...)")
-        if engine.slice is not None and not isinstance(engine.slice, Cut):
+        if engine.slice is not None and not isinstance(engine.slice, ModelCut):
             raise UsageError(
                 "state_dict(servers=True): FSDP has cut the model, and no process has a slice of whole tensors"
             )

@@ -35,20 +35,20 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker import child_process, home, telling
 from narrows.worker.admission import let_in
-from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
+from narrows.worker.child_process import NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.command.managers import place
 from narrows.worker.ending import goes_on, leave_when_told, told_to_end
 from narrows.worker.engine import Engine
-from narrows.worker.figures import Figures
-from narrows.worker.forwarding import Forwarding
+from narrows.worker.figures import WorkerMetrics
+from narrows.worker.forwarding import LoggerForwarding
 from narrows.worker.group import Group, GroupEndedError
-from narrows.worker.hub import Hub
+from narrows.worker.hub import GroupLink
 from narrows.worker.hub import joined as through_first
-from narrows.worker.moments import Moments
-from narrows.worker.runner import Link, tell_left
+from narrows.worker.moments import OptimizerStateFile
+from narrows.worker.runner import MemberLink, tell_left
 from narrows.worker.telling import say as _say
 from narrows.worker.telling import tell as _tell
-from narrows.worker.watch import Watch
+from narrows.worker.watch import ScriptWatch
 
 
 def warm_up(say: Callable[[str], None]) -> None:
@@ -72,7 +72,7 @@ SECOND_AFTER = (
 LAST_S = 5.0  # a process of a group that ends because another has is not the first
 
 
-class Alone:
+class LocalSession:
     """The session of a script that runs as plain python: one worker, no server. Each training of it has one.
 
     A process that such a script has started reads there how far the script is, until it trains itself.
@@ -81,7 +81,7 @@ class Alone:
     rank = 0
     world_size = 1
     training = 0  # which of this process
-    link: Link | None = None
+    link: MemberLink | None = None
     engine: Engine | None = None
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Alone:
         """Alone there is no record."""
 
 
-class Connected:
+class RunSession:
     """The session of a worker of a run."""
 
     training = 0
@@ -133,12 +133,14 @@ class Connected:
         key = member_key(file, "--key") if file else None
         _watch_launcher(address, token, key)
 
-        def dial(one: str, limit_s: float) -> Link:
+        def dial(one: str, limit_s: float) -> MemberLink:
             timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(lost_s * NS))
-            return (Link if self.group is None else Hub)(one, token, socket.gethostname(), expect, timing, key)
+            return (MemberLink if self.group is None else GroupLink)(
+                one, token, socket.gethostname(), expect, timing, key
+            )
 
         addresses = parse_addresses("--server", address)
-        self.link: Link
+        self.link: MemberLink
         if self.group is None:
             self.link, joined = let_in(addresses, dial, connect_s)
             self.rank, self.world_size = joined.rank, joined.world_size
@@ -152,7 +154,7 @@ class Connected:
         self.settings = Settings.unpacked(joined.settings)
         self.steps = self.batch = 0  # of the run, and samples of a step here: where a loader was told
         self.engine: Engine | None = None
-        self.moments: Moments | None = None  # that are kept in a folder
+        self.moments: OptimizerStateFile | None = None  # that are kept in a folder
         self._pending: dict[str, Any] = {}
         self._bytes = self._begun = (0, 0)  # up and down: by the newest step, and by the first model
         self._told = 0  # rows of the record with epsilon
@@ -177,12 +179,12 @@ class Connected:
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
-        self.moments = Moments.of(self.engine, self.rank, self.began_unix)
+        self.moments = OptimizerStateFile.of(self.engine, self.rank, self.began_unix)
         self.tell_children()
         self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:
             return self.engine
-        self.figures = Figures(self.engine, self.link)
+        self.figures = WorkerMetrics(self.engine, self.link)
         self.link.member.figures.rows = self.figures.rows
         if self.engine.told:
             _say(self.engine.told)
@@ -288,12 +290,12 @@ class Connected:
             self.moments.end()
 
 
-Session = Alone | Connected | ChildProcess
+Session = LocalSession | RunSession | WorkerOfChild
 
 _session: Session | None = None
-_forwarding = Forwarding()
+_forwarding = LoggerForwarding()
 shares_asked = 0  # calls of rank() and world_size() so far: of a dataset that cuts itself, too
-watch = Watch.of_environment(_tell)  # of a script that ps-worker --check looks at
+watch = ScriptWatch.of_environment(_tell)  # of a script that ps-worker --check looks at
 _failed = _stopped = False
 _orphaned = threading.Event()  # that ps-worker has ended
 
@@ -309,9 +311,9 @@ def current() -> Session:
 def _opened() -> Session:
     address = os.environ.get("NARROWS_SERVER", "")
     if child_process.is_child():
-        return ChildProcess()
+        return WorkerOfChild()
     if not address:
-        alone = Alone()
+        alone = LocalSession()
         if alone.parent is None:
             child_process.announce(child_process.ALONE)
         return alone
@@ -319,7 +321,7 @@ def _opened() -> Session:
     _install_hook()
     leave_when_told()
     child_process.announce(child_process.RUN)
-    connected = Connected(address)
+    connected = RunSession(address)
     connected.tell_children()
     atexit.register(only_here(_at_exit))
     return connected
@@ -330,13 +332,13 @@ def of_new_training() -> Session:
     after the other: each training counts its steps from 0."""
     global _session
     ours = current()
-    if isinstance(ours, Alone) and (ours.trains or ours.parent is not None):
-        begun = Alone()
+    if isinstance(ours, LocalSession) and (ours.trains or ours.parent is not None):
+        begun = LocalSession()
         begun.parent, begun.training = None, ours.training + 1
         begun.steps, begun.batch = ours.steps_told, ours.batch
         child_process.announce(child_process.ALONE)
         _session = ours = begun
-    if isinstance(ours, Alone):
+    if isinstance(ours, LocalSession):
         ours.trains = True
     return ours
 
@@ -399,7 +401,7 @@ def _install_hook() -> None:
             return
         _failed, _stopped = True, isinstance(error, KeyboardInterrupt)
         if isinstance(error, NarrowsError):
-            if isinstance(_session, Connected):
+            if isinstance(_session, RunSession):
                 _session.link.close()
                 _session.keep()
             _end(error)
@@ -410,7 +412,7 @@ def _install_hook() -> None:
 
 
 def _at_exit() -> None:
-    if isinstance(_session, Connected):
+    if isinstance(_session, RunSession):
         try:
             _session.close(_failed or told_to_end(), _stopped or told_to_end())
         except NarrowsError as error:
@@ -452,7 +454,7 @@ def makes(steps: int) -> None:
     follows("end")
     ours = current()
     ours.steps = max(ours.steps, steps)
-    if isinstance(ours, Alone):
+    if isinstance(ours, LocalSession):
         ours.steps_told = max(ours.steps_told, steps)
 
 
@@ -480,9 +482,9 @@ def agree(value: float) -> float:
         UsageError: before DistributedOptimizer is made in a run, and in a child process of a worker.
     """
     session = current()
-    if isinstance(session, Alone):
+    if isinstance(session, LocalSession):
         return float(value)
-    if isinstance(session, ChildProcess):
+    if isinstance(session, WorkerOfChild):
         raise NotAWorkerError("agree()")
     if session.engine is None:
         raise UsageError("agree() before DistributedOptimizer is made: this worker has no place in the run yet")

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, split
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.flat import Array, FlatModel, real
 from narrows.worker.group import Group
-from narrows.worker.slices import Slice
+from narrows.worker.slices import ModelSlice
 
 PADDING = "padding"
 
 
-class Sharded(Slice):
+class FsdpSlices(ModelSlice):
     """Raises UsageError for a model that is not sharded over this group alone, each tensor of it."""
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
@@ -60,7 +60,7 @@ class Sharded(Slice):
     def total(self) -> int:
         return self.length * self.group.size
 
-    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> Plan:
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
         specs, groups = list[TensorSpec](), [list[int]() for _ in range(self.flat.groups)]
         self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # of each tensor, those of its parts
         for rank in range(self.group.size):
@@ -74,7 +74,7 @@ class Sharded(Slice):
             if filled:
                 groups[0].append(len(specs))
                 specs.append(TensorSpec(f"{PADDING}[{rank}]", (filled,), "float32"))
-        return Plan(
+        return ModelSpec(
             tuple(specs), optimizer, tuple(map(tuple, groups)), max_grad_norm, (), degree, frozen=self.flat.frozen
         )
 

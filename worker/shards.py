@@ -19,19 +19,19 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.member.replica import Piece
+from narrows.protocols.member.replica import CodedPiece
 from narrows.protocols.modes import Mode
-from narrows.worker.arrays import SPARE, Arrays
+from narrows.worker.arrays import SPARE, WorkerArrays
 from narrows.worker.flat import Array
 from narrows.worker.group import Group, GroupEndedError
-from narrows.worker.runner import Link
-from narrows.worker.tuning import Tuning
+from narrows.worker.runner import MemberLink
+from narrows.worker.tuning import CodecTuning
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
 WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
 
 
-class Wait(Protocol):
+class ShardWait(Protocol):
     """Waiting.until."""
 
     def __call__(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None: ...
@@ -41,12 +41,18 @@ def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
     return event.worker, event.epoch, event.clock
 
 
-class Shards:
+class ShardExchanges:
     """`wait`: handles events until something is done; raises NarrowsError where that takes too long. `group`: of which this
     process is one rank, and exchanges the shards of its slice alone."""
 
     def __init__(
-        self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait, group: Group | None = None
+        self,
+        link: MemberLink,
+        mode: Mode,
+        arrays: WorkerArrays,
+        tuning: CodecTuning,
+        wait: ShardWait,
+        group: Group | None = None,
     ) -> None:
         self.link, self.mode, self.arrays, self.tuning, self.wait, self.group = link, mode, arrays, tuning, wait, group
         self.exchanges: list[Exchange[Array]] = []
@@ -211,13 +217,13 @@ class Shards:
         updates: Sequence[Array],
         dense: bool = False,
         hyper: bytes = b"",
-        rows: Sequence[Sequence[Piece]] = (),
+        rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is, and after them `rows` of tables.
         Raises NonFiniteError, with nothing sent and nothing changed, for values that are not finite; GroupEndedError where they
         are another rank's."""
         began = time.monotonic()
-        encoded: list[Sequence[Piece]] = []
+        encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
             for exchange, update in zip(self.exchanges, updates, strict=True):
@@ -241,7 +247,7 @@ class Shards:
         self._said()
 
     def send_part(
-        self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"", counts: bool = True
+        self, shard: int, index: int, count: int, piece: CodedPiece, hyper: bytes = b"", counts: bool = True
     ) -> None:
         """One part of the update of the present clock; under overlap from autograd's threads. The first part says whether the
         update `counts`: one of no samples does not, whatever its other parts hold."""

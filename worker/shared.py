@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrows.protocols.modes import Rule
-from narrows.worker.changes import Changes
+from narrows.worker.changes import WeightEditCheck
 from narrows.worker.flat import Array
 from narrows.worker.telling import complain as say
 
@@ -20,12 +20,12 @@ ASK_S = 1.0  # they are asked for again after this: who asked may lead by now
 HEARD_LIMIT_S = 60.0  # and all processes of a group have asked as often within this
 
 
-class Shared:
+class SharedModel:
     """kept: own parameters and buffers, while the shared model is shown."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.changes = Changes(engine.flat, engine.tables.weights, engine.settings)  # that the script makes
+        self.changes = WeightEditCheck(engine.flat, engine.tables.weights, engine.settings)  # that the script makes
         self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
         self.asks = self.told = False  # the run's module buffers are asked for; they are here
 

@@ -3,7 +3,7 @@
 Rules
 - The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
 - The script's model, gradients and parameter groups stay whole. The optimizer sees the slices while it steps; nobody else does.
-- All methods but those of `Flat` are the group's: every rank calls them, in the same order.
+- All methods but those of `FlatSpace` are the group's: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, split
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.buffers import load_buffers, pack_buffers
-from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_parameter, as_tensor, real, writing
+from narrows.worker.flat import Array, FlatModel, FlatSpace, FloatArray, as_parameter, as_tensor, real, writing
 from narrows.worker.group import Group
 from narrows.worker.optimizers import each_of, why_whole
 
@@ -29,7 +29,7 @@ State = dict[str, Any]
 SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no dimension either
 
 
-class Slice(Flat):
+class ModelSlice(FlatSpace):
     """The same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
@@ -58,7 +58,7 @@ class Slice(Flat):
     def total(self) -> int:
         return self.flat.size
 
-    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> Plan:
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
         """As FlatModel.plan."""
         return self.flat.plan(optimizer, max_grad_norm, degree)
 
@@ -134,7 +134,7 @@ class Slice(Flat):
         return nullcontext()
 
 
-class Cut(Slice):
+class ModelCut(ModelSlice):
     """Slices of a model that each rank has whole: gradients are summed here, and parameters gathered.
 
     Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the

@@ -30,7 +30,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FloatArray, dtype_of
 from narrows.worker.optimizers import as_one, each_of
-from narrows.worker.shards import WAIT_LIMIT_S, Shards
+from narrows.worker.shards import WAIT_LIMIT_S, ShardExchanges
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -39,7 +39,7 @@ Numbers = npt.NDArray[np.int64]  # of rows of a table
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RowsLookup:
     """Rows of one shard that were asked for, `at` these places of the rows that are looked up."""
 
     shard: int
@@ -48,15 +48,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingRows:
     """Rows that are on their way, for the place in the run and the clock that they are asked for."""
 
     place: tuple[int, int]  # epoch, clock
     numbers: Numbers  # rising
-    asks: tuple[Ask, ...]
+    asks: tuple[RowsLookup, ...]
 
 
-class Tables:
+class EmbeddingTables:
     """Raises UsageError for a table that cannot be trained by the server."""
 
     def __init__(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
@@ -90,7 +90,7 @@ class Tables:
         self.engine: Engine | None = None  # once the run has begun
         self.up = self.down = 0  # what rows are coded with, of rows.CODINGS: gradients, and values
         self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
-        self.ahead: dict[int, Asked] = {}  # by table
+        self.ahead: dict[int, PendingRows] = {}  # by table
         self.wanted: dict[tuple[int, int], Buffer | None] = {}  # by shard and request; None: not here yet
         self.requests = 0
         self.rates()  # raises
@@ -116,13 +116,13 @@ class Tables:
             module.held_by(self, number)
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> ShardExchanges:
         if self.engine is None or self.engine.finished:
             raise UsageError(
                 "the rows of an embedding table are on the servers, and this worker has no part in the run any more: evaluate "
                 "inside `with optimizer.shared():`, before finish(), or load model.safetensors"
             )
-        shards: Shards = self.engine.sync.shards
+        shards: ShardExchanges = self.engine.sync.shards
         return shards
 
     # Looking up.
@@ -154,7 +154,7 @@ class Tables:
         if 0 < numbers.size <= self.specs[number].ask_rows_max * ASKS_MAX:
             self.ahead[number] = self._ask(number, numbers, self.shards.clock + 1)
 
-    def _ahead(self, number: int, numbers: Numbers) -> Asked | None:
+    def _ahead(self, number: int, numbers: Numbers) -> PendingRows | None:
         """The rows asked for before, where these are among them and the clock is the same; else None."""
         coming, shards = self.ahead.get(number), self.shards
         if coming is None or coming.place[1] > shards.clock:
@@ -166,7 +166,7 @@ class Tables:
         self._forget(coming)
         return None
 
-    def _ask(self, number: int, numbers: Numbers, clock: int) -> Asked:
+    def _ask(self, number: int, numbers: Numbers, clock: int) -> PendingRows:
         """Ask all shards for these rows."""
         shards, spec, asks = self.shards, self.specs[number], []
         for shard in range(shards.count):
@@ -175,16 +175,16 @@ class Tables:
                 self.requests += 1
                 at = ours[begin : begin + spec.ask_rows_max]
                 payload = rows.encode(number, *_local(spec, numbers[at], shard, shards.count), coding=self.down)
-                asks.append(Ask(shard, self.requests, at))
+                asks.append(RowsLookup(shard, self.requests, at))
                 self.wanted[shard, self.requests] = None
                 shards.say(shard, [m.RowsAsk(shards.worker, shards.epoch, self.requests, clock, payload)])
-        return Asked((shards.epoch, clock), numbers, tuple(asks))
+        return PendingRows((shards.epoch, clock), numbers, tuple(asks))
 
     def arrived(self, event: RowsArrived) -> None:
         if (event.shard, event.request) in self.wanted:
             self.wanted[event.shard, event.request] = event.payload
 
-    def _wait(self, asked: Asked, spec: TableSpec) -> None:
+    def _wait(self, asked: PendingRows, spec: TableSpec) -> None:
         """Until all are here, or the place that they were asked for is no more."""
         shards, missing = self.shards, [(ask.shard, ask.request) for ask in asked.asks]
 
@@ -197,7 +197,7 @@ class Tables:
         what = f"{asked.numbers.size} rows of table {spec.name!r} at clock {asked.place[1]}"
         self.engine.wait(done, WAIT_LIMIT_S, what)
 
-    def _take(self, asked: Asked, out: FloatArray) -> bool:
+    def _take(self, asked: PendingRows, out: FloatArray) -> bool:
         """The rows that have come, into float32[n, dim]; False where they have not all."""
         found = [self.wanted.pop((ask.shard, ask.request)) for ask in asked.asks]
         for ask, payload in zip(asked.asks, found, strict=True):
@@ -210,7 +210,7 @@ class Tables:
                 raise RemoteProtocolError(f"shard {ask.shard} sent no rows: {error}") from None
         return True
 
-    def _forget(self, asked: Asked) -> None:
+    def _forget(self, asked: PendingRows) -> None:
         for ask in asked.asks:
             self.wanted.pop((ask.shard, ask.request), None)
 
@@ -268,7 +268,7 @@ class Tables:
         return made
 
 
-def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: Tables) -> torch.optim.Optimizer:
+def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: EmbeddingTables) -> torch.optim.Optimizer:
     """Without the optimizers that step tables alone."""
     each = each_of(inner)
     kept = [o for o in each if any(id(p) not in tables.weights for g in o.param_groups for p in g["params"])]

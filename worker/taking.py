@@ -18,13 +18,13 @@ from narrows.protocols.effects import MemberEffect
 from narrows.worker.shards import WAIT_LIMIT_S
 
 if TYPE_CHECKING:
-    from narrows.worker.updates import Updates
+    from narrows.worker.updates import UpdateStep
 
 
-class Taking:
+class SampleClient:
     """Takes ranges for `sync`, in a mode with a server."""
 
-    def __init__(self, sync: Updates) -> None:
+    def __init__(self, sync: UpdateStep) -> None:
         self.sync, self.engine = sync, sync.engine
         self.ask: m.RangeAsk | None = None  # the newest
         self.told: e.RangeTold | None = None

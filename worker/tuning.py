@@ -18,7 +18,7 @@ from narrows.protocols.settings import Settings
 from narrows.worker.group import Group
 
 
-class Tuning:
+class CodecTuning:
     """The present compressor of an engine, and the switches to be reported."""
 
     def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:

@@ -19,13 +19,13 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import Keys
-from narrows.protocols.member.replica import Piece
+from narrows.protocols.member.replica import CodedPiece
 from narrows.protocols.wire import pack
-from narrows.worker.arrays import Arrays
+from narrows.worker.arrays import WorkerArrays
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.nonfinite import NotFiniteError
-from narrows.worker.shards import WAIT_LIMIT_S, Shards
-from narrows.worker.taking import Taking
+from narrows.worker.shards import WAIT_LIMIT_S, ShardExchanges
+from narrows.worker.taking import SampleClient
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -71,17 +71,17 @@ def clipped_step(
         return error.loss
 
 
-class Updates:
-    """See `Sync`. `arrays` and `shards` are what merging and pushed gradients have in common with it."""
+class UpdateStep:
+    """See `SyncStep`. `arrays` and `shards` are what merging and pushed gradients have in common with it."""
 
-    def __init__(self, engine: Engine, arrays: Arrays) -> None:
+    def __init__(self, engine: Engine, arrays: WorkerArrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
-        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
+        self.shards = ShardExchanges(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
         self.local_step = self.steps = 0
         self.taken = 0  # of the local steps since the last clock, those that were not left out
         self.samples = 0  # that those were computed on, where the script has said so
-        self.taking = Taking(self)
+        self.taking = SampleClient(self)
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
         self.missed = 0  # rounds that closed without us, in this life
@@ -206,7 +206,7 @@ class Updates:
         values: Sequence[Array],
         dense: bool = False,
         hyper: bytes = b"",
-        rows: Sequence[Sequence[Piece]] = (),
+        rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
         """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
         where one is not finite: its gradients were, so it is the weights or the optimizer's state that are lost."""

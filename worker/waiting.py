@@ -18,7 +18,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD
-from narrows.worker.runner import Link
+from narrows.worker.runner import MemberLink
 from narrows.worker.telling import say
 
 # A script calls these on all ranks at once; the last one also where it ends.
@@ -38,10 +38,10 @@ SAY_S = 10.0  # from one line about a wait to the next
 ENDED_S = 2.0  # another rank has ended: why that was is told within this
 
 
-class Waiting:
+class EventWait:
     """`handle`: takes each event. missing: asked at each agreement; `missed` is the least that a rank has answered."""
 
-    def __init__(self, link: Link, group: Group | None, handle: Callable[[MemberEffect], None]) -> None:
+    def __init__(self, link: MemberLink, group: Group | None, handle: Callable[[MemberEffect], None]) -> None:
         self.link, self.group, self.handle = link, group, handle
         self.missing: Callable[[], int] = lambda: 0
         self.missed = 0

@@ -30,7 +30,7 @@ from narrows.worker.child_process import is_child
 from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
-from narrows.worker.tables import Tables, coding_of
+from narrows.worker.tables import EmbeddingTables, coding_of
 
 WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
 STEPS = 2
@@ -42,11 +42,11 @@ ENCODED = 3  # times
 Tell = Callable[..., None]
 
 
-class Checked(SystemExit):
+class CheckedScript(SystemExit):
     """The check has seen enough of this script."""
 
 
-class Watch:
+class ScriptWatch:
     """The watch of this process. `tell(event, **values)`: one line to ps-worker."""
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
@@ -65,7 +65,7 @@ class Watch:
         self.loss: float | None = None  # that a backward pass since the step before began at, where it is not finite
         self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
         self.follows = set[str]()  # what of the script follows the run: session.follows
-        self.forward = Forward()
+        self.forward = WatchedForward()
         self.replaced = torch.autograd.backward, DataLoader.__iter__
         torch.autograd.backward = self._backward
         DataLoader.__iter__ = lambda loader: self._iterates(loader)  # type: ignore[method-assign]
@@ -80,9 +80,9 @@ class Watch:
             hook.remove()
 
     @staticmethod
-    def of_environment(tell: Tell) -> Watch | None:
+    def of_environment(tell: Tell) -> ScriptWatch | None:
         specs = os.environ.pop(WATCH, "")
-        return Watch(specs.split(), tell) if specs and not is_child() else None
+        return ScriptWatch(specs.split(), tell) if specs and not is_child() else None
 
     @property
     def here(self) -> bool:
@@ -123,7 +123,7 @@ class Watch:
         if not self.here:
             return None
         if self.over:
-            raise Checked(0)
+            raise CheckedScript(0)
         engine = getattr(self.wrapper, "_engine", None)
         if optimizer is not self.wrapper:
             if not self.within and (
@@ -174,7 +174,7 @@ class Watch:
     def _not_finite(self, gradient: str, loss: float | None) -> None:
         self._say("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
         self.over = True
-        raise Checked(0)
+        raise CheckedScript(0)
 
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
         """Facts of the gradients that are there. Raises Checked where one, or the loss, is not finite."""
@@ -206,7 +206,7 @@ class Watch:
             done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
             done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
             self._say("done", encoded=self._encoded(), **done)
-            raise Checked(0)
+            raise CheckedScript(0)
         self.lost_s, self.loss = 0.0, None
 
     def _scheduled(self) -> bool:
@@ -221,7 +221,7 @@ class Watch:
         self._say("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
         if self.beside > (STEPS if wrapped or self.wrapper is None else BESIDE_MAX):
             self.over = True
-            raise Checked(0)
+            raise CheckedScript(0)
 
     def _encoded(self) -> dict[str, list[float]]:
         """By SPEC: bytes of an update of this model, and the seconds that it takes to encode it."""
@@ -240,7 +240,7 @@ class Watch:
             costs[spec] = [len(payload) * times + self._row_bytes(engine.tables, spec), min(seconds) * times]
         return costs
 
-    def _row_bytes(self, tables: Tables, spec: str) -> int:
+    def _row_bytes(self, tables: EmbeddingTables, spec: str) -> int:
         """Of the rows of a step under this SPEC."""
         return sum(
             len(rows.encode(i, count, numbers.astype(np.uint32), np.zeros((len(numbers), tables.specs[i].dim), np.float32),
@@ -249,7 +249,7 @@ class Watch:
         )  # fmt: skip
 
 
-class Forward:
+class WatchedForward:
     """The inputs of the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
 
     def __init__(self) -> None:

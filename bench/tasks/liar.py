@@ -15,7 +15,7 @@ from torch import Tensor
 from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.worker import rank, world_size
-from narrows.worker.shards import Shards
+from narrows.worker.shards import ShardExchanges
 
 LONG = "million"  # times as long; the others are as long as usual
 
@@ -46,12 +46,12 @@ def lie_of(kind: str, optimizer: torch.optim.Optimizer) -> None:
 def exaggerate() -> None:
     """Let what leaves be a million times as long. The liar itself goes on from what it would have sent, so its updates stay
     updates. A longer gradient would not do: an update of AdamW is as long as ever."""
-    said = Shards.say
+    said = ShardExchanges.say
 
-    def say(self: Shards, shard: int, messages: Sequence[m.Message]) -> None:
+    def say(self: ShardExchanges, shard: int, messages: Sequence[m.Message]) -> None:
         said(self, shard, [_longer(each) if isinstance(each, m.Push) else each for each in messages])
 
-    Shards.say = say  # type: ignore[method-assign]
+    ShardExchanges.say = say  # type: ignore[method-assign]
 
 
 def _longer(push: m.Push) -> m.Push:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, device, kernel, np
-from narrows.compression.cuda.queue import Landing, Queue
+from narrows.compression.cuda.queue import Queue, QueueLanding
 from narrows.compression.kernels.record import HEAD_BYTES, LOW_BITS, MISSING, TOLD, UNARY_BITS
 
 BLOCKS = 32  # a link is slower than a few of them, and others work meanwhile
@@ -53,7 +53,7 @@ def gather_sections(
 
 def land(
     queue: Queue, arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Any
-) -> Landing:
+) -> QueueLanding:
     """target: pinned uint8, a multiple of four; it holds the record, 16 bytes of room, and all sections, and a word."""
     words = target.view(np.uint32)
     count = min(words.size, BLOCKS * THREADS)

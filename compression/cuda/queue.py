@@ -33,7 +33,7 @@ class _OnHost:
         }  # fmt: skip
 
 
-class Landing:
+class QueueLanding:
     """Copies to pinned host memory under way."""
 
     def __init__(self, event: Any) -> None:
@@ -200,7 +200,7 @@ class Queue:
             if self.stream:
                 self.stream.synchronize()
 
-    def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> Landing:
+    def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> QueueLanding:
         """Starts copies to pinned host memory, after all that this stream was given so far, beside what it is given next."""
 
         def copies() -> None:
@@ -211,11 +211,11 @@ class Queue:
 
         return self._beside(copies)
 
-    def launch_beside(self, kernel: Any, count: int, *arguments: Any) -> Landing:
+    def launch_beside(self, kernel: Any, count: int, *arguments: Any) -> QueueLanding:
         """Launches a kernel that writes to pinned host memory (`mapped`), with the order of `fetch`."""
         return self._beside(lambda: self.launch(kernel, count, THREADS, *arguments))
 
-    def _beside(self, begin: Callable[[], None]) -> Landing:
+    def _beside(self, begin: Callable[[], None]) -> QueueLanding:
         ready, landed = cuda.event(), cuda.event()
         ready.record(self.stream)
         caller, self.stream = self.stream, self._landing_stream()
@@ -225,7 +225,7 @@ class Queue:
             landed.record(self.stream)
         finally:
             self.stream = caller
-        return Landing(landed)
+        return QueueLanding(landed)
 
     def mapped(self, pinned: npt.NDArray[Any]) -> DeviceArray:
         """Pinned host memory as kernels write to it: with unified addressing all of it is mapped."""

@@ -10,14 +10,14 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Run, Seat
 
 
-class Above(Decision):
+class ParentPlace(Decision):
     """`child`: there is a server above."""
 
-    def __init__(self, run: Run, rounds: Rounds, child: bool) -> None:
+    def __init__(self, run: Run, rounds: Clocks, child: bool) -> None:
         self.run, self.rounds, self.child = run, rounds, child
         self.rank, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
         self.place, self.epoch = b"", 0  # our place there, packed, and its epoch

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import Send
 from narrows.protocols.errors import RemoteProtocolError
@@ -28,7 +28,7 @@ Call = tuple[int, int]  # the step of the script, and which of its calls at that
 
 
 @dataclass(slots=True)
-class Upward:
+class ParentAgreement:
     """What a cluster asks the server above. said: the epoch there in which it was said, 0: not yet."""
 
     call: Call
@@ -39,7 +39,7 @@ class Upward:
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingAgreement:
     """The asks of one call, by worker."""
 
     asks: dict[int, m.AgreeAsk] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Asked:
 
 
 class Agreements(Decision):
-    def __init__(self, run: Run, rounds: Rounds, above: Above, meeting: Meeting) -> None:
+    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory) -> None:
         self.run, self.rounds, self.above, self.meeting = run, rounds, above, meeting
-        self.open: dict[Call, Asked] = {}
+        self.open: dict[Call, PendingAgreement] = {}
         self.made: dict[Call, float] = {}  # the newest KEPT_MAX
-        self.upward: Upward | None = None  # is asked of the server above
+        self.upward: ParentAgreement | None = None  # is asked of the server above
         self.numbers = 0  # of those asks
         self._answers: list[Send] = []
 
@@ -78,7 +78,7 @@ class Agreements(Decision):
             return [_answer(seat, ask, self.made[call])]
         for other in [other for other, asked in self.open.items() if other != call and seat.worker in asked.asks]:
             self._withdraw(other, seat.worker)  # it had to join again, and calls at another step
-        self.open.setdefault(call, Asked()).asks[seat.worker] = ask
+        self.open.setdefault(call, PendingAgreement()).asks[seat.worker] = ask
         return []
 
     def _withdraw(self, call: Call, worker: int) -> None:
@@ -98,13 +98,13 @@ class Agreements(Decision):
             if self.above.child and not self.above.alone:
                 if self.upward is None or self.upward.call != call:
                     self.numbers += 1
-                    self.upward = Upward(call, self.numbers, asked.mean, asked.weight)
+                    self.upward = ParentAgreement(call, self.numbers, asked.mean, asked.weight)
                 return False
             self._make(call, asked.mean)
             return True
         return False
 
-    def _past(self, seat: Seat, asked: Asked) -> bool:
+    def _past(self, seat: Seat, asked: PendingAgreement) -> bool:
         """This member does not make that call any more."""
         if seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting:
             return True

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Run, Seat
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.modes import Rule
@@ -28,7 +28,9 @@ NAMED_MAX = 3  # members that a clause names
 class Attendance:
     """says_above: the clause of the server above, as this cluster has heard it."""
 
-    def __init__(self, run: Run, rounds: Rounds, above: Above, generations: Generations, meeting: Meeting) -> None:
+    def __init__(
+        self, run: Run, rounds: Clocks, above: ParentPlace, generations: CheckpointSchedule, meeting: GossipDirectory
+    ) -> None:
         self.run, self.rounds, self.above, self.generations, self.meeting = run, rounds, above, generations, meeting
         self.says_above: Callable[[], str] = str
         self.made = ""  # the newest clause

@@ -10,17 +10,17 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Run, Seat
 from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import unpack_arrays
 
 
-class RunBuffers:
+class SharedBuffers:
     """packed: the newest, after `clock` updates of the worker that sent them. asking: the workers that wait for newer ones."""
 
-    def __init__(self, run: Run, rounds: Rounds) -> None:
+    def __init__(self, run: Run, rounds: Clocks) -> None:
         self.run, self.rounds = run, rounds
         self.packed, self.clock, self.heard_ns = b"", -1, 0
         self.asking: dict[int, int] = {}  # by worker, its clock

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.above import ParentPlace
 from narrows.protocols.cluster.agreements import Agreements
 from narrows.protocols.cluster.attendance import Attendance
-from narrows.protocols.cluster.buffers import RunBuffers
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.guests import Guest, Guests
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.moves import Moves
-from narrows.protocols.cluster.ranges import Ranges
+from narrows.protocols.cluster.buffers import SharedBuffers
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.guests import RemoteHost, RemoteShards
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.moves import Resharding
+from narrows.protocols.cluster.ranges import SampleLeases
 from narrows.protocols.cluster.replans import Replans
-from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.roster import Members
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat, skips
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import KEYS_MAX
-from narrows.protocols.planning.levels import Coded
+from narrows.protocols.planning.levels import CodecCost
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, unpacked
+from narrows.protocols.summary import SummaryRow, unpacked
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
 HAND_OVER_NS = 12 * NS  # under gossip workers hand over their models within this, where the server is stopped
@@ -40,7 +40,7 @@ TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line 
 
 
 @dataclass(slots=True)
-class Line:
+class ShardLine:
     """The way to a shard."""
 
     peer: bytes
@@ -63,22 +63,22 @@ class Coordinator:
         child: bool = False,
         keys_max: int = KEYS_MAX,
         away: Mapping[int, str] | None = None,
-        coded: Mapping[str, Coded] | None = None,
+        coded: Mapping[str, CodecCost] | None = None,
     ) -> None:
         self.stop_ns = -1  # when the server was stopped, while workers hand over their models (gossip)
-        self.version, self.lines = 1, {0: Line(b"")}  # shard 0 is in our process
+        self.version, self.lines = 1, {0: ShardLine(b"")}  # shard 0 is in our process
         self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
-        self.rounds = rounds = Rounds(run)
-        self.buffers, self.meeting = RunBuffers(run, rounds), Meeting(run)
-        self.above = above = Above(run, rounds, child)
-        self.generations = Generations(run, rounds, above)
-        self.ranges = Ranges(run, rounds, self.generations, above)
-        self.roster = Roster(run, rounds, above, self.meeting, keys_max)
-        self.moves = moves = Moves(run, rounds, above, self.generations, self.roster, away or {})
+        self.rounds = rounds = Clocks(run)
+        self.buffers, self.meeting = SharedBuffers(run, rounds), GossipDirectory(run)
+        self.above = above = ParentPlace(run, rounds, child)
+        self.generations = CheckpointSchedule(run, rounds, above)
+        self.ranges = SampleLeases(run, rounds, self.generations, above)
+        self.roster = Members(run, rounds, above, self.meeting, keys_max)
+        self.moves = moves = Resharding(run, rounds, above, self.generations, self.roster, away or {})
         self.agreements = Agreements(run, rounds, above, self.meeting)
-        self.guests, self.replans = Guests(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
+        self.guests, self.replans = RemoteShards(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
         self.attendance = Attendance(run, rounds, above, self.generations, self.meeting)
         first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
         self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans, self.agreements)
@@ -127,7 +127,7 @@ class Coordinator:
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
             return self.roster.hello(peer, message, now_ns, key)
-        if isinstance(message, m.Join):
+        if isinstance(message, m.RemoteShardsOffer):
             self.guests.hear(peer, message, now_ns)
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
@@ -172,7 +172,7 @@ class Coordinator:
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
-    def _seen(self, seat: Seat, rows: tuple[Row, ...]) -> list[ServerEffect]:
+    def _seen(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> list[ServerEffect]:
         """Hand on what a member says of itself and of those below it, for whoever watches."""
         if not rows or not seat.epoch:
             return []
@@ -225,7 +225,7 @@ class Coordinator:
             if (report.incarnation, report.version) == (before.incarnation, before.version):
                 self.lines[index].peer = peer  # it may have connected anew, and have no more to say
             return []  # overtaken by a newer one, be it of the process that came after
-        self.lines.setdefault(index, Line(peer)).peer = peer
+        self.lines.setdefault(index, ShardLine(peer)).peer = peer
         self.reports[index] = report
         effects: list[ServerEffect] = []
         if before is not None and report.incarnation != before.incarnation:
@@ -251,7 +251,7 @@ class Coordinator:
         number, log = self.moves.number, self.moves.ask(shards)
         return [log, *(self._broadcast(now_ns) if self.moves.number != number else self._settle(now_ns))]
 
-    def _lose(self, guest: Guest, now_ns: int) -> list[ServerEffect]:
+    def _lose(self, guest: RemoteHost, now_ns: int) -> list[ServerEffect]:
         """This machine is gone with its shards, if it has any, and with those after them."""
         run, first, who = self.run, guest.first, f"the machine at {guest.host} is lost"
         self.guests.lose(guest)
@@ -371,7 +371,7 @@ class Coordinator:
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1
         for shard in self.reports.keys() - self.lines.keys():
-            self.lines[shard] = Line(self.moves.offered[shard][0])
+            self.lines[shard] = ShardLine(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
         told = [log for decision in self.decisions for log in decision.tell()]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.modes import Rule
@@ -25,8 +25,8 @@ EVERY_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % 
 EVERY_LEAST_NS = 5 * NS  # so much work is lost gladly
 
 
-class Generations(Decision):
-    def __init__(self, run: Run, rounds: Rounds, above: Above) -> None:
+class CheckpointSchedule(Decision):
+    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace) -> None:
         self.run, self.rounds, self.above = run, rounds, above
         self.needed = run.settings.workers
         self.weights = -1  # the worker whose first weights are on all shards, to be handed up

@@ -1,7 +1,8 @@
 """Other machines that have shards of this server: which, from when on, and until when.
 
 Rules
-- A guest says what it wants (`Join`), again and again: that is its sign of life. The answer (`Room`) says which shards are its.
+- A guest says what it wants (`RemoteShardsOffer`), again and again: that is its sign of life. The answer
+  (`RemoteShardsGrant`) says which shards are its.
 - It comes and goes by a move of keys, one at a time. Its shards come after all that are there. Where it goes, those after
   its own go too; their machines join again.
 - One that is silent for GUEST_LEASES leases is lost with its shards, and all after them: the run goes back to the newest
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.moves import MovePhase, Moves
+from narrows.protocols.cluster.moves import Resharding, ReshardPhase
 from narrows.protocols.cluster.run import Decision, Run
 from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.messages import RefuseCode, Wish
@@ -25,7 +26,7 @@ FAILED, DONE = 1, 0  # exit codes
 
 
 @dataclass(slots=True)
-class Guest:
+class RemoteHost:
     """One machine. `token` "": of before this life of the coordinator."""
 
     token: str
@@ -42,60 +43,62 @@ class Guest:
         return self.first <= shard < self.first + self.shards
 
 
-class Guests(Decision):
+class RemoteShards(Decision):
     """`guests`: in the order of their shards; who waits comes last."""
 
-    def __init__(self, run: Run, moves: Moves) -> None:
+    def __init__(self, run: Run, moves: Resharding) -> None:
         self.run, self.moves = run, moves
-        self.guests = [Guest("", host, 1, -1, shard, came=True) for shard, host in sorted(moves.away.items())]
+        self.guests = [RemoteHost("", host, 1, -1, shard, came=True) for shard, host in sorted(moves.away.items())]
         self.gone: dict[str, tuple[int, str]] = {}  # by token, the exit code and why
-        self.untold: list[Guest] = []  # that are forgotten, and have not been sent why
+        self.untold: list[RemoteHost] = []  # that are forgotten, and have not been sent why
         self.said: list[Log] = []
 
     # Messages of guests.
 
-    def hear(self, peer: bytes, join: m.Join, now_ns: int) -> None:
+    def hear(self, peer: bytes, join: m.RemoteShardsOffer, now_ns: int) -> None:
         guest = self._of(join)
         if guest is None and join.token not in self.gone:
             guest = self._new(join, now_ns)
         if guest is not None:
             guest.peer, guest.seen_ns, guest.wish = peer, now_ns, max(guest.wish, join.wish)
 
-    def _of(self, join: m.Join) -> Guest | None:
+    def _of(self, join: m.RemoteShardsOffer) -> RemoteHost | None:
         guest = next((guest for guest in self.guests if guest.token == join.token), None)
         if guest is not None or join.first < 0:
             return guest
         here = [each for each in self.guests if not each.token and join.first <= each.first < join.first + join.shards]
         if not here or here[0].first != join.first:
             return None
-        found = Guest(join.token, join.host, len(here), 0, join.first, came=True)
+        found = RemoteHost(join.token, join.host, len(here), 0, join.first, came=True)
         self.guests = sorted([found, *(each for each in self.guests if each not in here)], key=lambda each: each.first)
         return found
 
-    def _new(self, join: m.Join, now_ns: int) -> Guest | None:
+    def _new(self, join: m.RemoteShardsOffer, now_ns: int) -> RemoteHost | None:
         if join.first >= 0:
             self._forget(join, RefuseCode.SERVER_LOST, "the server does not know it any more")
         elif self.moves.never:
             self._forget(join, FAILED if self.run.over else RefuseCode.INCOMPATIBLE, self.moves.never)
         else:
-            self.guests.append(Guest(join.token, join.host, max(1, join.shards), now_ns))
+            self.guests.append(RemoteHost(join.token, join.host, max(1, join.shards), now_ns))
             return self.guests[-1]
         return None
 
-    def _forget(self, who: Guest | m.Join, code: int, text: str) -> None:
+    def _forget(self, who: RemoteHost | m.RemoteShardsOffer, code: int, text: str) -> None:
         self.gone[who.token] = (code, text)
-        if isinstance(who, Guest):
+        if isinstance(who, RemoteHost):
             self.untold.append(who)
         while len(self.gone) > GONE_MAX:
             self.gone.pop(next(iter(self.gone)))
 
-    def room(self, token: str, version: int) -> m.Room:
+    def room(self, token: str, version: int) -> m.RemoteShardsGrant:
         """Return what the guest with this token is told."""
         guest = next((guest for guest in self.guests if guest.token == token), None)
         code, text = self.gone.get(token, (DONE, ""))
         first, count = (guest.first, guest.shards) if guest is not None else (-1, 0)
         shards, target = self.run.shards, self.moves.target
-        return m.Room(token, self.run.epoch, version, first, count, shards, target, guest is None, code, text)
+        return m.RemoteShardsGrant(
+            token, self.run.epoch, version, first, count, shards, target, guest is None, code, text
+        )
 
     # Who comes and who goes.
 
@@ -104,7 +107,7 @@ class Guests(Decision):
             guest.came |= 0 <= guest.first < self.run.shards
             guest.seen_ns = now_ns if guest.seen_ns < 0 else guest.seen_ns
         going = next((guest for guest in self.guests if guest.wish == Wish.GO), None)
-        if self.moves.phase is not MovePhase.STILL:
+        if self.moves.phase is not ReshardPhase.STILL:
             return going is not None and self._gives_up(going)
         if gone := [guest for guest in self.guests if guest.first >= self.run.shards]:
             self._let_go(gone[-1])
@@ -116,14 +119,14 @@ class Guests(Decision):
         coming = next((guest for guest in self.guests if guest.first < 0), None)
         return coming is not None and self._come(coming)
 
-    def _gives_up(self, going: Guest) -> bool:
+    def _gives_up(self, going: RemoteHost) -> bool:
         """A move is under way; that to this guest is called off, where that can still be."""
         if going.first < self.run.shards or not self.moves.may_stay:
             return False
         self.said.append(self.moves.call_off(f"the machine at {going.host} goes"))
         return True
 
-    def _let_go(self, guest: Guest) -> None:
+    def _let_go(self, guest: RemoteHost) -> None:
         """Its shards have no keys any more, or never had any."""
         self.guests.remove(guest)
         if guest.wish == Wish.STAY and guest.again:
@@ -133,7 +136,7 @@ class Guests(Decision):
         else:
             self._forget(guest, DONE, "")
 
-    def _go(self, guest: Guest) -> bool:
+    def _go(self, guest: RemoteHost) -> bool:
         if guest.first < 0:
             self._let_go(guest)
             return True
@@ -144,7 +147,7 @@ class Guests(Decision):
         self.said.append(self.moves.ask(guest.first))
         return True
 
-    def _come(self, guest: Guest) -> bool:
+    def _come(self, guest: RemoteHost) -> bool:
         shards = self.run.shards + guest.shards
         if why := self.moves.unfit(shards, guest.host):
             self.guests.remove(guest)
@@ -156,13 +159,13 @@ class Guests(Decision):
 
     # Those who are lost.
 
-    def lost(self, now_ns: int) -> Guest | None:
+    def lost(self, now_ns: int) -> RemoteHost | None:
         """One that is silent, or says so itself."""
         limit_ns = int(GUEST_LEASES * self.run.settings.lease * NS)
         silent = [guest for guest in self.guests if guest.seen_ns >= 0 and now_ns - guest.seen_ns > limit_ns]
         return next((each for each in self.guests if each in silent or each.wish == Wish.GONE), None)
 
-    def lose(self, guest: Guest) -> None:
+    def lose(self, guest: RemoteHost) -> None:
         """It is none any more; those after it join again."""
         after = [each for each in self.guests if each.first > guest.first >= 0]
         self.guests = [each for each in self.guests if each is not guest and each not in after]

@@ -15,7 +15,7 @@ from narrows.protocols.effects import Send
 from narrows.protocols.modes import Rule
 
 
-class Meeting(Decision):
+class GossipDirectory(Decision):
     """In other modes it never begins."""
 
     def __init__(self, run: Run) -> None:

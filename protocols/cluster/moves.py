@@ -20,10 +20,10 @@ from dataclasses import asdict, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.roster import Members
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.keys import split
@@ -34,7 +34,7 @@ LEVELS = "this run has two levels"
 HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
 
 
-class MovePhase(Enum):
+class ReshardPhase(Enum):
     STILL = "still"  # there is no move
     ASKED = "asked"  # new shards are awaited, and the start of the run
     TOLD = "told"  # members are told to hold
@@ -43,31 +43,31 @@ class MovePhase(Enum):
     PASSED = "passed"  # the shards begin from it
 
 
-MOVE_LIFE: dict[MovePhase, dict[str, MovePhase]] = {
-    MovePhase.STILL: {"ask": MovePhase.ASKED, "stay": MovePhase.STILL},
-    MovePhase.ASKED: {"tell": MovePhase.TOLD, "stay": MovePhase.STILL},
-    MovePhase.TOLD: {"hold": MovePhase.HELD, "stay": MovePhase.STILL},
-    MovePhase.HELD: {"write": MovePhase.WRITING, "stay": MovePhase.STILL},
-    MovePhase.WRITING: {"pass": MovePhase.PASSED, "stay": MovePhase.STILL},
-    MovePhase.PASSED: {"serve": MovePhase.STILL, "stay": MovePhase.STILL},
+MOVE_LIFE: dict[ReshardPhase, dict[str, ReshardPhase]] = {
+    ReshardPhase.STILL: {"ask": ReshardPhase.ASKED, "stay": ReshardPhase.STILL},
+    ReshardPhase.ASKED: {"tell": ReshardPhase.TOLD, "stay": ReshardPhase.STILL},
+    ReshardPhase.TOLD: {"hold": ReshardPhase.HELD, "stay": ReshardPhase.STILL},
+    ReshardPhase.HELD: {"write": ReshardPhase.WRITING, "stay": ReshardPhase.STILL},
+    ReshardPhase.WRITING: {"pass": ReshardPhase.PASSED, "stay": ReshardPhase.STILL},
+    ReshardPhase.PASSED: {"serve": ReshardPhase.STILL, "stay": ReshardPhase.STILL},
 }
 
 
-class Moves(Decision):
+class Resharding(Decision):
     """`target`: shards that there are to be. `at`: the clock at which all hold. `number`: of the newest word to members."""
 
     def __init__(
         self,
         run: Run,
-        rounds: Rounds,
-        above: Above,
-        generations: Generations,
-        roster: Roster,
+        rounds: Clocks,
+        above: ParentPlace,
+        generations: CheckpointSchedule,
+        roster: Members,
         away: Mapping[int, str],
     ) -> None:
         self.run, self.rounds, self.above = run, rounds, above
         self.generations, self.roster = generations, roster
-        self.phase = MovePhase.STILL
+        self.phase = ReshardPhase.STILL
         self.target, self.at, self.number = run.shards, -1, 0
         self.next = run.settings  # of the generation after this move
         self.most = run.shards  # that there ever were to be
@@ -81,7 +81,7 @@ class Moves(Decision):
     @property
     def holds(self) -> bool:
         """Who is a member does not change, but for those who go."""
-        return self.phase not in (MovePhase.STILL, MovePhase.ASKED)
+        return self.phase not in (ReshardPhase.STILL, ReshardPhase.ASKED)
 
     def _move(self, step: str) -> None:
         self.phase = MOVE_LIFE[self.phase][step]
@@ -120,7 +120,7 @@ class Moves(Decision):
 
     def unfit(self, shards: int, host: str = "") -> str:
         """Why they cannot become so many now, "" where they can."""
-        if self.phase is not MovePhase.STILL:
+        if self.phase is not ReshardPhase.STILL:
             return "another move is under way"
         if not 1 <= shards <= SHARDS_MAX:
             return f"give a number of shards from 1 to {SHARDS_MAX}"
@@ -162,7 +162,7 @@ class Moves(Decision):
     @property
     def may_stay(self) -> bool:
         """There is a move to call off."""
-        return self.phase not in (MovePhase.STILL, MovePhase.PASSED)
+        return self.phase not in (ReshardPhase.STILL, ReshardPhase.PASSED)
 
     def call_off(self, why: str) -> Log:
         stays = (
@@ -202,7 +202,7 @@ class Moves(Decision):
 
     def decide(self, now_ns: int) -> bool:
         """Take the next step."""
-        if self.phase is MovePhase.STILL:
+        if self.phase is ReshardPhase.STILL:
             return False
         if self.may_stay and (why := self._broken(now_ns)):
             self.said.append(self.call_off(why))
@@ -219,7 +219,7 @@ class Moves(Decision):
             return "nobody trains any more"
         if self._levels and self.target != self.run.shards:
             return LEVELS
-        late = self.phase is MovePhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
+        late = self.phase is ReshardPhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
         silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
         return f"worker {silent[0]} does not say that it holds" if silent else ""
 
@@ -303,7 +303,7 @@ class Moves(Decision):
         """The newest, for one that does not have it."""
         if (
             seat.move == self.number
-            or self.phase is MovePhase.PASSED
+            or self.phase is ReshardPhase.PASSED
             or not seat.ready_sent
             or self.roster.plan is None
         ):
@@ -331,7 +331,7 @@ class Moves(Decision):
 
     def words(self) -> list[Send]:
         """The newest for all, once."""
-        if self.told == self.number or self.phase is MovePhase.PASSED:
+        if self.told == self.number or self.phase is ReshardPhase.PASSED:
             return []
         self.told = self.number
         return [word for seat in self.run.declared for word in self.word(seat)]
@@ -341,9 +341,9 @@ class Moves(Decision):
 
 
 STEPS = {
-    MovePhase.ASKED: Moves._tell,
-    MovePhase.TOLD: Moves._hold,
-    MovePhase.HELD: Moves._write,
-    MovePhase.WRITING: Moves._pass,
-    MovePhase.PASSED: Moves._serve,
+    ReshardPhase.ASKED: Resharding._tell,
+    ReshardPhase.TOLD: Resharding._hold,
+    ReshardPhase.HELD: Resharding._write,
+    ReshardPhase.WRITING: Resharding._pass,
+    ReshardPhase.PASSED: Resharding._serve,
 }

@@ -21,9 +21,9 @@ from itertools import chain
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import Log, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
@@ -46,7 +46,7 @@ Bound = tuple[int, int]  # the clock of an update of a worker, and a range that 
 
 
 @dataclass(slots=True)
-class Work:
+class RangeLedger:
     """The ranges that are done: all before `next`, but for those in `back`, and those that workers have."""
 
     samples: int = 0  # of an epoch, 0: nobody has asked yet
@@ -88,7 +88,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Gone:
+class LostRange:
     """A worker that is gone. `held`: what may be in the model. `epoch`: the first without it."""
 
     held: list[Bound]
@@ -96,13 +96,13 @@ class Gone:
     arrived: list[int]  # its clock on each shard
 
 
-class Ranges(Decision):
-    def __init__(self, run: Run, rounds: Rounds, generations: Generations, above: Above) -> None:
+class SampleLeases(Decision):
+    def __init__(self, run: Run, rounds: Clocks, generations: CheckpointSchedule, above: ParentPlace) -> None:
         self.run, self.rounds, self.generations, self.above = run, rounds, generations, above
-        self.work = Work()
+        self.work = RangeLedger()
         self.held: dict[int, list[Bound]] = {}  # by worker: not in the model yet
         self.ahead: dict[int, list[Bound]] = {}  # in it, and maybe not in the next checkpoint
-        self.gone: dict[int, Gone] = {}
+        self.gone: dict[int, LostRange] = {}
         self.answers: dict[int, m.Range] = {}  # by worker: the newest
         self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: what is done in it, packed
         self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by that and the shard: which updates are in it
@@ -188,7 +188,7 @@ class Ranges(Decision):
             ahead = [*self.ahead.get(worker, ()), *done]
             self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.rounds.min_clock]
 
-    def _settle_gone(self, worker: int, gone: Gone) -> None:
+    def _settle_gone(self, worker: int, gone: LostRange) -> None:
         if self.rounds.mode.barrier and gone.epoch > self.run.generation:
             folded = self.rounds.folded(worker)
             self.work.done(index for clock, index in gone.held if clock < folded)
@@ -220,7 +220,7 @@ class Ranges(Decision):
         return [effect for worker, ask in waiting.items() for effect in self.hear(self.run.seats[worker], ask)]
 
     def left(self, seat: Seat, how: str) -> None:
-        """Asked before `Rounds` forgets it, and before there is an epoch without it."""
+        """Asked before `Clocks` forgets it, and before there is an epoch without it."""
         worker = seat.worker
         if worker in self.held:
             self._settle_of(worker)
@@ -234,7 +234,7 @@ class Ranges(Decision):
             last = min(last, self.rounds.final(seat))
         self.work.give_back(index for clock, index in held if clock >= last)
         if held := [bound for bound in held if bound[0] < last]:
-            self.gone[worker] = Gone(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
+            self.gone[worker] = LostRange(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
         self._settle()
 
     # Checkpoints.
@@ -280,7 +280,7 @@ class Ranges(Decision):
         for table in (self.kept, self.saved):
             for later in [at for at in table if at >= clock]:
                 del table[later]
-        self.work = work = Work()
+        self.work = work = RangeLedger()
         if not packed:
             return
         self.kept[clock] = packed

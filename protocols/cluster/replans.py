@@ -1,7 +1,8 @@
 """Whether another plan of a running run, a mode and a SPEC, would gain by what its members measure now. docs/planning.md.
 
 Rules
-- Plans are numbered from 1 on (Settings.plan_number), and this is the one owner. `Moves` brings a new one to all, at one clock.
+- Plans are numbered from 1 on (Settings.plan_number), and this is the one owner. `Resharding` brings a new one to all,
+  at one clock.
 - The present way and the others are priced alike, by the newest figures of every member: who has none yet is waited for.
 - A way that gains more than GAIN for --replan-after seconds without a break is proposed, each once in a plan. With --replan
   change it is the next plan.
@@ -13,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrows.protocols.cluster.moves import MovePhase, Moves
-from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.moves import Resharding, ReshardPhase
+from narrows.protocols.cluster.roster import Members
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.modes import Rule
-from narrows.protocols.planning.levels import Coded
-from narrows.protocols.planning.present import Child, Price, present, prices
-from narrows.protocols.planning.ways import BELOW, WAYS, Way
+from narrows.protocols.planning.levels import CodecCost
+from narrows.protocols.planning.present import ChildRates, WayPrice, present, prices
+from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
 from narrows.protocols.settings import OF_PLAN
-from narrows.protocols.summary import Row, Summary
+from narrows.protocols.summary import Summary, SummaryRow
 
 GAIN = 0.2  # of the time to a loss
 LOOKS = 10  # in --replan-after
@@ -32,7 +33,7 @@ LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # a member says what it measures so
 
 
 @dataclass(slots=True)
-class Steps:
+class StepMeter:
     """One worker's newest summary, and the seconds of computing in a step between two of them; 0: not known yet."""
 
     newest: Summary
@@ -42,15 +43,17 @@ class Steps:
 class Replans(Decision):
     """`coded`: what each SPEC costs; of none, nothing is compared."""
 
-    def __init__(self, run: Run, rounds: Rounds, roster: Roster, moves: Moves, coded: Mapping[str, Coded]) -> None:
+    def __init__(
+        self, run: Run, rounds: Clocks, roster: Members, moves: Resharding, coded: Mapping[str, CodecCost]
+    ) -> None:
         self.run, self.rounds, self.roster, self.moves, self.coded = run, rounds, roster, moves, coded
         self.plan = run.settings.plan_number  # that all below is of
-        self.steps: dict[tuple[int, ...], Steps] = {}  # by member, and the ranks of the worker below it
+        self.steps: dict[tuple[int, ...], StepMeter] = {}  # by member, and the ranks of the worker below it
         self.due_ns, self.since_ns = 0, -1  # the next look; since when another way gains, -1: none does
-        self.proposed: set[Way] = set()
+        self.proposed: set[ModeAndSpec] = set()
         self.said: list[Log] = []
 
-    def heard(self, seat: Seat, rows: tuple[Row, ...]) -> None:
+    def heard(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> None:
         """A member says what it and those below it measure. A cluster computes as long as the slowest worker below it."""
         if self.plan != self.run.settings.plan_number:
             self.anew()
@@ -61,10 +64,10 @@ class Replans(Decision):
             if row.runs:
                 continue
             if before is None or news.steps < before.newest.steps:
-                self.steps[key] = Steps(news)
+                self.steps[key] = StepMeter(news)
             elif news.steps > before.newest.steps:
                 own_s = (news.compute_seconds - before.newest.compute_seconds) / (news.steps - before.newest.steps)
-                self.steps[key] = Steps(news, max(own_s, 0.0))
+                self.steps[key] = StepMeter(news, max(own_s, 0.0))
 
     def left(self, seat: Seat, how: str) -> None:
         self.steps = {key: steps for key, steps in self.steps.items() if key[0] != seat.worker}
@@ -90,7 +93,7 @@ class Replans(Decision):
         self._propose(*best)
         return True
 
-    def _children(self) -> list[tuple[Seat, Child]]:
+    def _children(self) -> list[tuple[Seat, ChildRates]]:
         """Return what each member measures; none where one of them has not measured yet, or there are too many."""
         found, members = [], self.run.declared
         for seat in members if len(members) <= MEMBERS_MAX else ():
@@ -98,13 +101,15 @@ class Replans(Decision):
             if not own_s or not min(own_s) or not seat.rows:
                 return []
             link = seat.rows[0].summary
-            found.append((seat, Child(max(own_s), link.rate_up, link.rate_down, link.round_trip_seconds)))
+            found.append((seat, ChildRates(max(own_s), link.rate_up, link.rate_down, link.round_trip_seconds)))
         return found
 
-    def _best(self) -> tuple[Price, Price, Seat, Child] | None:
+    def _best(self) -> tuple[WayPrice, WayPrice, Seat, ChildRates] | None:
         """The cheapest way that the run may go, the present one, and the member with the slowest link."""
         run, children = self.run, self._children()
-        open_ = run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is MovePhase.STILL
+        open_ = (
+            run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is ReshardPhase.STILL
+        )
         if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan_number:
             return None
         now = present(run.settings, self.coded)
@@ -113,7 +118,7 @@ class Replans(Decision):
         slowest = max(children, key=lambda each: 1 / (each[1].up or 1e30) + 1 / (each[1].down or 1e30))
         return min(others, key=lambda price: price.cost), here, *slowest
 
-    def _propose(self, best: Price, here: Price, seat: Seat, child: Child) -> None:
+    def _propose(self, best: WayPrice, here: WayPrice, seat: Seat, child: ChildRates) -> None:
         run, fixed = self.run, self.moves.fixed
         number, ratio = run.settings.plan_number + 1, best.cost / here.cost
         changes = run.settings.replan == "change" and not fixed

@@ -10,16 +10,16 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import split
 from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.modes import ELEMENTWISE, Rule
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import contradiction
 from narrows.protocols.tables import why_not
 from narrows.protocols.wire import unpack
@@ -37,12 +37,12 @@ ENDED = "the run has ended; start the server again"
 ENDING = "the run is about to end: all its workers have done their last step; start the server again"
 
 
-class Roster(Decision):
+class Members(Decision):
     """`keys_max`: parameters of a model that the servers have memory for."""
 
-    def __init__(self, run: Run, rounds: Rounds, above: Above, meeting: Meeting, keys_max: int) -> None:
+    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory, keys_max: int) -> None:
         self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
-        self.plan: Plan | None = None
+        self.plan: ModelSpec | None = None
         self.plan_packed = b""
         self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}
         self.dialled_ns = 0  # from then on who is connected has dialled
@@ -113,19 +113,19 @@ class Roster(Decision):
 
     def adopt(self, packed: bytes) -> None:
         """The run's plan: of its first worker, or of an earlier life."""
-        self.plan, self.plan_packed = Plan.unpacked(packed), packed
+        self.plan, self.plan_packed = ModelSpec.unpacked(packed), packed
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
         """Why this worker cannot be a member; where it can, its plan is that of the run."""
         if self.closed:
             return m.Refuse(RefuseCode.OVER, seat.worker, 0, ENDING)
-        if conflict := self._unfit(Plan.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
+        if conflict := self._unfit(ModelSpec.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
             return m.Refuse(RefuseCode.INCOMPATIBLE, seat.worker, 0, conflict)
         if self.plan is None:
             self.adopt(declare.plan)
         return None
 
-    def _unfit(self, plan: Plan) -> str:
+    def _unfit(self, plan: ModelSpec) -> str:
         """Why this run cannot train a model of this plan; "" where it can."""
         if self.plan is not None:
             try:

@@ -30,7 +30,7 @@ ROUND_GAIN = 0.25  # weight of the newest round: a slow first one, with all its 
 
 
 @dataclass(slots=True)
-class Progress:
+class MemberProgress:
     """One member's. `arrived[i]`: its clock on shard i."""
 
     arrived: list[int]
@@ -40,12 +40,12 @@ class Progress:
     step_ns: int = 0  # longest recent time between two of its updates
 
 
-class Rounds(Decision):
+class Clocks(Decision):
     def __init__(self, run: Run) -> None:
         self.run, self.mode = run, run.mode
         self.min_clock = max(run.restart_clock, 0)
         self.reached_ns: dict[int, int] = {}  # when min_clock came to each of the last s + 1 clocks
-        self.progress: dict[int, Progress] = {}  # of members
+        self.progress: dict[int, MemberProgress] = {}  # of members
         self.departed: dict[int, int] = {}  # worker that left -> its open update
         self.sets: dict[int, tuple[tuple[int, int], ...]] = {}  # clock -> (worker, its update), by worker
         self.quorum_ns = -1  # when the quorum of the present clock was there, -1: not yet
@@ -59,7 +59,7 @@ class Rounds(Decision):
     # Members.
 
     def enter(self, seat: Seat, now_ns: int) -> None:
-        self.progress[seat.worker] = Progress([seat.start] * self.run.shards, seat.start, seat.start, now_ns)
+        self.progress[seat.worker] = MemberProgress([seat.start] * self.run.shards, seat.start, seat.start, now_ns)
 
     def left(self, seat: Seat, how: str) -> None:
         if seat.epoch and self.mode.barrier and self._open(seat):
@@ -162,7 +162,7 @@ class Rounds(Decision):
         for worker, before in self.progress.items():
             start = self.run.seats[worker].start
             arrived = [start] * self.run.shards
-            self.progress[worker] = Progress(arrived, start, start, before.moved_ns, before.step_ns)
+            self.progress[worker] = MemberProgress(arrived, start, start, before.moved_ns, before.step_ns)
         for table in (self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
         self.reached_ns = {
@@ -269,7 +269,7 @@ class Rounds(Decision):
         return min(progress.arrived) - (progress.taken if self.mode.barrier else self.min_clock)
 
     @staticmethod
-    def _is_late(progress: Progress, now_ns: int) -> bool:
+    def _is_late(progress: MemberProgress, now_ns: int) -> bool:
         pace_ns = STALLED_STEPS * progress.step_ns or FIRST_STEP_NS
         return now_ns - progress.moved_ns >= max(STALLED_NS, pace_ns)
 

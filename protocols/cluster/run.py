@@ -15,7 +15,7 @@ from enum import Enum
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row
+from narrows.protocols.summary import SummaryRow
 
 
 class RunPhase(Enum):
@@ -69,7 +69,7 @@ class Seat:
     address: str = ""  # where its peers reach it (gossip)
     models: m.Pairs = ()  # rank, round: of a run before, in files there (gossip)
     below: str = ""  # of a cluster: itself and all below it, a line each
-    rows: tuple[Row, ...] = ()  # its summary, and those of all below it, as seen from here
+    rows: tuple[SummaryRow, ...] = ()  # its summary, and those of all below it, as seen from here
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
     name: bytes = b""  # of its routing ids: nobody else speaks for it

@@ -7,7 +7,7 @@ Rules
 - Mixes are applied in the order of rounds and ids, and only those whose turn it is: two runs are the same, bit for bit.
 - A node that comes when the run has begun takes over the model and the round of the longest-standing peer that has one.
 - `finish` mixes with whoever asks until all are done; then one last round of all pairs makes the mean of all models.
-- Its owner hands it what `Peers` has seen (`hear`), and to `Peers` what it returns. They may be on two threads.
+- Its owner hands it what `GossipPeers` has seen (`hear`), and to `GossipPeers` what it returns. They may be on two threads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from enum import Enum
 from narrows.protocols import effects as e
 from narrows.protocols.effects import Log, MemberEffect, PeerSay
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip.exchanges import LAST, Exchanges
+from narrows.protocols.gossip.exchanges import LAST, GossipExchanges
 from narrows.protocols.gossip.mixing import Array, Mixing
 
 MODEL_LEASES = 3  # nobody who has a model for so long: whoever has it may be about to join again, a death and a return
 Says = list[PeerSay | Log]
 
 
-class Phase(Enum):
+class GossipPhase(Enum):
     """How far a node is."""
 
     EMPTY = "empty"  # the first weights are on their way
@@ -40,20 +40,20 @@ class Phase(Enum):
 
 
 # An event -> the phases that it happens in -> the phase after it.
-TRANSITIONS: dict[str, dict[Phase, Phase]] = {
-    "late": {Phase.EMPTY: Phase.ASKING},
-    "has a model": {Phase.EMPTY: Phase.READY, Phase.ASKING: Phase.READY},
-    "introduced": {Phase.READY: Phase.COMPUTING},
-    "stepped": {Phase.COMPUTING: Phase.ROOM},
-    "has room": {Phase.ROOM: Phase.MIXING},
-    "may go": {Phase.MIXING: Phase.COMPUTING},
-    "finished": {Phase.COMPUTING: Phase.FLUSHING},
-    "flushed": {Phase.FLUSHING: Phase.ENDING},
-    "all mixed": {Phase.ENDING: Phase.OVER},
+TRANSITIONS: dict[str, dict[GossipPhase, GossipPhase]] = {
+    "late": {GossipPhase.EMPTY: GossipPhase.ASKING},
+    "has a model": {GossipPhase.EMPTY: GossipPhase.READY, GossipPhase.ASKING: GossipPhase.READY},
+    "introduced": {GossipPhase.READY: GossipPhase.COMPUTING},
+    "stepped": {GossipPhase.COMPUTING: GossipPhase.ROOM},
+    "has room": {GossipPhase.ROOM: GossipPhase.MIXING},
+    "may go": {GossipPhase.MIXING: GossipPhase.COMPUTING},
+    "finished": {GossipPhase.COMPUTING: GossipPhase.FLUSHING},
+    "flushed": {GossipPhase.FLUSHING: GossipPhase.ENDING},
+    "all mixed": {GossipPhase.ENDING: GossipPhase.OVER},
 }
 
 
-class Driver:
+class GossipDriver:
     """`bound`: rounds that may be computed while one is mixed. `lease_ns`: of a peer that is asked for its model.
 
     trouble: what ends this node, one sentence, "" while nothing does.
@@ -61,8 +61,8 @@ class Driver:
 
     def __init__(self, topology: str, worker: int, bound: int, lease_ns: int, mixing: Mixing, round: int = 0) -> None:
         self.mixing, self.bound, self.lease_ns = mixing, bound, lease_ns
-        self.exchanges = Exchanges(topology, worker, mixing)
-        self.phase = Phase.EMPTY
+        self.exchanges = GossipExchanges(topology, worker, mixing)
+        self.phase = GossipPhase.EMPTY
         self.round = round  # the next
         self.without: set[int] = set()  # peers that have no model either
         self.elder = -1  # who is asked for the model
@@ -72,11 +72,11 @@ class Driver:
 
     @property
     def has_model(self) -> bool:
-        return self.phase not in (Phase.EMPTY, Phase.ASKING)
+        return self.phase not in (GossipPhase.EMPTY, GossipPhase.ASKING)
 
     @property
     def may_step(self) -> bool:
-        return self.phase is Phase.COMPUTING
+        return self.phase is GossipPhase.COMPUTING
 
     def _go(self, trigger: str) -> None:
         self.phase = TRANSITIONS[trigger][self.phase]
@@ -117,7 +117,7 @@ class Driver:
     # Events of peers.
 
     def hear(self, event: MemberEffect, now_ns: int) -> Says:
-        """Take an event that `Peers` has seen."""
+        """Take an event that `GossipPeers` has seen."""
         says: Says = []
         match event:
             case e.RosterNews(roster):
@@ -125,7 +125,7 @@ class Driver:
             case e.OfferArrived(peer, parts):
                 if parts[0].number >= 0:
                     self.exchanges.arrived(event)
-                elif self.phase is Phase.ASKING:
+                elif self.phase is GossipPhase.ASKING:
                     self._adopt(event)
             case e.AdoptAsked(peer):
                 if self.has_model:
@@ -200,10 +200,10 @@ class Driver:
 
     def finish(self, moved: Array, now_ns: int) -> Says:
         """The last step is done; what was computed since the last round has moved the model by so much."""
-        if self.phase not in (Phase.COMPUTING, Phase.OVER):
+        if self.phase not in (GossipPhase.COMPUTING, GossipPhase.OVER):
             return []
         self._absorb(moved, whole=False)
-        if self.phase is Phase.COMPUTING:
+        if self.phase is GossipPhase.COMPUTING:
             self._go("finished")
         return self.go_on(now_ns)
 
@@ -261,12 +261,12 @@ def _parted(peer: int, why: str) -> Log:
     return Log("parted", {"peer": peer, "why": why})
 
 
-GO: dict[Phase, Callable[[Driver, int], Says]] = {
-    Phase.ASKING: Driver._ask,
-    Phase.READY: Driver._ready,
-    Phase.COMPUTING: Driver._computing,
-    Phase.ROOM: Driver._room,
-    Phase.MIXING: Driver._mixing,
-    Phase.FLUSHING: Driver._flushing,
-    Phase.ENDING: Driver._ending,
+GO: dict[GossipPhase, Callable[[GossipDriver, int], Says]] = {
+    GossipPhase.ASKING: GossipDriver._ask,
+    GossipPhase.READY: GossipDriver._ready,
+    GossipPhase.COMPUTING: GossipDriver._computing,
+    GossipPhase.ROOM: GossipDriver._room,
+    GossipPhase.MIXING: GossipDriver._mixing,
+    GossipPhase.FLUSHING: GossipDriver._flushing,
+    GossipPhase.ENDING: GossipDriver._ending,
 }

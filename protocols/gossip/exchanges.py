@@ -1,4 +1,5 @@
-"""The exchanges of one worker's pairs (gossip): which begins when, and which are complete. Pure; its `Driver` alone calls it.
+"""The exchanges of one worker's pairs (gossip): which begins when, and which are complete. Pure; its `GossipDriver`
+alone calls it.
 
 Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
 - An exchange of a pair is one offer each way. Both then move by weight * (theirs - mine), of what was offered: opposite
@@ -21,7 +22,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.gossip.topology import HALF, RANDOM, partners
-from narrows.protocols.member.replica import Piece
+from narrows.protocols.member.replica import CodedPiece
 from narrows.protocols.modes import WINDOW
 
 LAST = m.CLOCK_MAX  # the round that ends the run
@@ -29,7 +30,7 @@ ARRIVED_MAX = 2  # offers of a peer: of this exchange and the next, if it has co
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class ExchangeLabel:
     """The round that one side of an exchange is for, under the roster of an epoch."""
 
     epoch: int
@@ -37,18 +38,18 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class PendingExchange:
     """Offer this now: own side of exchange `number` with `peer`. `fresh`: the two share no reference yet."""
 
     peer: int
     number: int
-    label: Label
+    label: ExchangeLabel
     weight: float
     fresh: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class CompleteExchange:
     """Mix this now."""
 
     peer: int
@@ -58,14 +59,14 @@ class Complete:
 
 
 @dataclass(slots=True)
-class Pair:
+class GossipPair:
     """This worker and one peer. `number`: exchanges that are complete."""
 
     founders: bool  # both began with the run, from the same weights
     number: int = 0
-    sent: tuple[Label, float] | None = None
+    sent: tuple[ExchangeLabel, float] | None = None
     arrived: list[OfferArrived] = field(default_factory=list)
-    done: tuple[Label, ...] = ()  # what the last exchange was for, on either side
+    done: tuple[ExchangeLabel, ...] = ()  # what the last exchange was for, on either side
     ended: bool = False
 
     @property
@@ -74,11 +75,11 @@ class Pair:
         return self.sent is not None and bool(self.arrived)
 
 
-def label_of(arrived: OfferArrived) -> Label:
-    return Label(arrived.parts[0].epoch, arrived.parts[0].round)
+def label_of(arrived: OfferArrived) -> ExchangeLabel:
+    return ExchangeLabel(arrived.parts[0].epoch, arrived.parts[0].round)
 
 
-class Exchanges:
+class GossipExchanges:
     """`topology`: a name of protocols/topology.py. A worker that is not in any roster yet has no pairs."""
 
     def __init__(self, topology: str, worker: int, mixing: Mixing) -> None:
@@ -91,9 +92,9 @@ class Exchanges:
         self.alone = False  # there is no server that could say so
         self.members: tuple[int, ...] = ()
         self.founders: frozenset[int] = frozenset()
-        self.pairs: dict[int, Pair] = {}
+        self.pairs: dict[int, GossipPair] = {}
         self.lost: set[int] = set()
-        self.needed: dict[int, dict[int, tuple[Label, float]]] = {}  # round -> peer
+        self.needed: dict[int, dict[int, tuple[ExchangeLabel, float]]] = {}  # round -> peer
         self.ending = self.last = False
         self.refused: list[tuple[int, str]] = []  # peers whose offers were none, and why; whoever tells takes them out
 
@@ -110,7 +111,7 @@ class Exchanges:
             self._drop(peer)
         for peer in self.members:
             if peer != self.worker and peer not in self.pairs and peer not in self.lost:
-                self.pairs[peer] = Pair({peer, self.worker} <= self.founders)
+                self.pairs[peer] = GossipPair({peer, self.worker} <= self.founders)
 
     def lose(self, peer: int) -> None:
         """It is silent, or does not speak as a peer does: from now on it is not mixed with."""
@@ -128,7 +129,7 @@ class Exchanges:
     def begin(self, number: int) -> None:
         """This worker has come to round `number`."""
         self.round = number
-        label = Label(self.epoch, number)
+        label = ExchangeLabel(self.epoch, number)
         if not self.waits and sum(pair.sent is not None for pair in self.pairs.values()) >= WINDOW:
             return
         for peer, weight in partners(self.topology, number, self.members, self.worker):
@@ -203,7 +204,7 @@ class Exchanges:
             if not due and not complete:
                 return offers
 
-    def _mix(self, exchange: Complete) -> None:
+    def _mix(self, exchange: CompleteExchange) -> None:
         try:
             self.mixing.mix(self.worker, exchange.peer, exchange.weight, exchange.parts)
         except RemoteProtocolError as error:
@@ -211,9 +212,13 @@ class Exchanges:
 
     def whole(self, peer: int, number: int) -> list[m.Offer]:
         """The answer to Adopt: the model as it is, for one who begins with round `number`."""
-        return self._offer(Due(peer, WHOLE, Label(self.epoch, number), HALF, True), True, self.mixing.whole())
+        return self._offer(
+            PendingExchange(peer, WHOLE, ExchangeLabel(self.epoch, number), HALF, True), True, self.mixing.whole()
+        )
 
-    def _offer(self, due: Due, whole: bool, pieces: Sequence[Piece], sample: bytes = b"") -> list[m.Offer]:
+    def _offer(
+        self, due: PendingExchange, whole: bool, pieces: Sequence[CodedPiece], sample: bytes = b""
+    ) -> list[m.Offer]:
         what = (self.worker, due.peer, due.label.epoch, due.label.round, due.number)
         how = (due.weight, whole)
         return [
@@ -221,14 +226,14 @@ class Exchanges:
             for i, each in enumerate(pieces)
         ]
 
-    def due(self) -> list[Due]:
+    def due(self) -> list[PendingExchange]:
         """Return what is to be offered now; it counts as sent."""
         ended = self.closed or (self.alone and all(pair.ended for pair in self.pairs.values()))
         if self.ending and not self.last and ended:
             self.last = True
             weight = 1 / (len(self.pairs) + 1)
-            self.needed[LAST] = {peer: (Label(self.epoch, LAST), weight) for peer in self.pairs}
-        found: list[Due] = []
+            self.needed[LAST] = {peer: (ExchangeLabel(self.epoch, LAST), weight) for peer in self.pairs}
+        found: list[PendingExchange] = []
         for number in sorted(self.needed):
             for peer, (label, weight) in self.needed[number].items():
                 self._send(peer, label, weight, found)
@@ -237,11 +242,13 @@ class Exchanges:
                 self._send(peer, label_of(pair.arrived[0]), pair.arrived[0].parts[0].weight, found)
         return found
 
-    def _send(self, peer: int, label: Label, weight: float, found: list[Due]) -> None:
+    def _send(self, peer: int, label: ExchangeLabel, weight: float, found: list[PendingExchange]) -> None:
         pair = self.pairs[peer]
         if pair.sent is None:
             pair.sent = (label, weight)
-            found.append(Due(peer, pair.number, label, weight, fresh=pair.number == 0 and not pair.founders))
+            found.append(
+                PendingExchange(peer, pair.number, label, weight, fresh=pair.number == 0 and not pair.founders)
+            )
 
     def _answers(self, arrived: OfferArrived) -> bool:
         """Whether an offer that no round of ours asks for is answered now."""
@@ -250,10 +257,10 @@ class Exchanges:
             return False  # with our own last one
         return self.ending or not self.waits or label.epoch != self.epoch or label.round < self.round
 
-    def complete(self, upto: int) -> list[Complete]:
+    def complete(self, upto: int) -> list[CompleteExchange]:
         """Return what is to be mixed now, a round as a whole and in the order of ids: so every run does the same."""
         ready = {peer for peer, pair in self.pairs.items() if pair.ready}
-        found: list[Complete] = []
+        found: list[CompleteExchange] = []
         for number in sorted(self.needed):
             peers = self.needed[number].keys()
             whole = all(peer in ready and self._is_of(peer, number) for peer in peers)
@@ -273,7 +280,7 @@ class Exchanges:
             for number in (label.round, label_of(theirs).round):
                 self.needed.get(number, {}).pop(peer, None)
             weight = min(mine, theirs.parts[0].weight)
-            found.append(Complete(peer, weight, last, theirs.parts))
+            found.append(CompleteExchange(peer, weight, last, theirs.parts))
             pair.number += 1
             pair.done = (label, label_of(theirs))
             pair.sent = None

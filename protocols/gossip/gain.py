@@ -31,7 +31,7 @@ WINDOW = 7  # rounds: most topologies have come to each partner in so many
 SMOOTHING = 0.75  # of `common`, for each window that is heard: 512 keys alone are right to 0.04
 
 
-class Gain:
+class GossipGain:
     """`at`: the keys that are looked at, int64[n]. `degree`: see worker/degree.py. `fixed`: the gain itself, 0: measured.
 
     common: 0 to 1 but for noise, None: unknown yet. members: W, with the newest update.

@@ -20,35 +20,35 @@ import numpy.typing as npt
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip.gain import Gain
-from narrows.protocols.gossip.outer import Outer
+from narrows.protocols.gossip.gain import GossipGain
+from narrows.protocols.gossip.outer import OuterMomentum
 from narrows.protocols.keys import Keys, covers, parts
-from narrows.protocols.member.replica import Piece
+from narrows.protocols.member.replica import CodedPiece
 
 Array: TypeAlias = Any  # float32[count]; slices are views
 
 
-class Compressor(Protocol):
+class PieceEncoder(Protocol):
     """See narrows.compression."""
 
     @property
     def spec(self) -> str: ...
 
 
-class Home(Protocol):
+class ArrayHome(Protocol):
     """See narrows.compression.home."""
 
     def zeros(self, count: int) -> Array: ...
     def empty(self, count: int) -> Array: ...
     def copy(self, source: Array, out: Array) -> None: ...
-    def add(self, piece: Piece, weight: float, out: Array, origin: int) -> None: ...
-    def raw_pieces(self, values: Array, origin: int, cuts: Iterable[Keys]) -> Sequence[Piece]: ...
+    def add(self, piece: CodedPiece, weight: float, out: Array, origin: int) -> None: ...
+    def raw_pieces(self, values: Array, origin: int, cuts: Iterable[Keys]) -> Sequence[CodedPiece]: ...
     def places(self, positions: npt.NDArray[np.int64]) -> Any: ...
     def sampled(self, values: Array, places: Any) -> npt.NDArray[np.float64]: ...
     def finite(self, values: Array) -> bool: ...
-    def check(self, piece: Piece, *, finite: bool = False) -> None: ...
+    def check(self, piece: CodedPiece, *, finite: bool = False) -> None: ...
     def code(self, compressor: Any, values: Array, memory: Any) -> memoryview: ...
-    def coded_piece(self, payload: m.Buffer, begin: int, end: int) -> Piece: ...
+    def coded_piece(self, payload: m.Buffer, begin: int, end: int) -> CodedPiece: ...
 
 
 class Mixing:
@@ -62,21 +62,21 @@ class Mixing:
         self,
         begin: int,
         end: int,
-        compressor: Compressor | None,
+        compressor: PieceEncoder | None,
         home: Any,
         remember: Any,
-        gain: Gain | None = None,
-        outer: Outer | None = None,
+        gain: GossipGain | None = None,
+        outer: OuterMomentum | None = None,
     ) -> None:
         self.begin, self.end, self.gain, self.outer = begin, end, gain, outer
         self.compressor, self.remember = compressor, remember
-        self.home: Home = home
+        self.home: ArrayHome = home
         self.places = home.places(gain.at) if gain is not None else None
         self.model: Array = home.zeros(end - begin)
         self.first: Array = self.model  # the weights that the run began with: what founders share
         self.references: dict[int, Array] = {}
         self.memories: dict[int, Any] = {}
-        self.sent: dict[int, tuple[bool, Sequence[Piece]]] = {}  # whether it was the model itself, and its parts
+        self.sent: dict[int, tuple[bool, Sequence[CodedPiece]]] = {}  # whether it was the model itself, and its parts
 
     def copied(self, values: Array) -> Array:
         copy = self.home.empty(len(values))
@@ -105,7 +105,7 @@ class Mixing:
 
     # One exchange.
 
-    def offer(self, peer: int, number: int, fresh: bool, last: bool) -> tuple[bool, Sequence[Piece]]:
+    def offer(self, peer: int, number: int, fresh: bool, last: bool) -> tuple[bool, Sequence[CodedPiece]]:
         """Own side of exchange `number`: whether it is the model itself, and its parts.
 
         Raises ValueError, the compressor's, for a model that is not finite; then nothing has changed.
@@ -123,10 +123,10 @@ class Mixing:
         return self.sent[peer]
 
     def sample(self, peer: int) -> bytes:
-        """Return what an offer to this peer says of own updates, once a window; see `Gain`."""
+        """Return what an offer to this peer says of own updates, once a window; see `GossipGain`."""
         return b"" if self.gain is None else self.gain.tell(peer)
 
-    def whole(self) -> Sequence[Piece]:
+    def whole(self) -> Sequence[CodedPiece]:
         """The model in parts, raw; a copy, which may be sent at leisure."""
         return self.home.raw_pieces(self.copied(self.model), self.begin, parts(self.begin, self.end))
 
@@ -185,6 +185,6 @@ class Mixing:
         self._add(offers, 1.0, weights)
         self.start(weights)
 
-    def _add(self, pieces: Sequence[Piece], weight: float, out: Array) -> None:
+    def _add(self, pieces: Sequence[CodedPiece], weight: float, out: Array) -> None:
         for piece in pieces:
             self.home.add(piece, weight, out, self.begin)

@@ -15,7 +15,7 @@ import numpy as np
 from narrows.protocols.settings import Settings
 
 
-class Outer:
+class OuterMomentum:
     """v, float32[size], as of the first round."""
 
     def __init__(self, rate: float, momentum: float) -> None:
@@ -29,7 +29,7 @@ class Outer:
             return self.rate * (moved + self.momentum * self.velocity)
 
 
-def outer(settings: Settings) -> Outer | None:
+def outer(settings: Settings) -> OuterMomentum | None:
     """None where the step adds what the round moved: rate 1 without momentum."""
     rate, momentum = settings.outer_lr, settings.outer_momentum
-    return None if (rate, momentum) == (1.0, 0.0) else Outer(rate, momentum)
+    return None if (rate, momentum) == (1.0, 0.0) else OuterMomentum(rate, momentum)

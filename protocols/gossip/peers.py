@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, PeerSay, Tell
+from narrows.protocols.effects import NS, MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.timing import BYTES_PER_SECOND, LONG_AGO_NS
 from narrows.protocols.wire import FRAME_BYTES
@@ -33,7 +33,7 @@ WHOLE = -1  # the number of an offer that answers Adopt
 
 
 @dataclass(slots=True)
-class Peer:
+class GossipPeer:
     """One peer. `expected`: number of its next offer."""
 
     address: str
@@ -58,14 +58,14 @@ def _kind(offer: m.Offer) -> tuple[int, ...]:
     return offer.number, offer.parts, offer.epoch, offer.round
 
 
-class Peers:
+class GossipPeers:
     """Messages of peers and rosters in, effects out. `worker`: this one's id, by which its peers name it. `shard`: of its
     cluster, where clusters gossip: it talks to the same one of others."""
 
     def __init__(self, worker: int, lease_ns: int, shard: int = 0) -> None:
         self.worker, self.lease_ns, self.shard = worker, lease_ns, shard
         self.epoch = 0  # of the newest roster
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, GossipPeer] = {}
         self.lost: set[int] = set()
         self.early: deque[tuple[m.Message, bytes | None]] = deque()  # with the routing ids of their senders
         self.ended = False  # this worker is done, and waits for the others
@@ -84,7 +84,7 @@ class Peers:
         for worker, address in named.items():
             if worker not in self.peers and worker != self.worker and worker not in self.lost:
                 addresses = address.split(" ")  # one for each shard of a cluster
-                self.peers[worker] = Peer(addresses[min(self.shard, len(addresses) - 1)], now_ns)
+                self.peers[worker] = GossipPeer(addresses[min(self.shard, len(addresses) - 1)], now_ns)
         for (worker, *_), name in zip(roster.members, roster.names, strict=False):
             if worker in self.peers:
                 self.peers[worker].name = name.encode()
@@ -95,7 +95,7 @@ class Peers:
                 effects += self.receive(message, now_ns, sender)
         return effects
 
-    # Commands of the `Driver`.
+    # Commands of the `GossipDriver`.
 
     def carry_out(self, say: PeerSay, now_ns: int) -> list[MemberEffect]:
         match say:
@@ -131,7 +131,7 @@ class Peers:
         for other in self.peers.values():
             other.adopting = False
         peer.adopting, peer.heard_ns, peer.adopt_ns = True, now_ns, now_ns
-        return self._tell(peer, [m.Adopt(self.worker, worker)])
+        return self._tell(peer, [m.ModelRequest(self.worker, worker)])
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """This worker is done: say so until all are, or `over`."""
@@ -158,10 +158,10 @@ class Peers:
         return [e.PeersSettled()]
 
     def _say_ended(self) -> list[MemberEffect]:
-        return [Tell(peer.address, m.Ended(self.worker, worker)) for worker, peer in self.peers.items()]
+        return [SendToPeer(peer.address, m.GossipEnded(self.worker, worker)) for worker, peer in self.peers.items()]
 
-    def _tell(self, peer: Peer, messages: Iterable[m.Message]) -> list[MemberEffect]:
-        return [Tell(peer.address, message) for message in messages]
+    def _tell(self, peer: GossipPeer, messages: Iterable[m.Message]) -> list[MemberEffect]:
+        return [SendToPeer(peer.address, message) for message in messages]
 
     # Messages.
 
@@ -176,7 +176,7 @@ class Peers:
         Raises:
             RemoteProtocolError: no peer sends that, or it is not from the peer whose number it has.
         """
-        if not isinstance(message, (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)):
+        if not isinstance(message, (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)):
             raise RemoteProtocolError(f"a peer takes no {type(message).__name__}")
         if message.peer != self.worker or message.worker in self.lost:
             return []  # for who was here before, or from one that is given up
@@ -192,9 +192,9 @@ class Peers:
         if isinstance(message, m.OfferAck):
             peer.sent = {number: offers for number, offers in peer.sent.items() if number > message.number}
             return self._settled()
-        if isinstance(message, m.Ended):
+        if isinstance(message, m.GossipEnded):
             return [e.PeerEnded(message.worker)]
-        if isinstance(message, m.Adopt):
+        if isinstance(message, m.ModelRequest):
             return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]  # its owner may be busy for long
         return self._ack(peer, message.worker)
 
@@ -206,10 +206,10 @@ class Peers:
             gone, _ = self.early.popleft()
             size -= len(gone.payload) if isinstance(gone, m.Offer) else 0
 
-    def _ack(self, peer: Peer, worker: int) -> list[MemberEffect]:
+    def _ack(self, peer: GossipPeer, worker: int) -> list[MemberEffect]:
         return self._tell(peer, [m.OfferAck(self.worker, worker, peer.expected - 1)])
 
-    def _offered(self, peer: Peer, offer: m.Offer) -> list[MemberEffect]:
+    def _offered(self, peer: GossipPeer, offer: m.Offer) -> list[MemberEffect]:
         whole = offer.number == WHOLE
         if whole and not peer.adopting:
             return []
@@ -259,7 +259,7 @@ class Peers:
                 effects += self._tell(peer, [m.Ping(self.worker, worker)])
             if peer.adopting and now_ns - peer.adopt_ns >= ADOPT_RETRY_NS:  # a peer may say other things, and often
                 peer.adopt_ns = now_ns
-                effects += self._tell(peer, [m.Adopt(self.worker, worker)])
+                effects += self._tell(peer, [m.ModelRequest(self.worker, worker)])
         if self.ended and now_ns - self.ended_ns >= ENDED_NS:
             self.ended_ns = now_ns
             effects += self._say_ended()

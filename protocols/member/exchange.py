@@ -21,7 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, covers, fragment
-from narrows.protocols.member.replica import A, Piece, Replica, stand_in
+from narrows.protocols.member.replica import A, CodedPiece, Replica, stand_in
 from narrows.protocols.modes import GAIN_MAX, Mode, Rule
 
 Says = list[m.Message]  # for the session toward the shard
@@ -39,7 +39,7 @@ class Exchange(Generic[A]):
         self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # as the pulled state says
         self.in_flight: set[int] = set()
         self.held_at = -1  # no update from this clock on may be pushed yet, -1: all may
-        self.own: OrderedDict[int, Sequence[Piece]] = OrderedDict()  # updates as sent that may stand in
+        self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # updates as sent that may stand in
         self.asked = False  # for a whole state, which has not come
         self.coding = ""  # what published states are to be coded with, where that is ours to say
         self.shared: A | None = None  # the master copy, once it has come
@@ -100,7 +100,7 @@ class Exchange(Generic[A]):
 
     # Own updates.
 
-    def give(self, pieces: Sequence[Piece]) -> Says:
+    def give(self, pieces: Sequence[CodedPiece]) -> Says:
         """The run has no weights yet, and these are the first. Others may still be missing: what is followed comes then."""
         count = len(pieces)
         return [
@@ -108,7 +108,7 @@ class Exchange(Generic[A]):
             for i, piece in enumerate(pieces)
         ]
 
-    def part(self, index: int, count: int, piece: Piece, samples: int, hyper: bytes = b"") -> m.Push:
+    def part(self, index: int, count: int, piece: CodedPiece, samples: int, hyper: bytes = b"") -> m.Push:
         """Part `index` of `count` of the update of the present clock."""
         self.in_flight.add(self.clock)
         where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
@@ -116,11 +116,11 @@ class Exchange(Generic[A]):
 
     def push(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[CodedPiece],
         samples: int,
         coding: str = "",
         hyper: bytes = b"",
-        rows: Sequence[Piece] = (),
+        rows: Sequence[CodedPiece] = (),
     ) -> Says:
         """The whole update of the present clock, as the replica encoded it, and what follows from it. `rows` of tables go
         along, and are in no replica."""
@@ -201,7 +201,7 @@ class Exchange(Generic[A]):
         for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
             del self.own[clock]
 
-    def _stand_ins(self) -> Iterator[tuple[float, Piece]]:
+    def _stand_ins(self) -> Iterator[tuple[float, CodedPiece]]:
         for clock, pieces in self.own.items():
             weight = stand_in(self.mode, clock, self.clock, self.settled, self.contains.get(clock), self.ahead)
             if weight:

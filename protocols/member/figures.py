@@ -9,7 +9,7 @@ from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.summary import Rows, packed
 
 
-class Figures:
+class MemberMetrics:
     """`rows`: of the member and all below it; whoever runs it sets that, and its counters go on at another place."""
 
     def __init__(self) -> None:

@@ -16,18 +16,18 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip.peers import Peers
-from narrows.protocols.member.figures import Figures
+from narrows.protocols.gossip.peers import GossipPeers
+from narrows.protocols.member.figures import MemberMetrics
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.member.places import moved, readied, welcomed
 from narrows.protocols.member.session import Session
-from narrows.protocols.member.views import Views
+from narrows.protocols.member.views import FailoverView
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import LONG_AGO_NS, Timing
 
 
-class Phase(Enum):
+class MemberPhase(Enum):
     """How far a member is."""
 
     NEW = "new"
@@ -41,15 +41,15 @@ class Phase(Enum):
 
 
 # An event -> the phases that it happens in -> the phase after it. All else leaves a member as it is.
-TRANSITIONS: dict[str, dict[Phase, Phase]] = {
-    "join": dict.fromkeys(Phase, Phase.HELLO),
-    "Welcome": {Phase.HELLO: Phase.WELCOME},
-    "declare": {Phase.WELCOME: Phase.DECLARED},
-    "Ready": {Phase.DECLARED: Phase.RUNNING},
-    "server gone": {Phase.RUNNING: Phase.ALONE},
-    "leave": dict.fromkeys(Phase, Phase.LEAVING) | {Phase.ALONE: Phase.OVER},
-    "LeaveAck": {Phase.LEAVING: Phase.OVER},
-    "end": dict.fromkeys(Phase, Phase.OVER),
+TRANSITIONS: dict[str, dict[MemberPhase, MemberPhase]] = {
+    "join": dict.fromkeys(MemberPhase, MemberPhase.HELLO),
+    "Welcome": {MemberPhase.HELLO: MemberPhase.WELCOME},
+    "declare": {MemberPhase.WELCOME: MemberPhase.DECLARED},
+    "Ready": {MemberPhase.DECLARED: MemberPhase.RUNNING},
+    "server gone": {MemberPhase.RUNNING: MemberPhase.ALONE},
+    "leave": dict.fromkeys(MemberPhase, MemberPhase.LEAVING) | {MemberPhase.ALONE: MemberPhase.OVER},
+    "LeaveAck": {MemberPhase.LEAVING: MemberPhase.OVER},
+    "end": dict.fromkeys(MemberPhase, MemberPhase.OVER),
 }
 
 
@@ -70,7 +70,7 @@ class Member:
     ) -> None:
         self.hello = m.Hello(token, host, expect)
         self.timing, self.below = timing or Timing(), below
-        self.attempt, self.phase = 0, Phase.NEW
+        self.attempt, self.phase = 0, MemberPhase.NEW
         self.asking: m.Message = self.hello  # what is repeated while the server owes an answer to it
         self.asked_ns = self.heard_ns = self.beat_ns = 0
         self.ever_heard = False
@@ -78,15 +78,15 @@ class Member:
         self.settings = Settings()  # the run's, from Welcome on
         self.epoch = 0  # of our place in it, 0: none
         self.sessions: list[Session] = []
-        self.meter, self.figures = LinkMeter(), Figures()
+        self.meter, self.figures = LinkMeter(), MemberMetrics()
         self.plan = b""
         self.again = False  # we had a place before
         self.address = self.tree = ""  # all levels, as the server above has told last
         self.models: m.Pairs = ()  # rank, round: of a run before, in files here (gossip); set before it declares
         self.run_clock, self.waits = 0, ""  # and the run's clock, and for which members it waits
-        self.peers: Peers | None = None  # from Ready on, in a run of gossip
+        self.peers: GossipPeers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
-        self.views = Views(-1, 0)  # of who serves
+        self.views = FailoverView(-1, 0)  # of who serves
         self.copied = False  # a standby has all that is here (clusters)
         self.move = 0  # number of the newest Move
 
@@ -128,7 +128,7 @@ class Member:
 
     def say(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
         """Send a shard what an `Exchange` has to say to it."""
-        if self.phase is not Phase.RUNNING or any(getattr(each, "epoch", 0) != self.epoch for each in messages):
+        if self.phase is not MemberPhase.RUNNING or any(getattr(each, "epoch", 0) != self.epoch for each in messages):
             return []  # made before a rejoin that its maker has not seen yet
         return self.sessions[shard].say(messages, now_ns)
 
@@ -137,19 +137,21 @@ class Member:
 
     def ask_buffers(self, clock: int) -> list[MemberEffect]:
         ask = Send(0, m.BuffersAsk(self.worker, self.epoch, clock))
-        return [ask if self.phase is Phase.RUNNING else e.BuffersTold(b"")]  # else its own are all that it can have
+        return [
+            ask if self.phase is MemberPhase.RUNNING else e.BuffersTold(b"")
+        ]  # else its own are all that it can have
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: it failed. A server that never answered is told once."""
-        last = [self.beat(now_ns)] if self.phase is Phase.RUNNING and self.figures.rows() else []
-        said = [] if self.phase is Phase.ALONE else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
+        last = [self.beat(now_ns)] if self.phase is MemberPhase.RUNNING and self.figures.rows() else []
+        said = [] if self.phase is MemberPhase.ALONE else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
         self._go("leave" if self.ever_heard else "end")
-        return [*said, e.Left()] if self.phase is Phase.OVER else said
+        return [*said, e.Left()] if self.phase is MemberPhase.OVER else said
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """The last step is done, and peers are answered until all have done theirs (gossip)."""
         said, self.ended = self.peers.end(now_ns) if self.peers is not None else [], True
-        return [*said, *([self.beat(now_ns)] if self.phase is Phase.RUNNING else [])]
+        return [*said, *([self.beat(now_ns)] if self.phase is MemberPhase.RUNNING else [])]
 
     def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
@@ -161,7 +163,7 @@ class Member:
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
-        self.attempt, self.views = self.attempt + 1, Views(-1, 0)
+        self.attempt, self.views = self.attempt + 1, FailoverView(-1, 0)
         self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
         return self.join(now_ns)
 
@@ -184,7 +186,7 @@ class Member:
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
         turned = self.views.turned
-        told = self.views.told(message) if isinstance(message, m.View) else []
+        told = self.views.told(message) if isinstance(message, m.FailoverNotice) else []
         if self.views.turned:
             return told
         if turned:
@@ -194,7 +196,7 @@ class Member:
         self.heard_ns, self.ever_heard = now_ns, True
         self.views.cut.pop(shard, None)
         match message:
-            case m.View():
+            case m.FailoverNotice():
                 return told
             case m.Welcome():
                 return self._welcomed(message, now_ns)
@@ -210,7 +212,7 @@ class Member:
                 return [e.Left()] if token == self.token and self._go("LeaveAck") else []
             case m.Refuse():
                 return self._refused(message, now_ns)
-        placed = self.phase in (Phase.RUNNING, Phase.LEAVING) and shard < len(self.sessions)
+        placed = self.phase in (MemberPhase.RUNNING, MemberPhase.LEAVING) and shard < len(self.sessions)
         return self.sessions[shard].receive(message, now_ns) if placed else []
 
     def receive_standby(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
@@ -218,7 +220,7 @@ class Member:
         if not self.views.listens:
             return []
         turned = self.views.turned
-        if isinstance(message, m.View) and message.ports and len(message.ports) != len(self.sessions):
+        if isinstance(message, m.FailoverNotice) and message.ports and len(message.ports) != len(self.sessions):
             raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.sessions)}")
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
@@ -232,26 +234,26 @@ class Member:
             self.repeat_soon(shard)
 
     def receive_peer(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
-        """Arguments as of `Peers.receive`."""
+        """Arguments as of `GossipPeers.receive`."""
         return self.peers.receive(message, now_ns, sender) if self.peers is not None else []
 
     def _welcomed(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
-        if message.token != self.token or self.phase is not Phase.HELLO:
+        if message.token != self.token or self.phase is not MemberPhase.HELLO:
             return []
         self.settings, self.welcome = welcomed(message), message
-        self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
+        self.views = FailoverView(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
         joined = e.Joined(message.rank, message.world_size, message.settings, message.ports, message.hosts)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
 
     def _readied(self, message: m.Ready) -> list[MemberEffect]:
-        if message.worker != self.worker or self.phase is not Phase.DECLARED:
+        if message.worker != self.worker or self.phase is not MemberPhase.DECLARED:
             return []
         ranges = readied(message, self.plan, len(self.ports))
         self._go("Ready")
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:
-            self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
+            self.peers, self.ended = GossipPeers(self.worker, int(self.settings.lease * NS)), False
         self.views.epoch, again, self.again = self.epoch, self.again, True
         place = (message.worker, message.epoch, message.clock, ranges, message.buffers, again)
         return [e.Started(*place, self.settings.packed())]
@@ -267,7 +269,7 @@ class Member:
 
     def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
         """Keys or plan are about to change, or have. A cluster knows once all its shards do, and says so itself (`knows`)."""
-        ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is Phase.RUNNING
+        ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is MemberPhase.RUNNING
         if not ours or move.number <= self.move or self.welcome is None:
             return []
         if not move.place:
@@ -301,7 +303,7 @@ class Member:
             self._go("end")
             return [e.Failed(refuse.code, refuse.text)]
         # While leaving: the coordinator may have forgotten us with a restart, and must still hear that we are done.
-        joins = self.phase in (Phase.WELCOME, Phase.DECLARED, Phase.RUNNING)
+        joins = self.phase in (MemberPhase.WELCOME, MemberPhase.DECLARED, MemberPhase.RUNNING)
         return self.rejoin(now_ns) if joins and (refuse.worker, refuse.epoch) == (self.worker, self._known_by) else []
 
     # Time.
@@ -322,22 +324,22 @@ class Member:
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""
-        if self.phase in (Phase.NEW, Phase.OVER):
+        if self.phase in (MemberPhase.NEW, MemberPhase.OVER):
             return []
         effects = self.peers.tick(now_ns) if self.peers is not None else []
-        if self.phase is Phase.ALONE:
+        if self.phase is MemberPhase.ALONE:
             return effects
         limit_ns = self.timing.lost_ns if self.ever_heard else self.timing.connect_ns
         if now_ns - self.heard_ns > limit_ns:
             return [*effects, *(self.leave_server() or self._lost(f"{limit_ns / NS:g} s"))]
         effects += self.views.tick(self.heard_ns, len(self.sessions), now_ns) if self.sessions else []
-        owed = self.phase in (Phase.HELLO, Phase.DECLARED, Phase.LEAVING)
+        owed = self.phase in (MemberPhase.HELLO, MemberPhase.DECLARED, MemberPhase.LEAVING)
         if owed and now_ns - self.asked_ns >= self.timing.join_retry_ns:
             effects += self._ask(self.asking, now_ns)
-        for session in self.sessions if self.phase in (Phase.RUNNING, Phase.LEAVING) else ():
+        for session in self.sessions if self.phase in (MemberPhase.RUNNING, MemberPhase.LEAVING) else ():
             effects += session.repeat(now_ns)
         due = now_ns - self.beat_ns >= self.timing.beat_ns(self.settings.lease, self.figures.size)
-        if self.welcome is not None and self.phase is not Phase.HELLO and due:
+        if self.welcome is not None and self.phase is not MemberPhase.HELLO and due:
             effects.append(self.beat(now_ns))
         return effects
 

@@ -22,7 +22,7 @@ RATED_NS = NS // 10  # that payloads took, from one measured rate to the next
 
 
 @dataclass(slots=True)
-class Recent:
+class RecentValues:
     """The least and the greatest of the values in this window and the one before it."""
 
     rows: list[list[int]] = field(default_factory=list)  # least and greatest, the newest window first
@@ -44,7 +44,7 @@ class Recent:
 
 
 @dataclass(slots=True)
-class Direction:
+class LinkDirection:
     """One way of the link. `bytes` took `busy_ns`, since both began to be counted."""
 
     bytes: int = 0
@@ -53,7 +53,7 @@ class Direction:
     rated_bytes: int = 0
     rate: float = 0.0  # bytes a second of late, while there were any on their way; 0: not measured
     free_ns: int = 0  # when the last payload had left, by the sender's clock
-    delays: Recent = field(default_factory=Recent)  # by the receiver's clock
+    delays: RecentValues = field(default_factory=RecentValues)  # by the receiver's clock
 
     def passed(self, sent_ns: int, received_ns: int, size: int = 0) -> None:
         """A message was timed that carried a payload of `size` bytes."""
@@ -80,14 +80,14 @@ class Direction:
 class LinkMeter:
     """Both ways of the link of one session."""
 
-    up: Direction = field(default_factory=Direction)
-    down: Direction = field(default_factory=Direction)
-    road: Recent = field(default_factory=Recent)  # round trips of heartbeats, by our own clock
+    up: LinkDirection = field(default_factory=LinkDirection)
+    down: LinkDirection = field(default_factory=LinkDirection)
+    road: RecentValues = field(default_factory=RecentValues)  # round trips of heartbeats, by our own clock
     told: tuple[int, int, int, int] = (0, 0, 0, 0)  # bytes and time of both, when they were last read
 
     def anew(self) -> None:
         """The server's process is another one, and its clock may have stood still meanwhile."""
-        self.up, self.down, self.told = Direction(), Direction(), (0, 0, 0, 0)
+        self.up, self.down, self.told = LinkDirection(), LinkDirection(), (0, 0, 0, 0)
 
     @property
     def round_trip_ns(self) -> int:

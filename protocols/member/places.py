@@ -9,13 +9,13 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import are_addresses
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, split
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
 
 
 def _cut(ranges: m.Sets, plan: bytes, shards: int) -> tuple[Keys, ...] | None:
     """The ranges of so many shards, None where these are others."""
-    right = split(Plan.unpacked(plan).size, shards)
+    right = split(ModelSpec.unpacked(plan).size, shards)
     return tuple(right) if list(ranges) == right else None
 
 

@@ -37,7 +37,7 @@ def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float
     return ahead - weight
 
 
-class Piece(Protocol):
+class CodedPiece(Protocol):
     """Values of keys [begin, end) as they travel; see narrows.compression, CODECS."""
 
     @property
@@ -59,23 +59,25 @@ class Replica(Protocol[A]):
     begin: int
     end: int
 
-    def absorb(self, pieces: Sequence[Piece], add: bool) -> None:
+    def absorb(self, pieces: Sequence[CodedPiece], add: bool) -> None:
         """Change the pulled state by these pieces, which are added, or values of their keys. Raises ValueError for a payload
         that is none; then nothing has changed."""
 
-    def early(self, piece: Piece) -> None:
+    def early(self, piece: CodedPiece) -> None:
         """A piece of a whole state that is not all here: for who has a use for it before `absorb` has them all."""
 
-    def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[Piece]:
+    def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[CodedPiece]:
         """Return what is sent of `update`, the keys whose turn `clock` is, and of the residual; the rest is the
         residual from now on. `dense`: all of it. Raises ValueError for values that cannot be coded; then nothing has
         changed."""
 
-    def give_back(self, pieces: Iterable[Piece], clock: int) -> None:
+    def give_back(self, pieces: Iterable[CodedPiece], clock: int) -> None:
         """These pieces, encoded last, were not sent: they are in the residual again."""
 
-    def base(self, stand_ins: Iterable[tuple[float, Piece]], begin: int, end: int, out: A, gain: float = 1.0) -> None:
+    def base(
+        self, stand_ins: Iterable[tuple[float, CodedPiece]], begin: int, end: int, out: A, gain: float = 1.0
+    ) -> None:
         """The replica of keys [begin, end), whole fragments, into `out`: pulled + gain * residual + weight * piece."""
 
-    def master(self, pieces: Sequence[Piece]) -> A:
+    def master(self, pieces: Sequence[CodedPiece]) -> A:
         """The values of these pieces, which are all keys, in an array of their own. Raises ValueError as `absorb`."""

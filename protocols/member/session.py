@@ -24,7 +24,7 @@ from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.modes import Mode
-from narrows.protocols.timing import LONG_AGO_NS, PATIENCE_MAX, Patience, Timing
+from narrows.protocols.timing import LONG_AGO_NS, PATIENCE_MAX, RetryTimer, Timing
 from narrows.protocols.wire import FRAME_BYTES
 
 PULLS_MAX = 64  # requests of one pull whose answers are still taken: those of the first hours
@@ -44,7 +44,7 @@ class PushRecord:
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingRequest:
     """An ask that is on its way. times: how often it was sent."""
 
     ask: m.RowsAsk | m.MomentsAsk
@@ -58,7 +58,7 @@ class Session:
     def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
         self.shard, self.epoch, self.mode = shard, epoch, mode
         self.timing, self.meter = timing, meter
-        self.patience = Patience(timing)
+        self.patience = RetryTimer(timing)
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
         self.follow: m.Follow | None = None  # as it was said last
         self.waits = False  # for the next publication
@@ -70,7 +70,7 @@ class Session:
         self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had
         self.pull_ns = 0  # when it was last asked for, or a part of it came
         self.heard_ns = 0  # the same, of the next publication
-        self.asks: dict[tuple[type[m.Message], int], Asked] = {}  # by kind and request
+        self.asks: dict[tuple[type[m.Message], int], PendingRequest] = {}  # by kind and request
         self.wanted: dict[type[m.Message], m.RangeAsk | m.AgreeAsk] = {}  # of the coordinator, and not answered yet
         self.wanted_ns = 0  # when it was last asked
 
@@ -119,7 +119,7 @@ class Session:
         return self.pull
 
     def _ask(self, ask: m.RowsAsk | m.MomentsAsk, now_ns: int) -> m.Message:
-        self.asks[type(ask), ask.request] = Asked(ask, now_ns)
+        self.asks[type(ask), ask.request] = PendingRequest(ask, now_ns)
         return ask
 
     def _want(self, ask: m.RangeAsk | m.AgreeAsk, now_ns: int) -> m.Message:

@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
+from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
 
 SAY_NS = NS // 2  # from one vote to the next that says the same
 LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
@@ -20,7 +20,7 @@ CUT_NS = NS  # after the end of all connections to it: who lives has connected a
 STAY_NS = NS  # after a vote that was given back the silence counts on: the standby has heard the server a little longer than we
 
 
-class Views:
+class FailoverView:
     """The views as one member knows them, whose number is `worker` and whose place is of `epoch`."""
 
     def __init__(self, worker: int, epoch: int) -> None:
@@ -39,7 +39,7 @@ class Views:
         """The standby was asked whether it serves."""
         return self.turned or self.asking
 
-    def told(self, view: m.View) -> list[MemberEffect]:
+    def told(self, view: m.FailoverNotice) -> list[MemberEffect]:
         """Take the view that the server tells, and answer with a vote."""
         alone = view.decided and not view.standby and view.view == self.view  # we have voted for it
         if self.turned and not (alone or (view.decided and view.view > self.view)):
@@ -48,7 +48,9 @@ class Views:
         if view.view >= self.view and view.decided:
             self.standby, self.turned = view.standby, False
         self.view = max(self.view, view.view)
-        return [Send(0, m.Vote(self.worker, self.epoch, self.view, 0))]  # the server may have lost the one before
+        return [
+            Send(0, m.FailoverVote(self.worker, self.epoch, self.view, 0))
+        ]  # the server may have lost the one before
 
     def tick(self, heard_ns: int, shards: int, now_ns: int) -> list[MemberEffect]:
         """Turn to the standby, where there is one and the server, of so many shards, has been silent for long or is gone."""
@@ -63,13 +65,13 @@ class Views:
         if not (self.turned or self.asking) or now_ns - self.said_ns < SAY_NS:
             return []
         self.said_ns = now_ns
-        return [Tell(self.standby, m.Vote(self.worker, self.epoch, self.view + 1, self.attempt))]
+        return [SendToPeer(self.standby, m.FailoverVote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
     def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """Take what the standby says: to stay with the server, or that it serves. Either ends `turned`, the latter `asking`."""
-        if isinstance(message, m.Stay) and (message.view, message.attempt) == (self.view + 1, self.attempt):
+        if isinstance(message, m.KeepServing) and (message.view, message.attempt) == (self.view + 1, self.attempt):
             self.turned, self.stayed_ns = False, now_ns
-        if not self.listens or not isinstance(message, m.View) or message.view < self.view:
+        if not self.listens or not isinstance(message, m.FailoverNotice) or message.view < self.view:
             return []
         if not message.ports:  # not all of its shards serve yet
             return []

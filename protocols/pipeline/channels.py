@@ -1,9 +1,9 @@
 """Tensors between the processes of one pipeline: numbered, in order, each delivered once.
 
 Rules
-- Each process dials each other one and says there what it has to say. `Beat` tells how much has come, and that we live.
+- Each process dials each other one and says there what it has to say. `PipelineBeat` tells how much has come, and that we live.
 - A tensor is kept until the other end's script has it, and says so with others: UNTOLD_MAX of them, UNTOLD_BYTES, or the next
-  `Beat` that is due. When a connection is another one, what is kept is sent again.
+  `PipelineBeat` that is due. When a connection is another one, what is kept is sent again.
 - Who is silent for a lease is lost, and with it this pipeline. So is a process that was started again: it has another life.
 """
 
@@ -35,41 +35,41 @@ START_NS = 600 * NS  # all processes of a pipeline have begun within this
 
 
 @dataclass(frozen=True, slots=True)
-class ToPeer:
+class SendOnChannel:
     """Send `message` to the process of this rank."""
 
     peer: int
-    message: m.Tensor | m.Beat
+    message: m.PipelineTensor | m.PipelineBeat
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class TensorArrived:
     """The next tensor of this peer."""
 
     peer: int
-    tensor: m.Tensor
+    tensor: m.PipelineTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TensorTaken:
     """The script of this peer has taken so many more of our tensors."""
 
     peer: int
     count: int
 
 
-Effect = ToPeer | Came | Taken | Failed
+Effect = SendOnChannel | TensorArrived | TensorTaken | Failed
 
 
 @dataclass(slots=True)
-class Peer:
+class ChannelPeer:
     """All that is known of one other process."""
 
     heard_ns: int = -1  # -1: never
     life: int = -1
     left: int = 0  # as Beat.left
     number: int = 0  # of the next tensor to it
-    kept: deque[m.Tensor] = field(default_factory=deque)  # to it, that its script has not taken
+    kept: deque[m.PipelineTensor] = field(default_factory=deque)  # to it, that its script has not taken
     received: int = 0  # tensors of it, in order
     taken: int = 0  # by our script, of these
     told: int = 0  # of those taken, in our newest word
@@ -84,7 +84,7 @@ class Channels:
     def __init__(self, rank: int, names: list[str], plan: int, life: int, lease_ns: int, now_ns: int) -> None:
         self.rank, self.names, self.plan, self.life = rank, names, plan, life
         self.lease_ns, self.began_ns, self.beat_ns = lease_ns, now_ns, now_ns
-        self.peers = {peer: Peer() for peer in range(len(names)) if peer != rank}
+        self.peers = {peer: ChannelPeer() for peer in range(len(names)) if peer != rank}
         self.left = 0
 
     # Commands.
@@ -92,10 +92,10 @@ class Channels:
     def send(self, to: int, step: int, tag: int, payload: m.Buffer) -> list[Effect]:
         """The caller keeps at most IN_FLIGHT_MAX on their way, and leaves the payload as it is."""
         peer = self.peers[to]
-        tensor = m.Tensor(self.plan, self.rank, self.life, peer.number, step, tag, payload)
+        tensor = m.PipelineTensor(self.plan, self.rank, self.life, peer.number, step, tag, payload)
         peer.number += 1
         peer.kept.append(tensor)
-        return [ToPeer(to, tensor)]
+        return [SendOnChannel(to, tensor)]
 
     def took(self, of: int, size: int) -> list[Effect]:
         """Our script has taken the next tensor of this peer, of so many bytes."""
@@ -111,7 +111,7 @@ class Channels:
 
     def linked(self, to: int) -> list[Effect]:
         """The connection to this peer is another one, and what was under way may be lost."""
-        return [ToPeer(to, tensor) for tensor in self.peers[to].kept]
+        return [SendOnChannel(to, tensor) for tensor in self.peers[to].kept]
 
     def leave(self, failed: bool, code: int = StageLostError.exit_code) -> list[Effect]:
         """Say that this process sends and takes nothing more. `code`: that it ends with, where it has failed."""
@@ -126,7 +126,7 @@ class Channels:
 
     def receive(self, message: m.Message, now_ns: int) -> list[Effect]:
         """Raises RemoteProtocolError for what no process of a pipeline says."""
-        if not isinstance(message, (m.Tensor, m.Beat)) or message.worker not in self.peers:
+        if not isinstance(message, (m.PipelineTensor, m.PipelineBeat)) or message.worker not in self.peers:
             raise RemoteProtocolError(f"{type(message).__name__} is not of a process of this pipeline")
         who, peer = message.worker, self.peers[message.worker]
         if message.plan != self.plan:
@@ -139,22 +139,26 @@ class Channels:
         if peer.life not in (-1, message.life):
             return [self._lost(who, "was started again")]
         peer.heard_ns, peer.life = now_ns, message.life
-        return self._tensor(who, peer, message) if isinstance(message, m.Tensor) else self._heard(who, peer, message)
+        return (
+            self._tensor(who, peer, message)
+            if isinstance(message, m.PipelineTensor)
+            else self._heard(who, peer, message)
+        )
 
-    def _tensor(self, who: int, peer: Peer, tensor: m.Tensor) -> list[Effect]:
+    def _tensor(self, who: int, peer: ChannelPeer, tensor: m.PipelineTensor) -> list[Effect]:
         if tensor.number == peer.received:
             if peer.received - peer.taken >= IN_FLIGHT_MAX:
                 raise RemoteProtocolError(
                     f"{self.names[who]} sends more than {IN_FLIGHT_MAX} tensors that nobody has taken"
                 )
             peer.received += 1
-            return [Came(who, tensor)]
+            return [TensorArrived(who, tensor)]
         if tensor.number > peer.received != peer.missed:  # else it came again
             peer.missed = peer.received
             return [self._beat(who)]
         return []
 
-    def _heard(self, who: int, peer: Peer, beat: m.Beat) -> list[Effect]:
+    def _heard(self, who: int, peer: ChannelPeer, beat: m.PipelineBeat) -> list[Effect]:
         count = 0
         while peer.kept and peer.kept[0].number < beat.taken:
             peer.kept.popleft()
@@ -163,7 +167,7 @@ class Channels:
         if peer.left >= FAILED:
             return [self._failed(who, peer.left - FAILED)]
         again = [t for t in peer.kept if t.number >= beat.missed] if beat.missed >= 0 else []
-        return [*([Taken(who, count)] if count else []), *(ToPeer(who, tensor) for tensor in again)]
+        return [*([TensorTaken(who, count)] if count else []), *(SendOnChannel(who, tensor) for tensor in again)]
 
     def tick(self, now_ns: int) -> list[Effect]:
         if not self.started and now_ns - self.began_ns > START_NS:
@@ -188,11 +192,11 @@ class Channels:
         """Return a beat to each process that is there, or is to come."""
         return [self._beat(to) for to, peer in self.peers.items() if not peer.left]
 
-    def _beat(self, to: int) -> ToPeer:
+    def _beat(self, to: int) -> SendOnChannel:
         peer = self.peers[to]
         peer.told, peer.untold_bytes = peer.taken, 0
         missed = peer.missed if peer.missed == peer.received else -1
-        return ToPeer(to, m.Beat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
+        return SendOnChannel(to, m.PipelineBeat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
 
     def _failed(self, who: int, code: int) -> Failed:
         """A process ends by its own fault, and all of its pipeline end with its exit code. To go on helps where it has lost

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from narrows.protocols.planning import flows
 from narrows.protocols.planning.flows import FIRST_BYTES, LEAST_BYTES
-from narrows.protocols.planning.sharing import Pair, Shared
+from narrows.protocols.planning.sharing import Pair, SharedPath
 
 LEAST_PAIR_BYTES = LEAST_BYTES * (flows.STREAMS + 2)  # of both visits, the first one has a stream each way
 
 
-class Bounds:
+class ByteBudget:
     """`seconds`: of a second visit at most. `most`: bytes of payload, of all pairs."""
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -43,7 +43,7 @@ class Bounds:
         self.allowed |= {pair: there, pair[::-1]: back}
         return flows.pair_bytes((there, back), self.seconds)
 
-    def alone(self, all_shared: Sequence[Shared], sent: float) -> None:
+    def alone(self, all_shared: Sequence[SharedPath], sent: float) -> None:
         """The first pair of each has as much as all of them together had. `sent`: bytes, by all that was measured."""
         chosen = all_shared[: self.more]
         for each in chosen:

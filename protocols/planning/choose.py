@@ -16,10 +16,28 @@ from itertools import islice
 import numpy as np
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.levels import Coded, Groupings, Groups, Indices, Prices, Work, cuts, joined, merges
-from narrows.protocols.planning.looks import PRICED_MAX, Clusters, Look, Plan, changed, partitions, undominated
+from narrows.protocols.planning.levels import (
+    CodecCost,
+    Groups,
+    HostGroupings,
+    Indices,
+    StepPrices,
+    TrainingWork,
+    cuts,
+    joined,
+    merges,
+)
+from narrows.protocols.planning.looks import (
+    PRICED_MAX,
+    ClusterPrices,
+    Plan,
+    PricedCandidates,
+    changed,
+    partitions,
+    undominated,
+)
 from narrows.protocols.planning.network import Array, Network, named
-from narrows.protocols.planning.ways import BELOW, WAYS, Way
+from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
 
 EXACT_MAX = 8  # hosts: they have 4,140 partitions
 CUTS_MAX = 24
@@ -38,14 +56,14 @@ PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by roundi
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeploymentChoice:
     """A plan. Groups of one host are workers of the root, the others clusters. `cost`: step_s x steps."""
 
     groups: Groups
     servers: tuple[int, ...]  # of each group
     root: int
-    above: Way
-    below: Way
+    above: ModeAndSpec
+    below: ModeAndSpec
     step_s: float
     cost: float
     spread: tuple[
@@ -64,30 +82,30 @@ class Choice:
 
 
 class Chooser:
-    def __init__(self, network: Network, work: Work) -> None:
-        self.prices = Prices(network, work)
+    def __init__(self, network: Network, work: TrainingWork) -> None:
+        self.prices = StepPrices(network, work)
         self.hosts = range(len(network.hosts))
         self.alone: Groups = tuple((host,) for host in self.hosts)
-        self.clusters = Clusters(self.prices)
-        self.looks: list[Look] = []
+        self.clusters = ClusterPrices(self.prices)
+        self.looks: list[PricedCandidates] = []
         self.simple: list[Plan] = []  # the cheapest ones of each simple shape
         self.least = np.inf  # cost of a plan
         sizes = range(max(2, len(self.hosts)) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
 
-    def own_s(self, below: Way, groups: Groups) -> Array:
+    def own_s(self, below: ModeAndSpec, groups: Groups) -> Array:
         """(n,) seconds of a step of the group of each host, if it had the group's server."""
         found = np.empty(len(self.hosts))
         found[[host for group in groups for host in group]] = self.clusters.of(below, self.clusters.numbers(groups))
         return found
 
-    def priced(self, groups: Groups, above: Way, below: Way, roots: Indices) -> Choice:
+    def priced(self, groups: Groups, above: ModeAndSpec, below: ModeAndSpec, roots: Indices) -> DeploymentChoice:
         """The cheapest plan of these groups and ways, with one of these roots."""
         step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
         steps = float(self.times(above, below, np.array([len(groups)]))[0])
-        return Choice(groups, servers, root, above, below, step_s, step_s * steps)
+        return DeploymentChoice(groups, servers, root, above, below, step_s, step_s * steps)
 
-    def times(self, above: Way, below: Way, children: Indices) -> Array:
+    def times(self, above: ModeAndSpec, below: ModeAndSpec, children: Indices) -> Array:
         """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of
         several optimizers' updates: a cluster of bsp has one, of other ways each of its workers has its own."""
         n, one, two = len(self.hosts), self.steps[above], self.steps[below]
@@ -96,11 +114,13 @@ class Chooser:
         found: Array = np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
         return found
 
-    def look(self, groupings: Sequence[Groups], aboves: Sequence[Way], belows: Sequence[Way], roots: Indices) -> Look:
+    def look(
+        self, groupings: Sequence[Groups], aboves: Sequence[ModeAndSpec], belows: Sequence[ModeAndSpec], roots: Indices
+    ) -> PricedCandidates:
         """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
         that are slower than others in each group and take no fewer steps. Those cost inf that would be dearer than NEAR
         times the best if nothing took time above."""
-        table = Groupings.of(groupings, self.prices.place)
+        table = HostGroupings.of(groupings, self.prices.place)
         numbers = self.clusters.numbers([group for groups in groupings for group in groups])
         own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
             len(belows), *table.order.shape
@@ -121,14 +141,14 @@ class Chooser:
                     step_s = self.prices.steps_s(above, own_s[some], rows.rows(some), roots).min(1)
                     costs[each, some] = step_s * steps[each, some]
                     self.least = min(self.least, float(costs[each, some].min()))
-        self.looks.append(Look(groupings, aboves, belows, at, below, costs))
+        self.looks.append(PricedCandidates(groupings, aboves, belows, at, below, costs))
         return self.looks[-1]
 
     def best(self) -> list[Plan]:
         """Return the cheapest plan of each two ways that were priced, the cheapest first. Among equals the plan with fewer
         clusters is taken. A plan that needs a missing link costs inf, and is none."""
         least = self.least
-        found: dict[tuple[Way, Way], tuple[tuple[float, int], Plan]] = {}
+        found: dict[tuple[ModeAndSpec, ModeAndSpec], tuple[tuple[float, int], Plan]] = {}
         for look in self.looks:
             clusters = np.array([sum(len(group) > 1 for group in groups) for groups in look.groupings])
             for each, above in enumerate(look.aboves):
@@ -213,7 +233,7 @@ class Chooser:
     def moved(self, plan: Plan, seen: set[Groups]) -> list[Plan]:
         """The best of the moves from this plan to groups that are not in `seen`, ways chosen anew."""
         _, groups, above, below = plan
-        table = Groupings.of([groups], self.prices.place).below(np.array([below.inside]))
+        table = HostGroupings.of([groups], self.prices.place).below(np.array([below.inside]))
         own = self.own_s(below, groups)
         step_s = self.prices.steps_s(above, own[table.order], table, self.prices.hosts)[0]
         roots = np.sort(step_s.argsort(kind="stable")[:ROOTS_NEAR])
@@ -269,11 +289,11 @@ class Chooser:
             for host in group:
                 yield [(host,), tuple(h for h in group if h != host)]
 
-    def spreads(self, way: Way) -> Iterator[Choice]:
+    def spreads(self, way: ModeAndSpec) -> Iterator[DeploymentChoice]:
         """One server for all workers, on the hosts that would be the best root each."""
         if way.mode.bound is None:  # keys of such a run do not move to other hosts
             return
-        prices, table = self.prices, Groupings.of([self.alone], self.prices.place)
+        prices, table = self.prices, HostGroupings.of([self.alone], self.prices.place)
         best = prices.steps_s(way, prices.compute_s[None], table, prices.hosts)[0].argsort(kind="stable")
         for count in SPREADS:
             if count < len(best):
@@ -281,23 +301,25 @@ class Chooser:
                 step_s = prices.spread_s(way, servers)
                 cost = step_s * way.steps(len(best))
                 if math.isfinite(cost):
-                    yield Choice(self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers)
+                    yield DeploymentChoice(
+                        self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers
+                    )
 
 
-def cheapest(plan: Choice, others: Sequence[Choice]) -> Choice:
+def cheapest(plan: DeploymentChoice, others: Sequence[DeploymentChoice]) -> DeploymentChoice:
     for other in others:
         if other.cost < PATIENT * plan.cost:
             plan = other
     return plan
 
 
-def choose(network: Network, work: Work) -> Choice:
+def choose(network: Network, work: TrainingWork) -> DeploymentChoice:
     """The plan that comes to a loss soonest. UsageError where samples are fewer than hosts, or links are missing that every
     plan needs."""
     return choices(network, work)[0]
 
 
-def choices(network: Network, work: Work) -> list[Choice]:
+def choices(network: Network, work: TrainingWork) -> list[DeploymentChoice]:
     """That plan, the next ones of other ways that cost NEAR times as much at most, and the cheapest one of each simple shape:
     no cluster, one server on several hosts, a cut, clusters of any kind."""
     chooser = Chooser(network, work)
@@ -314,20 +336,20 @@ def choices(network: Network, work: Work) -> list[Choice]:
     near = sorted(others, key=lambda choice: choice.cost)[: NEAR_MAX if len(everybody) <= SMALL else 0]
     level = [each for each in best if len(each[1]) < len(chooser.alone)][:1]
     shapes = [*(chooser.priced(*each[1:], everybody) for each in [*chooser.simple, *level]), *spreads[:1]]
-    found: dict[tuple[object, ...], Choice] = {}
+    found: dict[tuple[object, ...], DeploymentChoice] = {}
     for choice in [plan, *near, *shapes]:
         found.setdefault(choice.kind, choice)
     return [*found.values()]
 
 
 def for_stage(
-    network: Network, hosts: list[int], parameters: float, own_s: float, coded: Mapping[str, Coded]
-) -> tuple[int, Way, float]:
+    network: Network, hosts: list[int], parameters: float, own_s: float, coded: Mapping[str, CodecCost]
+) -> tuple[int, ModeAndSpec, float]:
     """(host of the server, way, seconds of a step) for the hosts of one stage of a pipeline that takes own_s for a step."""
     if len(hosts) == 1:
         return hosts[0], WAYS[0], own_s
     stage = network.of(hosts).alike()
-    chooser = Chooser(stage, Work(parameters, own_s * float(stage.compute[0]), coded))
+    chooser = Chooser(stage, TrainingWork(parameters, own_s * float(stage.compute[0]), coded))
     first, *others = (chooser.priced(chooser.alone, way, BELOW[0], chooser.prices.hosts) for way in WAYS)
     plan = cheapest(first, others)
     return hosts[plan.root], plan.above, plan.step_s

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from narrows.protocols.planning.choose import Choice, Chooser
-from narrows.protocols.planning.levels import Groupings, Groups, Indices, Prices
+from narrows.protocols.planning.choose import Chooser, DeploymentChoice
+from narrows.protocols.planning.levels import Groups, HostGroupings, Indices, StepPrices
 from narrows.protocols.planning.network import Array
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.planning.ways import ModeAndSpec
 
 
-def decides(chooser: Chooser, plan: Choice) -> str:
+def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
     """Which link or host the step waits for, in a sentence."""
     prices, network = chooser.prices, chooser.prices.network
     own, to = chooser.own_s(plan.below, plan.groups), plan.spread or (plan.root,)
@@ -37,10 +37,16 @@ def decides(chooser: Chooser, plan: Choice) -> str:
 
 
 def _slowest(
-    prices: Prices, way: Way, own_s: Array, rows: Indices, children: Groups, servers: Indices, inside: Indices
+    prices: StepPrices,
+    way: ModeAndSpec,
+    own_s: Array,
+    rows: Indices,
+    children: Groups,
+    servers: Indices,
+    inside: Indices,
 ) -> tuple[int, int, str]:
     """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
-    table = Groupings.of([children], prices.place)
+    table = HostGroupings.of([children], prices.place)
     share, count = [*table.share[:, table.first][..., None]], len(servers)
     up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
     clocks = prices.clocks(way, own_s[:, None], up, down, round_trip, inside[:, None])

@@ -32,7 +32,7 @@ Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes that had passe
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class FlowPhase:
     """Streams at the same time. `ways`: of each, 0 is from listener to dialler. `weight`: its part of the round's time."""
 
     streams: int
@@ -46,17 +46,17 @@ class Phase:
 
 ONE, FOUR, AGAIN, BOTH, FIRST = (0, 1), (2, 3), (4, 5), 6, (7, 8)  # numbers of phases, by way where there are two
 PHASES = (
-    *(Phase(1, (way,), 4.0) for way in (0, 1)),
-    *(Phase(4, (way,), 2.0) for way in (0, 1)),
-    *(Phase(1, (way,), 3.0) for way in (0, 1)),  # where the one stream is in doubt
-    Phase(1, (0, 1), 1.0),
-    *(Phase(1, (way,), 1.0) for way in (0, 1)),  # a visit of its own, before all others
+    *(FlowPhase(1, (way,), 4.0) for way in (0, 1)),
+    *(FlowPhase(4, (way,), 2.0) for way in (0, 1)),
+    *(FlowPhase(1, (way,), 3.0) for way in (0, 1)),  # where the one stream is in doubt
+    FlowPhase(1, (0, 1), 1.0),
+    *(FlowPhase(1, (way,), 1.0) for way in (0, 1)),  # a visit of its own, before all others
 )
 SPARE = 2.0  # weight that is kept for AGAIN, until it is known whether that is needed
 PINGED = len(PHASES)  # in place of a phase: the round trips
 VISITS = ((*ONE, *FOUR, *AGAIN, BOTH), FIRST)  # phases of a visit, by whether it is the first
 STREAMS = sum(PHASES[number].streams * len(PHASES[number].ways) for number in VISITS[False])
-# Of the seconds of a round, those in which one way may be full, as `Phase.share` counts them.
+# Of the seconds of a round, those in which one way may be full, as `FlowPhase.share` counts them.
 WAY = (PHASES[ONE[0]].weight + UNEVEN * PHASES[FOUR[0]].weight + PHASES[BOTH].weight + SPARE) / (
     sum(PHASES[number].weight for number in (*ONE, *FOUR, BOTH)) + SPARE
 )

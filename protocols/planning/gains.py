@@ -21,7 +21,7 @@ LEAST = 1e-16  # of a power sum, whose terms are at most 1: a smaller one is noi
 GAINS = 1e-9
 
 
-class Places:
+class HostPlacement:
     """Hosts on their places: stage after stage, then those without a part. `total` is the smooth cost."""
 
     def __init__(self, costs: Costs, order: Indices, sharpness: int) -> None:
@@ -128,7 +128,7 @@ def _root(sums: Array, sharpness: int) -> Array:
 
 def descend(costs: Costs, order: Indices, sharpness: int, random: np.random.Generator) -> Indices | None:
     """One pass over `order`: the hosts of the grid, then those without a part. None where no state of it gains."""
-    places = Places(costs, order.copy(), sharpness)
+    places = HostPlacement(costs, order.copy(), sharpness)
     start = best = places.total()
     found, lost, moved = None, 0, np.zeros(len(order), bool)
     while lost < PATIENCE:

@@ -44,7 +44,7 @@ OURS = (
 
 
 @dataclass(frozen=True)
-class Edge:
+class StageEdge:
     """How tensors are coded between a stage and the next: activations forward, their gradients backward.
 
     in_flight: of ScheduleEager1F1B, micro-batches that are on their way there and back while the stages compute.
@@ -56,7 +56,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageServer:
     """The server of one stage.
 
     flags: of ps-serve, as they are named in Settings. layers: how many of the model the stage has; where all stages have 0, the
@@ -70,19 +70,19 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Cluster(Stage):
+class ClusterServer(StageServer):
     """The server of a cluster below the root. replicas: its workers."""
 
     replicas: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerStart:
     """One ps-serve, as `flags` start it. name: "stage 0". above: the address of who must be there before it, "" for none.
     children: the name and the role of each key that it lets in. keys: the folder of these, "" without."""
 
     name: str
-    place: Stage
+    place: StageServer
     above: str
     children: list[tuple[str, str]]
     keys: str
@@ -90,7 +90,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Process:
+class WorkerProcess:
     """One process of one pipeline, or a worker. port: where the others dial it. key: its public key, "" without keys."""
 
     stage: int
@@ -101,19 +101,19 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Deployment:
     """A plan, checked. hosts: name -> address. guests: servers that have shards of the root. samples: of a step, by replica.
     keys: the folder of the root's keys, or of each stage's. Beside it is a folder for each cluster."""
 
     hosts: dict[str, str]
-    stages: list[Stage]
-    processes: list[Process]
-    edges: list[Edge] = field(default_factory=list)
+    stages: list[StageServer]
+    processes: list[WorkerProcess]
+    edges: list[StageEdge] = field(default_factory=list)
     lease: float = 10.0
     checkpoint_clocks: int = 100
     insecure: bool = False
-    clusters: list[Cluster] = field(default_factory=list)
-    guests: list[Stage] = field(default_factory=list)
+    clusters: list[ClusterServer] = field(default_factory=list)
+    guests: list[StageServer] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     keys: str = ""
     version: int = VERSION
@@ -133,7 +133,7 @@ class Layout:
             json.dumps({name: value for name, value in asdict(self).items() if value not in ([], "")}, indent=1) + "\n"
         )
 
-    def pipeline(self, replica: int) -> list[Process]:
+    def pipeline(self, replica: int) -> list[WorkerProcess]:
         """By stage."""
         return sorted((p for p in self.processes if p.replica == replica), key=lambda p: p.stage)
 
@@ -147,7 +147,7 @@ class Layout:
             raise UsageError(f"--plan: its stages have {shown} layers, and the model has {total}; each stage needs one")
         return found
 
-    def on(self, host: str) -> list[Process]:
+    def on(self, host: str) -> list[WorkerProcess]:
         """The processes of a host, by replica and stage. Raises UsageError for one that the plan does not name."""
         self.known(host)
         return sorted((p for p in self.processes if p.host == host), key=lambda p: (p.replica, p.stage))
@@ -161,17 +161,17 @@ class Layout:
         if host not in self.hosts:
             raise UsageError(f"--host {host}: the plan has {', '.join(self.hosts)}; give one of these names")
 
-    def address(self, place: Stage | Process) -> str:
+    def address(self, place: StageServer | WorkerProcess) -> str:
         return f"tcp://{self.hosts[place.host]}:{place.port}"
 
-    def server_of(self, process: Process) -> Stage:
+    def server_of(self, process: WorkerProcess) -> StageServer:
         """That of its cluster, else of its stage."""
         return next((c for c in self.clusters if process.replica in c.replicas), self.stages[process.stage])
 
-    def key_of(self, process: Process) -> str:
+    def key_of(self, process: WorkerProcess) -> str:
         """The file of the key of a process, in the folder of the server that lets it in; "" without keys."""
         at = self.server_of(process)
-        folder = self.keys_of(self.clusters.index(at), self.keys) if isinstance(at, Cluster) else self.keys
+        folder = self.keys_of(self.clusters.index(at), self.keys) if isinstance(at, ClusterServer) else self.keys
         return f"{folder}/{process.host}.key" if self.keys else ""
 
     def cluster_name(self, index: int) -> str:
@@ -203,18 +203,18 @@ class Layout:
             if owner != host and not (path.endswith(".key") and (path.rpartition("/")[0], host) in whole)
         ]
 
-    def with_flags(self, flags: dict[str, Any]) -> Layout:
+    def with_flags(self, flags: dict[str, Any]) -> Deployment:
         """The plan in which every run has these flags, too; a guest takes the root's."""
         stages = [replace(stage, flags=stage.flags | flags) for stage in self.stages]
         clusters = [replace(cluster, flags=cluster.flags | flags) for cluster in self.clusters]
         return replace(self, stages=stages, clusters=clusters)
 
-    def settings(self, place: Stage, children: int) -> dict[str, Any]:
+    def settings(self, place: StageServer, children: int) -> dict[str, Any]:
         """The flags of the run of this server."""
         ours = {"workers": children, "lease": self.lease, "checkpoint_clocks": self.checkpoint_clocks}
         return place.flags | ours
 
-    def servers(self, keys: str = "") -> Iterator[Server]:
+    def servers(self, keys: str = "") -> Iterator[ServerStart]:
         """All, those above first. `keys`: in place of the plan's own."""
         keys, root = keys or self.keys, self.address(self.stages[0])
         below = [(self.cluster_name(index), "cluster") for index in range(len(self.clusters))]
@@ -232,19 +232,19 @@ class Layout:
     def _server(
         self,
         name: str,
-        place: Stage,
+        place: StageServer,
         children: list[tuple[str, str]],
         keys: str,
         more: Sequence[str] = (),
         above: str = "",
-    ) -> Server:
+    ) -> ServerStart:
         host = self.hosts[place.host]
         everywhere = "[::]" if host.startswith("[") else ANY_HOST
         bind = f"tcp://{host if _is_loopback(host) else everywhere}:{place.port}"
         access = ["--keys", keys] if keys else ["--insecure"] * self.insecure
         flags = self.settings(place, len(children)) if children else {"shards": 1} | place.flags
         words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
-        return Server(name, place, above, children, keys, ["--bind", bind, *access, *more, *words])
+        return ServerStart(name, place, above, children, keys, ["--bind", bind, *access, *more, *words])
 
 
 def even(total: int, count: int) -> list[range]:
@@ -253,11 +253,11 @@ def even(total: int, count: int) -> list[range]:
 
 
 ROWS: dict[str, type[Any]] = {
-    "stages": Stage,
-    "edges": Edge,
-    "processes": Process,
-    "clusters": Cluster,
-    "guests": Stage,
+    "stages": StageServer,
+    "edges": StageEdge,
+    "processes": WorkerProcess,
+    "clusters": ClusterServer,
+    "guests": StageServer,
 }
 Row = TypeVar("Row")
 
@@ -277,7 +277,7 @@ def _row(kind: type[Row], what: str, value: Any) -> Row:
         raise UsageError(f"--plan: {what} lacks a field ({str(error).rpartition(': ')[2]})") from None
 
 
-def parse(text: str) -> Layout:
+def parse(text: str) -> Deployment:
     """Raises UsageError, one sentence that names what is wrong."""
     try:
         value = json.loads(text)
@@ -288,12 +288,12 @@ def parse(text: str) -> Layout:
     for name, kind in ROWS.items():
         if isinstance(value, dict) and isinstance(rows := value.get(name, []), list):
             value[name] = [_row(kind, f"{name}[{i}]", row) for i, row in enumerate(rows[:PROCESSES_MAX])]
-    layout = _row(Layout, "the plan", value)
+    layout = _row(Deployment, "the plan", value)
     _check(layout)
     return layout
 
 
-def _check(plan: Layout) -> None:
+def _check(plan: Deployment) -> None:
     stages, replicas = len(plan.stages), plan.replicas if plan.stages else 0
     grid = [(replica, stage) for replica in range(replicas) for stage in range(stages)]
     if not grid or sorted((p.replica, p.stage) for p in plan.processes) != grid:
@@ -314,7 +314,7 @@ def _check(plan: Layout) -> None:
         raise UsageError("--plan: layers is the number of layers of each stage, 1 or more, or no stage has it")
     _check_tree(plan)
     servers = [*plan.stages, *plan.clusters, *plan.guests]
-    places: list[Stage | Process] = [*servers, *plan.processes]
+    places: list[StageServer | WorkerProcess] = [*servers, *plan.processes]
     for place in places:
         if place.host not in plan.hosts:
             raise UsageError(f"--plan: host {place.host} has no address in hosts")
@@ -345,7 +345,7 @@ def _check(plan: Layout) -> None:
         )
 
 
-def _check_tree(plan: Layout) -> None:
+def _check_tree(plan: Deployment) -> None:
     """Clusters, guests and samples."""
     inside = [replica for cluster in plan.clusters for replica in cluster.replicas]
     if (plan.clusters or plan.guests) and len(plan.stages) > 1:
@@ -362,8 +362,8 @@ def _check_tree(plan: Layout) -> None:
         raise UsageError(f"--plan: samples has a number above 0 for each of {plan.replicas} replicas")
 
 
-def _ports(place: Stage | Process) -> int:
-    return int(place.flags.get("shards", 1)) if isinstance(place, Stage) else 1
+def _ports(place: StageServer | WorkerProcess) -> int:
+    return int(place.flags.get("shards", 1)) if isinstance(place, StageServer) else 1
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,10 +1,10 @@
-"""The cost of a step of a data parallel run on a network, with one server or with clusters below it: `Prices`.
+"""The cost of a step of a data parallel run on a network, with one server or with clusters below it: `StepPrices`.
 
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
-bytes. How long its clock takes of them say the closed forms of `Coded`, from compression/predict.py. A run with a bound waits
-for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the samples of all. A
-cluster computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated
-runs.
+bytes. How long its clock takes of them say the closed forms of `CodecCost`, from compression/predict.py. A run with a
+bound waits for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the
+samples of all. A cluster computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds
+these forms to simulated runs.
 
 Rules of links
 - A port carries what all children of its host's server send: it is as fast as the host's fastest link.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.network import Array, Network
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.planning.ways import ModeAndSpec
 
 Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]  # hosts
@@ -41,7 +41,7 @@ SAME = 1.05  # and such a gap is noise of a measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodecCost:
     """The costs of a SPEC for a parameter. serve_s: the server's, for each child. clock_s: takes (own, up, down, round
     trip, window). cluster_s: the same of a cluster whose workers go on while it waits, (own, encode, up, down, round trip,
     window, inside); None: they wait, too."""
@@ -54,14 +54,14 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TrainingWork:
     """A model to train. step_s: seconds of an even share of a step, on a host of speed 1.
 
     `batch`: samples of a step that workers share by their speed; 0: evenly. `shards`: of each server."""
 
     parameters: float
     step_s: float
-    coded: Mapping[str, Coded] = field(default_factory=dict)
+    coded: Mapping[str, CodecCost] = field(default_factory=dict)
     batch: int = 0
     shards: int = 1
 
@@ -161,16 +161,18 @@ def places(network: Network) -> Indices:
 
 
 @dataclass(frozen=True, slots=True)
-class Groupings:
+class HostGroupings:
     """b groupings of the same hosts, as arrays: in each row of `order`, (b, n), the hosts stand group after group."""
 
     order: Indices
     first: npt.NDArray[np.bool_]  # (b, n) here begins a group
     share: Indices  # (levels, b, n) children that share the wire out of a host's place of each level; 1: none
-    inside: Indices  # (b, n) updates in flight inside the group of each host, as `Way.inside`; 1: those of one host
+    inside: (
+        Indices  # (b, n) updates in flight inside the group of each host, as ModeAndSpec.inside; 1: those of one host
+    )
 
     @classmethod
-    def of(cls, groupings: Sequence[Groups], place: Indices) -> Groupings:
+    def of(cls, groupings: Sequence[Groups], place: Indices) -> HostGroupings:
         """`place`: (levels, n) of each host. Children share a wire if each lies wholly in the place."""
         sizes = np.array([len(group) for groups in groupings for group in groups])
         hosts = (host for groups in groupings for group in groups for host in group)
@@ -193,20 +195,20 @@ class Groupings:
         found: Indices = self.first.sum(1)
         return found
 
-    def rows(self, at: Indices) -> Groupings:
-        return Groupings(self.order[at], self.first[at], self.share[:, at], self.inside[at])
+    def rows(self, at: Indices) -> HostGroupings:
+        return HostGroupings(self.order[at], self.first[at], self.share[:, at], self.inside[at])
 
-    def below(self, inside: Indices) -> Groupings:
+    def below(self, inside: Indices) -> HostGroupings:
         """The same, where the groups of several hosts have so many updates in flight inside, (b,)."""
         alone = self.first & np.append(self.first[:, 1:], np.ones((len(self.first), 1), bool), 1)
         return replace(self, inside=np.where(alone, 1, inside[:, None]))
 
 
-class Prices:
+class StepPrices:
     """Prices plans of `work` on `network`. Matrices have the child's row and the server's column. What takes a link that is
     missing costs inf."""
 
-    def __init__(self, network: Network, work: Work) -> None:
+    def __init__(self, network: Network, work: TrainingWork) -> None:
         self.network, self.work = network, work
         self.hosts = np.arange(len(network.hosts))
         self.compute_s = work.compute_s(network)
@@ -227,7 +229,7 @@ class Prices:
 
     def roads(
         self,
-        way: Way,
+        way: ModeAndSpec,
         rows: Indices,
         servers: Indices,
         children: Indices | int,
@@ -266,7 +268,7 @@ class Prices:
         return np.where(np.isinf(rate), alone * sharing, np.maximum(alone, sharing * message / rate))
 
     def clocks(
-        self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
+        self, way: ModeAndSpec, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
     ) -> Array:
         """Clocks of children whose step takes `own_s`, which is broadcast. `inside`: as Groupings has it."""
         mode, coded = way.mode, self.work.coded[way.compress]
@@ -276,7 +278,7 @@ class Prices:
             return found
         return np.where(inside > 1, coded.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, inside), found)
 
-    def inside_s(self, way: Way, clusters: Indices) -> Array:
+    def inside_s(self, way: ModeAndSpec, clusters: Indices) -> Array:
         """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
         rows, servers = clusters[:, :, None], clusters[:, None, :]
         share = [(place[rows] == place[servers]).sum(2)[:, :, None] for place in self.place]
@@ -284,7 +286,7 @@ class Prices:
         found: Array = self.clocks(way, self.compute_s[rows], up, down, trip).max(1) / way.mode.local_steps
         return found
 
-    def children_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
+    def children_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings, roots: Indices) -> Array:
         """(b n, r) clocks of each group, if it had its server at the host of the row. A group whose server is on a host takes
         own_s, (b, n), for a step."""
         n, order = len(self.hosts), groupings.order.ravel()
@@ -303,14 +305,14 @@ class Prices:
         up, down = (part.reshape(-1, len(roots)).take(row, 0) for part in (up, down))
         return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0), groupings.inside.reshape(-1, 1))
 
-    def steps_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
+    def steps_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings, roots: Indices) -> Array:
         """(b, r) seconds of a step with each of `roots`. Servers are chosen exactly: each alone, for its root."""
         begins = np.flatnonzero(groupings.first)
         clocks = np.minimum.reduceat(self.children_s(way, own_s, groupings, roots), begins)
         samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
         return self.together_s(way, clocks, samples, groupings.children)
 
-    def least_s(self, way: Way, own_s: Array, groupings: Groupings) -> Array:
+    def least_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings) -> Array:
         """(b,) seconds of a step, if nothing but the groups' own steps and encoding took time."""
         begins, nothing = np.flatnonzero(groupings.first), np.zeros(1)
         own_s = np.minimum.reduceat(own_s.ravel(), begins)[:, None]
@@ -318,7 +320,7 @@ class Prices:
         samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
         return self.together_s(way, clocks, samples, groupings.children)[:, 0]
 
-    def together_s(self, way: Way, clocks: Array, samples: Array, children: Indices) -> Array:
+    def together_s(self, way: ModeAndSpec, clocks: Array, samples: Array, children: Indices) -> Array:
         """(b, r) seconds of a step, of the clocks (children, r), where so many of them are each one's. Without a bound a step
         is over when as many samples are folded as all have in a clock."""
         begins = np.cumsum(children) - children
@@ -330,11 +332,11 @@ class Prices:
         return found / way.mode.local_steps
 
     def above_s(
-        self, way: Way, own_s: Array, groups: Groups, roots: Indices, inside: int = 1
+        self, way: ModeAndSpec, own_s: Array, groups: Groups, roots: Indices, inside: int = 1
     ) -> tuple[float, int, tuple[int, ...]]:
         """(seconds of a step, the root, each group's server) of the cheapest of `roots`. A group whose server is on a host
         takes own_s[host] for a step, and has `inside` updates in flight."""
-        groupings = Groupings.of([groups], self.place).below(np.array([inside]))
+        groupings = HostGroupings.of([groups], self.place).below(np.array([inside]))
         own_s = own_s[groupings.order]
         step_s = self.steps_s(way, own_s, groupings, roots)[0]
         best = int(step_s.argmin())
@@ -343,7 +345,7 @@ class Prices:
         servers = [group[int(clocks[b:e].argmin())] for group, b, e in zip(groups, sizes, sizes[1:], strict=False)]
         return float(step_s[best]), int(roots[best]), tuple(servers)
 
-    def spread_s(self, way: Way, servers: Sequence[int]) -> float:
+    def spread_s(self, way: ModeAndSpec, servers: Sequence[int]) -> float:
         """Seconds of a step of one server with a shard on each of these hosts."""
         n, at = len(self.hosts), np.array(servers)
         share = [np.bincount(place)[place][:, None] for place in self.place]

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from narrows.protocols.planning.levels import Groups, Indices, Prices
+from narrows.protocols.planning.levels import Groups, Indices, StepPrices
 from narrows.protocols.planning.network import Array
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.planning.ways import ModeAndSpec
 
 PRICED_MAX = 1 << 17  # figures at a time: they fit in a cache
 
 
-class Clusters:
+class ClusterPrices:
     """Seconds of a step of groups, by the host of the server. Each group is priced once with each way."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: StepPrices) -> None:
         self.prices = prices
         self.number: dict[tuple[int, ...], int] = {}
         self.groups: list[tuple[int, ...]] = []
         self.ends = np.zeros(1, np.intp)
-        self.own_s: dict[Way, Array] = {}
+        self.own_s: dict[ModeAndSpec, Array] = {}
 
     def numbers(self, groups: Sequence[tuple[int, ...]]) -> Indices:
         known = len(self.groups)
@@ -36,7 +36,7 @@ class Clusters:
         self.ends = np.concatenate([self.ends, self.ends[-1] + np.cumsum(sizes, dtype=np.intp)])
         return np.fromiter((self.number[group] for group in groups), np.intp, len(groups))
 
-    def of(self, below: Way, numbers: Indices) -> Array:
+    def of(self, below: ModeAndSpec, numbers: Indices) -> Array:
         """(hosts,) of these groups, one after the other."""
         own_s = self.own_s.get(below, np.zeros(0))
         own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
@@ -54,12 +54,12 @@ class Clusters:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PricedCandidates:
     """Plans that were priced together: costs[a, i] is that of aboves[a] over groupings[at[i]] with belows[below[i]] inside."""
 
     groupings: Sequence[Groups]
-    aboves: Sequence[Way]
-    belows: Sequence[Way]
+    aboves: Sequence[ModeAndSpec]
+    belows: Sequence[ModeAndSpec]
     at: Indices
     below: Indices
     costs: Array
@@ -78,7 +78,7 @@ class Look:
         return [*found.values()]
 
 
-Plan = tuple[float, Groups, Way, Way]  # cost
+Plan = tuple[float, Groups, ModeAndSpec, ModeAndSpec]  # cost
 
 
 def partitions(hosts: list[int]) -> Iterator[Groups]:

@@ -25,7 +25,7 @@ Way = tuple[str, str]  # sender, receiver
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """One way. `rates`: bit/s by bytes of a message. `raw`: all that was seen, for people."""
 
     delay_s: float
@@ -40,7 +40,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class MeasuredHost:
     """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it. `address`:
     where the others reach it, "" where that is its name."""
 
@@ -52,28 +52,28 @@ class Host:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredNetwork:
     """All that is known. prices: of a byte, as somebody has written them; shared: `places` and `wires`, likewise."""
 
-    hosts: dict[str, Host] = field(default_factory=dict)
-    links: dict[Way, Link] = field(default_factory=dict)
+    hosts: dict[str, MeasuredHost] = field(default_factory=dict)
+    links: dict[Way, MeasuredLink] = field(default_factory=dict)
     prices: dict[Way, float] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
-    def add_host(self, name: str, host: Host) -> None:
+    def add_host(self, name: str, host: MeasuredHost) -> None:
         """Add a host. The older of two entries says what the newest does not know."""
         old, new = sorted((self.hosts.get(name, host), host), key=lambda each: each.unix_s)
         memory, step_s = new.memory_bytes or old.memory_bytes, new.step_s or old.step_s
         speed, address = new.speed or old.speed, new.address or old.address
         self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s, speed=speed, address=address)
 
-    def add_link(self, way: Way, link: Link) -> None:
+    def add_link(self, way: Way, link: MeasuredLink) -> None:
         if (known := self.links.get(way)) is None or known.unix_s <= link.unix_s:
             self.links[way] = link
         for name in way:
-            self.add_host(name, Host(link.unix_s))
+            self.add_host(name, MeasuredHost(link.unix_s))
 
-    def add(self, other: Measured) -> None:
+    def add(self, other: MeasuredNetwork) -> None:
         for name, host in other.hosts.items():
             self.add_host(name, host)
         for way, link in other.links.items():
@@ -146,9 +146,9 @@ def addresses(document: Mapping[str, Any]) -> dict[str, str]:
 FIELDS = ("from", "to", "measured_unix_s", "delay_s", "bits_per_second")
 
 
-def parse(document: Mapping[str, Any]) -> Measured:
+def parse(document: Mapping[str, Any]) -> MeasuredNetwork:
     """The links and hosts of a parsed network.json; where it has matrices alone, those of them. Raises UsageError."""
-    made = Measured()
+    made = MeasuredNetwork()
     if document.get("format") != FORMAT:
         raise UsageError(f"network.json has format {document.get('format')!r}; this version reads {FORMAT}")
     try:
@@ -164,7 +164,9 @@ def parse(document: Mapping[str, Any]) -> Measured:
             by_hand = speed is not None and not (found and math.isclose(speed, found))
             at = unix_s if at is None else float(at)
             given = float(speed) if by_hand else None
-            made.add_host(name, Host(at, memory and int(memory), step_s and float(step_s), given, there.get(name, "")))
+            made.add_host(
+                name, MeasuredHost(at, memory and int(memory), step_s and float(step_s), given, there.get(name, ""))
+            )
         if "price_per_byte" in document:
             rows = zip(names, document["price_per_byte"], strict=True)
             priced = [(a, b, price) for a, row in rows for b, price in zip(names, row, strict=True)]
@@ -175,7 +177,7 @@ def parse(document: Mapping[str, Any]) -> Measured:
             if not rates or not all(size > 0 and 0 < rate < math.inf for size, rate in rates.items()):
                 raise ValueError(f"the link from {row['from']} to {row['to']} has no rate")
             raw = {key: value for key, value in row.items() if key not in FIELDS}
-            link = Link(float(row["delay_s"]), rates, float(row["measured_unix_s"]), raw)
+            link = MeasuredLink(float(row["delay_s"]), rates, float(row["measured_unix_s"]), raw)
             made.add_link((str(row["from"]), str(row["to"])), link)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UsageError(f"network.json lacks a field or has a wrong one: {error}") from None
@@ -191,7 +193,7 @@ def _rows(document: Mapping[str, Any], names: Sequence[str], unix_s: float) -> I
             yield dict(zip(FIELDS, (sender, receiver, unix_s, document["delay_s"][i][j], rates), strict=True))
 
 
-def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, Link]:
+def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, MeasuredLink]:
     """Both ways of a pair that was measured: way 0 is from the first of `names` to the second. Where one stream was read twice,
     the faster one counts: nothing makes a stream faster than its link."""
     trip = next(flow.figures for flow in flows if flow.phase == PINGED)
@@ -206,7 +208,7 @@ def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, Link]
             "retransmitted": alone["retransmits"] / alone["segments"] if alone["segments"] else 0.0,
             "flows": rows,
         }
-        found[names if way == 0 else names[::-1]] = Link(trip["min_rtt"] / 2, rates(alone), unix_s, raw)
+        found[names if way == 0 else names[::-1]] = MeasuredLink(trip["min_rtt"] / 2, rates(alone), unix_s, raw)
     return found
 
 
@@ -215,11 +217,11 @@ def _raw(flow: Flow) -> dict[str, Any]:
     return {"streams": phase.streams, "both_ways": len(phase.ways) > 1, **flow.figures}
 
 
-def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> Measured:
+def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> MeasuredNetwork:
     """Return what the members of a run have measured of the links to their servers. `frame`: of its page. `server`:
     name of the root's host, "" for that of its address. Members on one host share its links: their highest rate and
     shortest round trip hold."""
-    made = Measured()
+    made = MeasuredNetwork()
     address = parted(str(frame["run"].get("address", "")))[0]
     root = server or address.removeprefix("tcp://").rpartition(":")[0]
     hosts = {(): root} | {tuple(row["path"]): row["host"] for row in frame["members"]}
@@ -230,7 +232,7 @@ def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> Measured:
         if not row["live"] or not member or not above or member == above:
             continue
         if not row["runs"] and row["step_seconds"][0]:
-            made.add_host(member, Host(unix_s, step_s=row["step_seconds"][0]))
+            made.add_host(member, MeasuredHost(unix_s, step_s=row["step_seconds"][0]))
         for way, rate, size in zip(((member, above), (above, member)), row["rate"], row["step_bytes"], strict=True):
             if not rate or not row["round_trip_seconds"]:
                 continue
@@ -238,11 +240,11 @@ def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> Measured:
             old = made.links.get(way)
             best = max(8 * rate, *old.rates.values()) if old else 8 * rate
             delay_s = min(row["round_trip_seconds"] / 2, old.delay_s if old else math.inf)
-            made.add_link(way, Link(delay_s, {nearest: best}, unix_s, {"measured_by": "run"}))
+            made.add_link(way, MeasuredLink(delay_s, {nearest: best}, unix_s, {"measured_by": "run"}))
     return made
 
 
-def table(found: Measured) -> list[str]:
+def table(found: MeasuredNetwork) -> list[str]:
     """Lines: the rate of one stream in Mbit/s, the delay in ms, each with the sender's row."""
     names = list(found.hosts)
     rates = found.matrix(lambda link: link.rates[max(link.rates)] / 1e6)

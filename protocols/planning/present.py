@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrows.protocols.planning.levels import Coded, Prices, Work
+from narrows.protocols.planning.levels import CodecCost, StepPrices, TrainingWork
 from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.ways import WAYS, Way
+from narrows.protocols.planning.ways import WAYS, ModeAndSpec
 from narrows.protocols.settings import Settings
 
 FAST = 1e10  # bytes a second, of a link whose bytes take no time that can be seen
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class ChildRates:
     """A child's figures: seconds of computing in a step; bytes a second of its link, 0: they took no time; seconds."""
 
     own_s: float
@@ -33,13 +33,13 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    way: Way
+class WayPrice:
+    way: ModeAndSpec
     step_s: float
     cost: float  # step_s, times the steps to a loss beside those of bsp
 
 
-def star(children: Sequence[Child]) -> Network:
+def star(children: Sequence[ChildRates]) -> Network:
     """Host 0 is the server. The link between two children does not matter: it is as slow as the slower one's."""
     n = len(children) + 1
     up, down = (
@@ -54,25 +54,25 @@ def star(children: Sequence[Child]) -> Network:
 
 
 def prices(
-    children: Sequence[Child], parameters: float, coded: Mapping[str, Coded], ways: Iterable[Way]
-) -> list[Price]:
+    children: Sequence[ChildRates], parameters: float, coded: Mapping[str, CodecCost], ways: Iterable[ModeAndSpec]
+) -> list[WayPrice]:
     """Return the price of each way, in their order. `coded`: the costs of each SPEC."""
     network = star(children)
-    priced = Prices(network, Work(parameters, 1.0, coded))
+    priced = StepPrices(network, TrainingWork(parameters, 1.0, coded))
     priced.port_in[0], priced.port_out[0] = network.rates[0, 1:, 0].sum(), network.rates[0, 0, 1:].sum()
     own_s = np.array([0.0, *(child.own_s for child in children)])
     groups, root = tuple((host,) for host in range(1, len(own_s))), np.array([0])
     found = [(way, priced.above_s(way, own_s, groups, root)[0]) for way in ways]
-    return [Price(way, step_s, step_s * way.steps(len(children))) for way, step_s in found]
+    return [WayPrice(way, step_s, step_s * way.steps(len(children))) for way, step_s in found]
 
 
-def present(settings: Settings, coded: Mapping[str, Coded]) -> Way:
+def present(settings: Settings, coded: Mapping[str, CodecCost]) -> ModeAndSpec:
     """The way of these settings. Where WAYS has no such row, the one of its mode with the nearest bytes says what it loses."""
     steps = settings.local_steps if settings.sync == "local" else -1
-    way = Way(settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps)
+    way = ModeAndSpec(settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps)
 
-    def far(row: Way) -> tuple[bool, float, int]:
+    def far(row: ModeAndSpec) -> tuple[bool, float, int]:
         wide = abs(math.log(coded[row.compress].bytes / coded[way.compress].bytes))
         return row.sync != way.sync, wide, abs(row.staleness - way.staleness)
 
-    return Way(way.sync, min(WAYS, key=far).over, way.compress, way.staleness, way.local_steps)
+    return ModeAndSpec(way.sync, min(WAYS, key=far).over, way.compress, way.staleness, way.local_steps)

@@ -20,22 +20,22 @@ from itertools import chain
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import Message
-from narrows.protocols.planning.bounds import Bounds
+from narrows.protocols.planning.bounds import ByteBudget
 from narrows.protocols.planning.flows import FIRST_ROUND_S, Flow, begun, checked, whole
-from narrows.protocols.planning.measured import Link, of_pair
+from narrows.protocols.planning.measured import MeasuredLink, of_pair
 from narrows.protocols.planning.probe_messages import (
     MESSAGE_BYTES_MAX,
-    Beat,
-    Dial,
-    End,
-    Join,
-    Listen,
-    Opened,
-    Report,
-    Steps,
+    ProbeBeat,
+    ProbeDial,
+    ProbeEnd,
+    ProbeJoin,
+    ProbeListen,
+    ProbeListening,
+    ProbeReport,
+    ProbeStepTime,
 )
-from narrows.protocols.planning.sharing import Pair, Shared, rounds_alone, shared, shares
-from narrows.protocols.planning.visits import Found, Machine, Try, Visit, again, rounds
+from narrows.protocols.planning.sharing import Pair, SharedPath, rounds_alone, shared, shares
+from narrows.protocols.planning.visits import PairTry, PairVisit, ProbedMachine, ProbeFindings, again, rounds
 from narrows.protocols.wire import unpack
 
 MACHINES_MAX = 256
@@ -47,7 +47,7 @@ STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and in which it has said so: a script
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendToMachine:
     """Effect: send this to a machine."""
 
     peer: bytes
@@ -55,16 +55,16 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class PrintLine:
     """Effect: a line for the user."""
 
     text: str
 
 
-Effects = list[Tell | Say]
+Effects = list[SendToMachine | PrintLine]
 
 
-class Probe:
+class ProbeDirector:
     """`secret`: nobody else knows it; tokens are made of it. `bytes_max`: of payload, of all pairs. `known`: pairs of names
     that need not be measured. `found` and `failed` are what came of it, `over` is True once all is done."""
 
@@ -72,19 +72,19 @@ class Probe:
         self, count: int, seconds: float, bytes_max: int, secret: str, known: frozenset[frozenset[str]]
     ) -> None:
         self.count, self.seconds, self.secret, self.known = count, seconds, secret, known
-        self.bounds = Bounds(seconds, bytes_max)
-        self.visits: dict[frozenset[int], Visit] = {}  # the first ones that are over
+        self.bounds = ByteBudget(seconds, bytes_max)
+        self.visits: dict[frozenset[int], PairVisit] = {}  # the first ones that are over
         self.first = True  # all visits are first ones
-        self.machines: list[Machine] = []
+        self.machines: list[ProbedMachine] = []
         self.rounds: list[list[Pair]] = []
         self.pairs = 0  # that are measured, those that are so once more included
         self.number = 0  # of the rounds that have begun
-        self.tries: dict[str, Try] = {}  # under way, by token
+        self.tries: dict[str, PairTry] = {}  # under way, by token
         self.gone: set[int] = set()
-        self.found: list[Found] = []
+        self.found: list[ProbeFindings] = []
         self.failed: list[str] = []
         self.began_ns: int | None = None  # the first round
-        self.shared: list[Shared] | None = None  # None: not all rounds are over
+        self.shared: list[SharedPath] | None = None  # None: not all rounds are over
         self.over = False
 
     def name(self, machine: int) -> str:
@@ -97,33 +97,33 @@ class Probe:
 
     def hear(self, peer: bytes, message: Message, now_ns: int) -> Effects:
         """A message that came. Raises RemoteProtocolError where it may not come from there."""
-        if isinstance(message, Join):
+        if isinstance(message, ProbeJoin):
             return self._joined(peer, message, now_ns)
         number = next((i for i, machine in enumerate(self.machines) if machine.peer == peer), -1)
         if number < 0:
-            return [Tell(peer, End("the director does not know this machine any more"))]
+            return [SendToMachine(peer, ProbeEnd("the director does not know this machine any more"))]
         self.machines[number].heard_ns = now_ns
-        if isinstance(message, Beat):
-            return [Tell(peer, message)]
+        if isinstance(message, ProbeBeat):
+            return [SendToMachine(peer, message)]
         match message:
-            case Opened(token, port) if (trial := self.tries.get(token)) and number == trial.listener:
+            case ProbeListening(token, port) if (trial := self.tries.get(token)) and number == trial.listener:
                 if not 0 < port < 65536:
                     raise RemoteProtocolError(f"{self.name(number)} names port {port}")
                 host = self.machines[number].join.host
                 return [self._tell(trial.dialler, self._dial(trial, host, port))]
-            case Report(token, why, flows) if (trial := self.tries.get(token)) and number in (
+            case ProbeReport(token, why, flows) if (trial := self.tries.get(token)) and number in (
                 trial.listener,
                 trial.dialler,
             ):
                 return self._reported(trial, number, why, checked(unpack(flows, MESSAGE_BYTES_MAX)), now_ns)
-            case Opened() | Report():
+            case ProbeListening() | ProbeReport():
                 return []  # it comes late
-            case Steps(seconds) if 0 <= seconds < math.inf:
+            case ProbeStepTime(seconds) if 0 <= seconds < math.inf:
                 self.machines[number].step_s = seconds
                 return self._begin(now_ns)
         raise RemoteProtocolError(f"a machine does not send {type(message).__name__}")
 
-    def _joined(self, peer: bytes, join: Join, now_ns: int) -> Effects:
+    def _joined(self, peer: bytes, join: ProbeJoin, now_ns: int) -> Effects:
         if any(machine.peer == peer for machine in self.machines):
             return []
         why = ""
@@ -132,9 +132,9 @@ class Probe:
         elif any(machine.join.name == join.name for machine in self.machines):
             why = f"another machine is named {join.name} too; give this one a --name"
         if why:
-            return [Tell(peer, End(why)), Say(f"{join.name} was refused: {why}")]
-        self.machines.append(Machine(peer, join, now_ns, now_ns))
-        return [Say(f"{join.name} has come")]
+            return [SendToMachine(peer, ProbeEnd(why)), PrintLine(f"{join.name} was refused: {why}")]
+        self.machines.append(ProbedMachine(peer, join, now_ns, now_ns))
+        return [PrintLine(f"{join.name} has come")]
 
     def without(self, why: str, now_ns: int, name: str = "") -> Effects:
         """This machine does not take part, before the first round, "": nor do all that have not come. The others begin where
@@ -142,7 +142,7 @@ class Probe:
         self.failed.append(why)
         self.machines = [machine for machine in self.machines if machine.join.name != name]
         self.count = max(len(self.machines), self.count - 1 if name else 0)
-        return [Say(why), *self._begin(now_ns)]
+        return [PrintLine(why), *self._begin(now_ns)]
 
     def _begin(self, now_ns: int) -> Effects:
         """The first round, where all are there and have timed their steps."""
@@ -159,7 +159,7 @@ class Probe:
         self.bounds.begin(self.pairs, again(self.count))
         limit = f"at most {len(self.rounds) * self._round_s:,.0f} s and {self.bounds.first_bytes / 1e6:,.0f} MB"
         text = f"{self.pairs} pairs in {len(self.rounds)} rounds, for round trips and first readings: {limit}"
-        return [Say(text), *self._next(now_ns)]
+        return [PrintLine(text), *self._next(now_ns)]
 
     @property
     def _round_s(self) -> float:
@@ -180,18 +180,18 @@ class Probe:
         limit = (
             f"at most {(len(self.rounds) + most) * self.seconds:,.0f} s and {self.bounds.bytes / 1e6:,.0f} MB in all"
         )
-        return [Say(f"streams of {sum(map(len, self.rounds))} pairs in {len(self.rounds)} rounds{more}: {limit}")]
+        return [PrintLine(f"streams of {sum(map(len, self.rounds))} pairs in {len(self.rounds)} rounds{more}: {limit}")]
 
     @property
     def sent(self) -> float:
         """Bytes, by all pairs that were measured."""
         return sum(flow.figures.get("sent_bytes", 0.0) for each in self.found for flow in each.flows)
 
-    def links(self) -> dict[tuple[str, str], Link]:
+    def links(self) -> dict[tuple[str, str], MeasuredLink]:
         """Return the links that were found, by names; of those that shared a way, what each has without the others."""
         number = {machine.join.name: at for at, machine in enumerate(self.machines)}
-        before: dict[Pair, Link] = {}
-        made: dict[Pair, Link] = {}
+        before: dict[Pair, MeasuredLink] = {}
+        made: dict[Pair, MeasuredLink] = {}
         for found in self.found:
             for way, link in of_pair(found.names, found.flows, 0.0).items():
                 at = number[way[0]], number[way[1]]
@@ -222,17 +222,17 @@ class Probe:
                 self.rounds += more
                 count = sum(map(len, more))
                 self.pairs += count
-                said.append(Say(f"{count} pairs shared a way with others: they are measured once more, alone"))
+                said.append(PrintLine(f"{count} pairs shared a way with others: they are measured once more, alone"))
             if self.number == len(self.rounds):
                 self.over = True
-                return [*said, *(Tell(machine.peer, End("")) for machine in self.machines)]
+                return [*said, *(SendToMachine(machine.peer, ProbeEnd("")) for machine in self.machines)]
             pairs = self.rounds[self.number]
             self.number += 1
             live = [pair for pair in pairs if not self.gone.intersection(pair)]
             live = live if self.first else [self.visits[frozenset(pair)].pair for pair in live]
             names = ", ".join(f"{self.name(a)} - {self.name(b)}" for a, b in live)
             kind = "first round" if self.first else "round"
-            said += [Say(f"{kind} {self.number} of {len(self.rounds)}: {names}")] if live else []
+            said += [PrintLine(f"{kind} {self.number} of {len(self.rounds)}: {names}")] if live else []
             said += chain.from_iterable(self._try(a, b, now_ns, again=False) for a, b in live)
         return said
 
@@ -240,32 +240,32 @@ class Probe:
         text = f"{self.secret} {self.first} {self.number} {listener} {dialler} {again}".encode()
         token = blake2b(text, digest_size=16).hexdigest()
         ends_ns = now_ns + int(self._round_s * NS) + LATE_NS
-        self.tries[token] = Try(token, listener, dialler, ends_ns, again)
-        return [self._tell(listener, Listen(token, self._round_s, self.first))]
+        self.tries[token] = PairTry(token, listener, dialler, ends_ns, again)
+        return [self._tell(listener, ProbeListen(token, self._round_s, self.first))]
 
-    def _dial(self, trial: Try, host: str, port: int) -> Dial:
+    def _dial(self, trial: PairTry, host: str, port: int) -> ProbeDial:
         pair, most = (trial.listener, trial.dialler), (self.bounds.first, self.bounds.first)
         if not self.first:
             most = int(self.bounds.allowed[pair]), int(self.bounds.allowed[pair[::-1]])
         trip_s = 0.0 if self.first else self.visits[frozenset(pair)].trip_s
-        return Dial(trial.token, host, port, self._round_s, self.first, *most, trip_s)
+        return ProbeDial(trial.token, host, port, self._round_s, self.first, *most, trip_s)
 
-    def _tell(self, machine: int, message: Message) -> Tell:
-        return Tell(self.machines[machine].peer, message)
+    def _tell(self, machine: int, message: Message) -> SendToMachine:
+        return SendToMachine(self.machines[machine].peer, message)
 
-    def _reported(self, trial: Try, number: int, why: str, flows: list[Flow], now_ns: int) -> Effects:
+    def _reported(self, trial: PairTry, number: int, why: str, flows: list[Flow], now_ns: int) -> Effects:
         if trial.token not in self.tries:
             return []
         if why and not trial.again and not trial.reports and number == trial.dialler and not flows:
             del self.tries[trial.token]
             said = self._try(trial.dialler, trial.listener, now_ns, again=True)
-            return [Say(f"{why}; the other way is tried"), *said]
+            return [PrintLine(f"{why}; the other way is tried"), *said]
         if why:
             return self._fail(trial, why, now_ns)
         trial.reports[number] = flows
         return self._measured(trial, now_ns) if len(trial.reports) == 2 else []
 
-    def _measured(self, trial: Try, now_ns: int) -> Effects:
+    def _measured(self, trial: PairTry, now_ns: int) -> Effects:
         del self.tries[trial.token]
         merged: dict[tuple[int, int], dict[str, float]] = {}
         for each in chain.from_iterable(trial.reports.values()):
@@ -273,19 +273,19 @@ class Probe:
         rows = tuple(Flow(phase, way, figures) for (phase, way), figures in sorted(merged.items()))
         pair = trial.listener, trial.dialler
         if self.first and (seen := begun(rows)):
-            self.visits[frozenset(pair)] = Visit(pair, seen[0], rows)
+            self.visits[frozenset(pair)] = PairVisit(pair, seen[0], rows)
             self.bounds.saw(pair, seen[1])
         elif not self.first and whole(rows):
             names = self.name(trial.listener), self.name(trial.dialler)
-            self.found.append(Found(names, (*rows, *self.visits[frozenset(pair)].flows)))
+            self.found.append(ProbeFindings(names, (*rows, *self.visits[frozenset(pair)].flows)))
         else:
             self.failed.append(f"{self.name(pair[0])} - {self.name(pair[1])}: their reports do not say all")
         return self._next(now_ns)
 
-    def _fail(self, trial: Try, why: str, now_ns: int) -> Effects:
+    def _fail(self, trial: PairTry, why: str, now_ns: int) -> Effects:
         del self.tries[trial.token]
         self.failed.append(f"{self.name(trial.listener)} - {self.name(trial.dialler)}: {why}")
-        return [Say(self.failed[-1]), *self._next(now_ns)]
+        return [PrintLine(self.failed[-1]), *self._next(now_ns)]
 
     def tick(self, now_ns: int) -> Effects:
         """Time has passed."""
@@ -295,7 +295,7 @@ class Probe:
                 said += self._lost(number, now_ns)
         for machine in [each for each in self.machines if each.step_s is None and now_ns - each.came_ns > STEPS_NS]:
             why = f"{machine.join.name}: its steps were not timed within {STEPS_NS // NS} s"
-            said += [Tell(machine.peer, End(why)), *self.without(why, now_ns, machine.join.name)]
+            said += [SendToMachine(machine.peer, ProbeEnd(why)), *self.without(why, now_ns, machine.join.name)]
         for trial in [trial for trial in self.tries.values() if now_ns >= trial.ends_ns]:
             silent = [self.name(each) for each in (trial.listener, trial.dialler) if each not in trial.reports]
             said += self._fail(trial, f"no report of {' and '.join(silent)} within {self._round_s:g} s", now_ns)
@@ -304,14 +304,14 @@ class Probe:
     def _lost(self, number: int, now_ns: int) -> Effects:
         if self.began_ns is None:  # another one may come in its place
             machine = self.machines.pop(number)
-            return [Say(f"{machine.join.name} is gone")]
+            return [PrintLine(f"{machine.join.name} is gone")]
         self.gone.add(number)
         name = self.name(number)
         left = [pair for row in self.rounds[self.number :] for pair in row if number in pair]
         left = [pair for pair in left if not (self.gone - {number}).intersection(pair)]
         self.failed += [f"{self.name(a)} - {self.name(b)}: {name} is gone" for a, b in left]
         said: Effects = [
-            Say(f"{name} has said nothing for {SILENT_NS // NS} s: it is gone, and its pairs are left out")
+            PrintLine(f"{name} has said nothing for {SILENT_NS // NS} s: it is gone, and its pairs are left out")
         ]
         for trial in [trial for trial in self.tries.values() if number in (trial.listener, trial.dialler)]:
             said += self._fail(trial, f"{name} is gone", now_ns)

@@ -14,7 +14,7 @@ MESSAGE_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Message):
+class ProbeJoin(Message):
     """Machine to director: I am here. `host`: where others reach me, "": where this director is dialled. 0: not known."""
 
     name: Name
@@ -23,21 +23,21 @@ class Join(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(Message):
+class ProbeStepTime(Message):
     """Machine to director: so long a step of the script takes here, 0: not known. From now on it measures."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Message):
+class ProbeBeat(Message):
     """A sign of life, and its answer."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Listen(Message):
+class ProbeListen(Message):
     """Director to machine: open a port for whoever shows the token. `first`: for the first visit of this pair."""
 
     token: Name
@@ -46,7 +46,7 @@ class Listen(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened(Message):
+class ProbeListening(Message):
     """Its answer."""
 
     token: Name
@@ -54,7 +54,7 @@ class Opened(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Dial(Message):
+class ProbeDial(Message):
     """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director.
 
     most_0, most_1: bytes a second that may go from listener to dialler, and back; of a first visit, bytes in all.
@@ -71,7 +71,7 @@ class Dial(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Message):
+class ProbeReport(Message):
     """Machine to director: what it has seen of a try. `why` "": all went well. `flows`: packed rows of `flows.Flow`."""
 
     token: Name
@@ -80,19 +80,27 @@ class Report(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class End(Message):
+class ProbeEnd(Message):
     """Director to machine: all is over, or `why` you cannot take part."""
 
     why: Name
 
 
 KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Join, Steps, Beat, Listen, Opened, Dial, Report, End)
-}
+    "Join": ProbeJoin,
+    "Steps": ProbeStepTime,
+    "Beat": ProbeBeat,
+    "Listen": ProbeListen,
+    "Opened": ProbeListening,
+    "Dial": ProbeDial,
+    "Report": ProbeReport,
+    "End": ProbeEnd,
+}  # by the name on the wire
+NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def encode(message: Message) -> list[bytes]:
-    return [pack([type(message).__name__, *astuple(message)])]  # type: ignore[call-overload]
+    return [pack([NAMES[type(message)], *astuple(message)])]  # type: ignore[call-overload]
 
 
 def decode(frames: Sequence[Buffer]) -> Any:

@@ -31,7 +31,7 @@ ROTATED = (6, 12, 24)  # hosts of a mutation
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FoundLayout:
     """The best layout that was found, its price, who has no part, and how many layouts were priced for it."""
 
     layout: Layout
@@ -41,7 +41,7 @@ class Plan:
     found_at: int  # the evaluation that found it
 
 
-def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = None) -> Plan:
+def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = None) -> FoundLayout:
     """The cheapest layout of `job` on `network` after at most so many evaluations; UsageError where none has enough memory.
 
     None: EVALUATIONS, and of more than HOSTS_MANY hosts fewer in proportion. Where there are no more partitions than that, or
@@ -51,7 +51,7 @@ def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = No
     every = partitions_count(hosts, job)
     if evaluations is None:
         evaluations = every if every <= EVERY_MAX else EVALUATIONS * HOSTS_MANY // max(HOSTS_MANY, hosts) or 1
-    search = Search(costs, seed, evaluations)
+    search = LayoutSearch(costs, seed, evaluations)
     if every <= evaluations:
         for partition in partitions(range(hosts), job.stages, job.replicas):
             search.evaluated(np.array([host for group in partition for host in group]))
@@ -77,7 +77,7 @@ def partitions(hosts: Sequence[int], stages: int, replicas: int) -> Iterator[lis
         yield from ([group, *others] for others in partitions(rest, stages - 1, replicas))
 
 
-class Search:
+class LayoutSearch:
     def __init__(self, costs: Costs, seed: int, evaluations: int) -> None:
         if evaluations < 1:
             raise UsageError("a search needs one evaluation or more")
@@ -101,7 +101,7 @@ class Search:
             if child[0] <= population[worse][0]:
                 population[worse] = child
 
-    def plan(self) -> Plan:
+    def plan(self) -> FoundLayout:
         """The best that was evaluated."""
         assert self.best
         prediction, layout, found_at = self.best
@@ -111,7 +111,7 @@ class Search:
                 "layout found; add hosts, or ask for more stages"
             )
         spare = np.setdiff1d(np.arange(len(self.costs.network.hosts)), layout.grid)
-        return Plan(layout, prediction, tuple(int(host) for host in spare), self.evaluations, found_at)
+        return FoundLayout(layout, prediction, tuple(int(host) for host in spare), self.evaluations, found_at)
 
     def near(self) -> list[Indices]:
         """Each host after the one that is nearest to it: neighbours in one group, and neighbours in one pipeline."""

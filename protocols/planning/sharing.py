@@ -16,7 +16,7 @@ from itertools import permutations
 import numpy as np
 
 from narrows.protocols.planning.levels import places
-from narrows.protocols.planning.measured import Link
+from narrows.protocols.planning.measured import MeasuredLink
 from narrows.protocols.planning.network import FORMAT, Network
 
 GAINS = 1.25
@@ -24,14 +24,14 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPath:
     """Pairs from one place to another, the faster one first; the first one is measured alone."""
 
     pairs: tuple[Pair, ...]
     places: tuple[int, int]
 
 
-def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, float]) -> list[Shared]:
+def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, float]) -> list[SharedPath]:
     """Those of the rounds, by their two places. `rates`: bit/s of each way that is known, of `count` machines."""
     table = [[rates.get((a, b), 1.0) for b in range(count)] for a in range(count)]
     delay = [[0.0] * count for _ in range(count)]
@@ -50,12 +50,12 @@ def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, fl
             if max(map(ends.count, at)) > 1 and (a, b) in rates and (b, a) in rates:
                 found.setdefault(at, []).append((a, b))
     return [
-        Shared(tuple(sorted(pairs, key=lambda pair: -min(rates[pair], rates[pair[::-1]]))), at)
+        SharedPath(tuple(sorted(pairs, key=lambda pair: -min(rates[pair], rates[pair[::-1]]))), at)
         for at, pairs in sorted(found.items())
     ]
 
 
-def rounds_alone(all_shared: Sequence[Shared], most: int) -> list[list[Pair]]:
+def rounds_alone(all_shared: Sequence[SharedPath], most: int) -> list[list[Pair]]:
     """Rounds of the first pairs, at most so many of them, in which no two have a place in common."""
     made: list[tuple[set[int], list[Pair]]] = []
     for each in all_shared[:most]:
@@ -67,7 +67,9 @@ def rounds_alone(all_shared: Sequence[Shared], most: int) -> list[list[Pair]]:
     return [pairs for _, pairs in made]
 
 
-def shares(each: Shared, before: Mapping[Pair, Link], alone: Mapping[Pair, Link], name: str) -> dict[Pair, Link]:
+def shares(
+    each: SharedPath, before: Mapping[Pair, MeasuredLink], alone: Mapping[Pair, MeasuredLink], name: str
+) -> dict[Pair, MeasuredLink]:
     """The ways that have as much as the first pair had alone. `name`: its names, for people."""
     found = {}
     for turn in permutations((0, 1)):

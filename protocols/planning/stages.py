@@ -18,10 +18,10 @@ import numpy as np
 from narrows.protocols.errors import UsageError
 from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.planning.cost import Job, Layout
-from narrows.protocols.planning.layout import Edge, even
-from narrows.protocols.planning.levels import Coded
+from narrows.protocols.planning.layout import StageEdge, even
+from narrows.protocols.planning.levels import CodecCost
 from narrows.protocols.planning.network import Array, Network
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.planning.ways import ModeAndSpec
 
 FORWARD, BACKWARD = 0, 1
 SHARES = (
@@ -34,7 +34,7 @@ AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: an edge's way is one of th
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class EdgeCost:
     """The costs of a coding for a byte of float32: bytes that travel, seconds of the sender, seconds of the receiver."""
 
     bytes: float
@@ -43,7 +43,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PipelineModel:
     """A model to train in stages. step_s: seconds that all its layers take for one replica's share of a step on speed 1.
     cut_bytes: float32 values of one micro-batch at a cut. money_s: seconds that a unit of money is worth.
 
@@ -56,8 +56,8 @@ class Model:
     micro_batches: int
     cut_bytes: float
     layer_memory_bytes: float
-    carried: Mapping[str, tuple[Carried, Carried]]
-    coded: Mapping[str, Coded]
+    carried: Mapping[str, tuple[EdgeCost, EdgeCost]]
+    coded: Mapping[str, CodecCost]
     money_s: float = 0.0
 
     def job(self, stages: int, replicas: int, coding: str) -> Job:
@@ -79,7 +79,7 @@ class Model:
     def stage_parameters(self, layout: Layout, stage: int) -> float:
         return self.parameters * int(layout.depths[stage]) / self.layers
 
-    def sent_bytes(self, edge: Edge, direction: int) -> float:
+    def sent_bytes(self, edge: StageEdge, direction: int) -> float:
         """Of one micro-batch."""
         return self.cut_bytes * self.carried[(edge.forward, edge.backward)[direction]][direction].bytes
 
@@ -91,7 +91,7 @@ def order(stage: int, micro_batches: int, in_flight: Sequence[int]) -> list[int]
     return [FORWARD] * warm_up + steady + [BACKWARD] * warm_up
 
 
-def covered(network: Network, layout: Layout, model: Model, edges: Sequence[Edge]) -> list[Edge]:
+def covered(network: Network, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> list[StageEdge]:
     """The edges, coded as they are, with as many micro-batches in flight as their slowest pair's round trip covers, and no more
     than there are."""
     most = min(IN_FLIGHT_MAX, model.micro_batches)
@@ -110,12 +110,12 @@ def contiguous(network: Network, job: Job) -> Layout:
     return Layout(grid, np.array([len(layers) for layers in even(job.layers, job.stages)]))
 
 
-def fits(network: Network, model: Model, layout: Layout) -> bool:
+def fits(network: Network, model: PipelineModel, layout: Layout) -> bool:
     """Each host has memory for the layers of its stage."""
     return bool((layout.depths * model.layer_memory_bytes <= network.memory_bytes[layout.grid].min(1)).all())
 
 
-def soonest_alone(network: Network, model: Model, replicas: int) -> tuple[int, float] | None:
+def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tuple[int, float] | None:
     """(host, seconds) of the fastest host with memory for all layers, where it makes all of a step; None: there is none."""
     able = np.flatnonzero(network.memory_bytes >= model.layers * model.layer_memory_bytes)
     if not able.size:
@@ -124,7 +124,7 @@ def soonest_alone(network: Network, model: Model, replicas: int) -> tuple[int, f
     return host, replicas * model.step_s / float(network.compute[host])
 
 
-def edges_money(network: Network, layout: Layout, model: Model, edges: Sequence[Edge]) -> list[float]:
+def edges_money(network: Network, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> list[float]:
     """By edge, of a step: what its pairs send each other."""
     found = []
     for edge, (here, there) in zip(edges, pairwise(layout.grid), strict=True):
@@ -134,7 +134,7 @@ def edges_money(network: Network, layout: Layout, model: Model, edges: Sequence[
 
 
 def exchanges_money(
-    network: Network, layout: Layout, model: Model, servers: Sequence[int], ways: Sequence[Way]
+    network: Network, layout: Layout, model: PipelineModel, servers: Sequence[int], ways: Sequence[ModeAndSpec]
 ) -> list[float]:
     """By stage, of a step: what its replicas exchange with its server."""
     found = []

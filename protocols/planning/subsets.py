@@ -22,8 +22,8 @@ from itertools import combinations
 import numpy as np
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import EXACT_MAX, NEAR, ROOTS_MAX, Choice, Chooser, choices, choose
-from narrows.protocols.planning.levels import Groups, Work, cuts, places
+from narrows.protocols.planning.choose import EXACT_MAX, NEAR, ROOTS_MAX, Chooser, DeploymentChoice, choices, choose
+from narrows.protocols.planning.levels import Groups, TrainingWork, cuts, places
 from narrows.protocols.planning.looks import partitions
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.ways import BELOW, WAYS
@@ -37,7 +37,7 @@ FINE = 4096  # samples a host, where shares are as fine as speeds
 Hosts = tuple[int, ...]
 
 
-def restricted(network: Network, work: Work, hosts: Sequence[int]) -> tuple[Network, Work]:
+def restricted(network: Network, work: TrainingWork, hosts: Sequence[int]) -> tuple[Network, TrainingWork]:
     """Return the network of these hosts, and the same step for them: of fewer hosts each has a larger even share."""
     return network.of(hosts), replace(work, step_s=work.step_s * len(network.hosts) / len(hosts))
 
@@ -48,11 +48,11 @@ def _partitions(count: int) -> tuple[Groups, ...]:
 
 
 @dataclass(slots=True)
-class Subsets:
+class HostSubsets:
     """The costs of subsets of the hosts, each priced once."""
 
     network: Network
-    work: Work
+    work: TrainingWork
     costs: dict[Hosts, tuple[float, float]] = field(default_factory=dict)  # what costs less than the second is known
 
     @property
@@ -143,7 +143,7 @@ class Subsets:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ChosenHosts:
     """The hosts that the plan uses, and what others would cost. Costs are seconds of a step x steps to a loss.
 
     plans: of these hosts, as `choices` returns them. whole: the cost of all hosts together, inf where no plan has all; lacking:
@@ -152,7 +152,7 @@ class Kept:
     """
 
     hosts: Hosts
-    plans: list[Choice]
+    plans: list[DeploymentChoice]
     whole: float
     lacking: str
     missed: tuple[int, float] | None
@@ -163,11 +163,11 @@ class Kept:
         return self.plans[0].cost
 
 
-def keep(network: Network, work: Work, all_hosts: bool = False) -> Kept:
+def keep(network: Network, work: TrainingWork, all_hosts: bool = False) -> ChosenHosts:
     """Choose the hosts. `all_hosts`: all of them. Raises UsageError where links are missing that every such plan needs, or
     samples are fewer than hosts."""
-    subsets, everybody = Subsets(network, work), tuple(range(len(network.hosts)))
-    hosts, plans, whole, lacking = everybody, list[Choice](), math.inf, ""
+    subsets, everybody = HostSubsets(network, work), tuple(range(len(network.hosts)))
+    hosts, plans, whole, lacking = everybody, list[DeploymentChoice](), math.inf, ""
     try:
         plans = choices(network, work)
         whole = plans[0].cost
@@ -188,9 +188,11 @@ def keep(network: Network, work: Work, all_hosts: bool = False) -> Kept:
         shared = replace(work, batch=FINE * len(network.hosts))
         best = choose(*restricted(network, shared, hosts)).cost
         if not all_hosts:
-            best = min(best, choose(*restricted(network, shared, Subsets(network, shared).search(hosts, best))).cost)
+            best = min(
+                best, choose(*restricted(network, shared, HostSubsets(network, shared).search(hosts, best))).cost
+            )
         by_speed = best
-    return Kept(hosts, plans, whole, lacking, missed and (missed[1], missed[0]), by_speed)
+    return ChosenHosts(hosts, plans, whole, lacking, missed and (missed[1], missed[0]), by_speed)
 
 
 def _without(hosts: Hosts, host: int) -> Hosts:

@@ -8,23 +8,23 @@ from itertools import zip_longest
 
 from narrows.protocols.gossip.topology import edges
 from narrows.protocols.planning.flows import Flow
-from narrows.protocols.planning.probe_messages import Join
+from narrows.protocols.planning.probe_messages import ProbeJoin
 from narrows.protocols.planning.sharing import Pair
 
 
 @dataclass(slots=True)
-class Machine:
+class ProbedMachine:
     """One that has joined."""
 
     peer: bytes
-    join: Join
+    join: ProbeJoin
     came_ns: int
     heard_ns: int
     step_s: float | None = None  # None: it times its steps
 
 
 @dataclass(slots=True)
-class Try:
+class PairTry:
     """A pair that is being measured. Flows have the ways as the listener sees them: 0 is towards the dialler."""
 
     token: str
@@ -36,7 +36,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class PairVisit:
     """The first visit of a pair, its listener first: the shortest round trip, and what it has seen."""
 
     pair: Pair
@@ -45,7 +45,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeFindings:
     """A pair that was measured: flows of `names`, way 0 is from the first to the second."""
 
     names: tuple[str, str]

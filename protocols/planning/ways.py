@@ -23,7 +23,7 @@ STEPS_POWER = 4.7
 
 
 @dataclass(frozen=True)
-class Way:
+class ModeAndSpec:
     """One row. `over`: the loss over bsp's, of the first of COUNTS."""
 
     sync: str
@@ -67,18 +67,18 @@ class Way:
 
 
 WAYS = (
-    Way("bsp", (0.0,)),  # equal to one process
-    Way("ssp", (0.0, 0.002, 0.031, 0.077), staleness=1),
-    Way("ssp", (0.0,), "int4", staleness=1),
-    Way("ssp", GROWS, "topk:0.11+sign", staleness=1),
-    Way("ssp", (0.004,), "topk:0.11+sign", staleness=2),
-    Way("ssp", (0.018,), "cycle:0.25/0.24+sign", staleness=1),
-    Way("ssp", (0.041,), "cycle:0.15+sign", staleness=2),
-    Way("ssp", (0.068,), "cycle:0.09+sign", staleness=4),
-    Way("ssp", (0.079,), "cycle:0.06+sign", staleness=3),
-    Way("ssp", (0.099,), "cycle:0.03+sign", staleness=2),
+    ModeAndSpec("bsp", (0.0,)),  # equal to one process
+    ModeAndSpec("ssp", (0.0, 0.002, 0.031, 0.077), staleness=1),
+    ModeAndSpec("ssp", (0.0,), "int4", staleness=1),
+    ModeAndSpec("ssp", GROWS, "topk:0.11+sign", staleness=1),
+    ModeAndSpec("ssp", (0.004,), "topk:0.11+sign", staleness=2),
+    ModeAndSpec("ssp", (0.018,), "cycle:0.25/0.24+sign", staleness=1),
+    ModeAndSpec("ssp", (0.041,), "cycle:0.15+sign", staleness=2),
+    ModeAndSpec("ssp", (0.068,), "cycle:0.09+sign", staleness=4),
+    ModeAndSpec("ssp", (0.079,), "cycle:0.06+sign", staleness=3),
+    ModeAndSpec("ssp", (0.099,), "cycle:0.03+sign", staleness=2),
     # Measured without a link: -0.2 and 3.9 %. With one, four updates are under way: as late as dense with four clocks, 7.2 %.
-    Way("async", (0.072, 0.111), "topk:0.11+sign"),
-    Way("local", (0.083, 0.177, 0.26), local_steps=50),
+    ModeAndSpec("async", (0.072, 0.111), "topk:0.11+sign"),
+    ModeAndSpec("local", (0.083, 0.177, 0.26), local_steps=50),
 )
 BELOW = tuple(way for way in WAYS if way.sync in ("bsp", "ssp"))  # inside a cluster

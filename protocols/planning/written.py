@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import Choice
-from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
-from narrows.protocols.planning.levels import Indices, Work
+from narrows.protocols.planning.choose import DeploymentChoice
+from narrows.protocols.planning.layout import ClusterServer, Deployment, StageEdge, StageServer, WorkerProcess
+from narrows.protocols.planning.levels import Indices, TrainingWork
 from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.ways import Way
+from narrows.protocols.planning.ways import ModeAndSpec
 
 PORT = 5555  # of the first server at an address
 PROCESS_PORT = 6000  # of the first process of a pipeline there
@@ -27,7 +27,7 @@ SAMPLES = "{samples}"  # in the arguments of a script
 
 
 @dataclass(slots=True)
-class Ports:
+class PortNumbers:
     """The next port of each address, from `begin` on."""
 
     begin: int
@@ -40,7 +40,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class HostAddresses:
     """Names and addresses of hosts; without one a host has its name."""
 
     network: Network
@@ -55,20 +55,24 @@ class Places:
         return {name: self.of(host) for host, name in enumerate(self.network.hosts)}
 
 
-def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: bool, keys: str) -> Layout:
+def clustered(
+    places: HostAddresses, plan: DeploymentChoice, work: TrainingWork, shards: int, insecure: bool, keys: str
+) -> Deployment:
     """A data parallel run; process r is host r's worker. `keys`: the folder of the root's, without `insecure`."""
-    ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
+    ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
 
     def served(host: int, flags: Mapping[str, Any]) -> tuple[str, int, dict[str, Any]]:
         # Shards of one server are as many on each host that has some.
         return hosts[host], ports.take(places.of(host), shards), {**flags, **({"shards": shards} if shards > 1 else {})}
 
-    return Layout(
+    return Deployment(
         places.addresses,
-        [Stage(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
-        [Process(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
-        clusters=[Cluster(*served(server, plan.below.flags()), replicas=[*group]) for server, group in plan.clusters],
-        guests=[Stage(*served(host, {})) for host in plan.spread[1:]],
+        [StageServer(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
+        [WorkerProcess(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
+        clusters=[
+            ClusterServer(*served(server, plan.below.flags()), replicas=[*group]) for server, group in plan.clusters
+        ],
+        guests=[StageServer(*served(host, {})) for host in plan.spread[1:]],
         samples=work.samples(places.network) if work.batch else [],
         insecure=insecure,
         keys="" if insecure else keys,
@@ -76,29 +80,29 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
 
 
 def staged(
-    places: Places,
+    places: HostAddresses,
     grid: Indices,
     depths: Indices,
     servers: Sequence[int],
-    ways: Sequence[Way],
-    edges: Sequence[Edge],
+    ways: Sequence[ModeAndSpec],
+    edges: Sequence[StageEdge],
     publics: Mapping[str, str],
     keys: str,
-) -> Layout:
+) -> Deployment:
     """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
 
     servers, ways: the host and the flags of each stage's server.
     publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
     """
-    ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
-    return Layout(
+    ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
+    return Deployment(
         places.addresses,
         [
-            Stage(hosts[host], ports.take(places.of(host)), way.flags(), int(depth))
+            StageServer(hosts[host], ports.take(places.of(host)), way.flags(), int(depth))
             for host, way, depth in zip(servers, ways, depths, strict=True)
         ],
         [
-            Process(stage, replica, hosts[host], peers.take(places.of(int(host))), publics.get(hosts[host], ""))
+            WorkerProcess(stage, replica, hosts[host], peers.take(places.of(int(host))), publics.get(hosts[host], ""))
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
@@ -119,7 +123,7 @@ def words_of(script: str) -> list[str]:
         raise UsageError(f"--script {script}: close each quote, and write \\ twice at the end ({error})") from None
 
 
-def commands(plan: Layout, file: str, script: str) -> Lines:
+def commands(plan: Deployment, file: str, script: str) -> Lines:
     """Each host reads the plan, in `file`. Raises UsageError for a script that is no words."""
     found, words = making_keys(plan), words_of(script)
     for name, lines in found.items():
@@ -131,7 +135,7 @@ def commands(plan: Layout, file: str, script: str) -> Lines:
     return found
 
 
-def long_commands(plan: Layout, script: str) -> Lines:
+def long_commands(plan: Deployment, script: str) -> Lines:
     """The same run without the plan, of one that is no pipeline. Raises UsageError as `commands` does."""
     found, split = making_keys(plan), words_of(script)
     for server in plan.servers():
@@ -146,14 +150,14 @@ def long_commands(plan: Layout, script: str) -> Lines:
     return found
 
 
-def handing_over(plan: Layout) -> list[str]:
+def handing_over(plan: Deployment) -> list[str]:
     """Lines that say which keys go to which hosts, before these begin."""
     found = [f"    {path} {f'from {owner} ' if owner else ''}to {host}" for path, owner, host in plan.handed_over()]
     return ["hand over, each to the same path where the commands of its host are started (one folder for all needs nothing):",
             *found] if found else []  # fmt: skip
 
 
-def making_keys(plan: Layout) -> Lines:
+def making_keys(plan: Deployment) -> Lines:
     """Commands that make the keys of a plan. The owner of a pipeline makes those of its processes."""
     found: Lines = {name: [] for name in plan.hosts}
     for server in plan.servers() if len(plan.stages) == 1 else ():

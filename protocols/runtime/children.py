@@ -46,7 +46,7 @@ PR_SET_CHILD_SUBREAPER = 36
 Event = tuple[int, str, Any]
 
 
-class Child:
+class StartedChild:
     """One process, the leader of its group."""
 
     def __init__(self, pid: int) -> None:
@@ -104,20 +104,20 @@ class Child:
             self.stdin = -1
 
 
-class Children:
+class ChildProcesses:
     """Starts children, and hears them."""
 
     def __init__(self) -> None:
         self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
-        self.given = launch.Given.take()
+        self.given = launch.ForkedEnvironment.take()
         self.hash_seed = (self.given and self.given.hash_seed) or str(secrets.randbelow(1 << 32))
-        self.nursery: Child | None = None
+        self.nursery: StartedChild | None = None
         self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
         self.nurseries = 0  # that took the place of one that died
         self.needs: list[tuple[str, str]] = []  # of all nurseries
         self.closing = False
-        self.forked: dict[int, Child] = {}  # by it, that have not ended
-        self.answers: queue.Queue[Child | str] = queue.Queue()  # of the nursery: a child, or why there is none
+        self.forked: dict[int, StartedChild] = {}  # by it, that have not ended
+        self.answers: queue.Queue[StartedChild | str] = queue.Queue()  # of the nursery: a child, or why there is none
 
     @property
     def forks(self) -> bool:
@@ -147,7 +147,7 @@ class Children:
         """The socket of the nursery that was forked with this command, if its children may have that one's hash seed."""
         if (given := self.given) is None:
             return None
-        nursery = Child(given.pid)
+        nursery = StartedChild(given.pid)
         threading.Thread(target=self._wait, args=(NURSERY, nursery, nursery.reap, ()), daemon=True).start()
         if env.get("PYTHONHASHSEED", given.hash_seed) != given.hash_seed:
             given.port.close()  # which ends it
@@ -184,7 +184,7 @@ class Children:
         passed: Mapping[str, int] | None = None,
         name: str = "",
         nests: bool = False,
-    ) -> Child:
+    ) -> StartedChild:
         """Start python with these words.
 
         listens: the kind of what comes on a descriptor (1, 2), or on one whose number is in a variable. stdin: it gets a pipe.
@@ -219,7 +219,7 @@ class Children:
 
     def _spawn(
         self, words: Sequence[str], env: Mapping[str, str], standard: Sequence[int], handed: Mapping[str, int]
-    ) -> tuple[Child, Callable[[], int | None]]:
+    ) -> tuple[StartedChild, Callable[[], int | None]]:
         process = subprocess.Popen(
             [sys.executable, *words],
             env={**env, STARTED_BY: str(os.getpid()), **{name: str(fd) for name, fd in handed.items()}},
@@ -229,7 +229,7 @@ class Children:
             pass_fds=tuple(handed.values()),
             start_new_session=True,
         )
-        return Child(process.pid), process.wait
+        return StartedChild(process.pid), process.wait
 
     def _fork(
         self,
@@ -239,19 +239,19 @@ class Children:
         nests: bool,
         standard: Sequence[int],
         handed: Mapping[str, int],
-    ) -> tuple[Child, Callable[[], int | None]] | None:
+    ) -> tuple[StartedChild, Callable[[], int | None]] | None:
         """A child of the nursery, or None where it does not fork."""
         # As exec hands them down.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
         assert self.nursery is not None
         own = {**env, STARTED_BY: f"{self.nursery.pid},{os.getpid()}"}
-        request = launch.Request([*words], own, os.getcwd(), name, [*handed], ignored, nests)
+        request = launch.ForkRequest([*words], own, os.getcwd(), name, [*handed], ignored, nests)
         try:
             request.send(self.port, [*standard, *handed.values()])
             answer = self.answers.get(timeout=FORK_S)
         except (OSError, queue.Empty) as error:
             answer = str(error) or f"no answer came within {FORK_S:.0f} s"
-        if isinstance(answer, Child):
+        if isinstance(answer, StartedChild):
             return answer, answer.wait
         self._ready(answer)
         return None
@@ -267,7 +267,7 @@ class Children:
             while raw := port.recv(launch.MESSAGE_BYTES_MAX):
                 kind, *values = json.loads(raw)
                 if kind == "pid":
-                    forked[values[0]] = child = Child(values[0])
+                    forked[values[0]] = child = StartedChild(values[0])
                     if not self.forks:
                         child.kill()  # it came too late: another one was started in its place
                     answers.put(child)
@@ -298,7 +298,7 @@ class Children:
             self._ask(self.needs)
             self._hear_nursery()
 
-    def _adopt(self, child: Child) -> None:
+    def _adopt(self, child: StartedChild) -> None:
         """Wait for a child of a nursery that has died."""
         try:
             if self.closing or not self.adopts:
@@ -327,7 +327,7 @@ class Children:
                     self.events.put((index, *event_of(line.decode(errors="replace").rstrip("\n"))))
 
     def _wait(
-        self, index: int, child: Child, wait: Callable[[], int | None], readers: Sequence[threading.Thread]
+        self, index: int, child: StartedChild, wait: Callable[[], int | None], readers: Sequence[threading.Thread]
     ) -> None:
         child.ended(wait() or 0)
         deadline = time.monotonic() + PIPES_END_S

@@ -15,7 +15,7 @@ from narrows.protocols.effects import NS
 TURN_NS = NS // 4  # a turn of the loop takes some tens of ms; of a longer one no more counts
 
 
-class Awake:
+class AwakeClock:
     """`clock`: ns. One thread turns; any may ask. `begins_ns`: what time it is now; by default that of `clock`."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, begins_ns: int = 0) -> None:

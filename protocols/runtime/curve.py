@@ -3,7 +3,7 @@
 Rules
 - A public key is written as 64 hex digits. Both ends of a connection know the other's before it carries anything.
 - Who may dial is asked once for each connection, on a thread of its own (ZAP), and by whoever reads its messages again.
-- A handshake that fails says why to whoever dials, as far as ZeroMQ tells it: see `Failures`.
+- A handshake that fails says why to whoever dials, as far as ZeroMQ tells it: see `HandshakeMonitor`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAULTS_MAX = 1000  # library errors in a row, with nothing read between them: no
 LIBRARY = (zmq.ZMQError, OSError, ValueError, struct.error)  # what pyzmq and the modules below it raise while they read
 
 
-class Faults:
+class LibraryFaults:
     """Counts the errors that libraries raise while one thread reads from its sockets.
 
     One error costs the message or the event that was being read. `tell` gets a sentence about the first error of each kind.
@@ -88,7 +88,7 @@ def public_of(secret: str) -> str:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CurveKeys:
     """own: the pair by which those who dial us know us; None: we listen in the open. dials: for an address our pair there, and
     the public key that must answer; None: it is dialled in the open. admits: whether the owner of a public key may dial us;
     any thread asks."""
@@ -98,20 +98,20 @@ class Curve:
     admits: Callable[[str], bool]
 
 
-class Dialler(bytes):
+class DiallerId(bytes):
     """The routing id of a peer that has proved to have the secret of `key`."""
 
     key: str
 
     @staticmethod
-    def of(frame: zmq.Frame) -> Dialler:
+    def of(frame: zmq.Frame) -> DiallerId:
         """Returns the sender of a message by its first frame. Raises an error of LIBRARY where the frame names no key."""
-        made = Dialler(frame.bytes)
+        made = DiallerId(frame.bytes)
         made.key = z85.decode(str(frame.get("User-Id"))).hex()
         return made
 
 
-class Why(Enum):
+class HandshakeFailure(Enum):
     """Why a handshake has failed."""
 
     REFUSED = "the key is not one of those that are let in"
@@ -119,7 +119,7 @@ class Why(Enum):
     STRANGE = "who is there has not the key that was expected"
 
 
-class Failures:
+class HandshakeMonitor:
     """The failures of one socket that dials `address`: its monitor, to be polled, and what each failure means."""
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,7 +133,7 @@ class Failures:
         self.cut = False  # a connection of ours has ended, since this was looked at
         self.refused = False  # nothing that was sent will leave
 
-    def take(self) -> list[Why]:
+    def take(self) -> list[HandshakeFailure]:
         """Return the failures since the last call, by what they mean."""
         found = []
         while self.monitor.poll(0):
@@ -144,7 +144,7 @@ class Failures:
                 case zmq.EVENT_DISCONNECTED:
                     self.cut |= self.met
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    found.append(Why.REFUSED)
+                    found.append(HandshakeFailure.REFUSED)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     found.append(_meant(event["value"]))
                 case _:
@@ -152,16 +152,16 @@ class Failures:
         self.refused |= bool(found)
         return found
 
-    def _hung_up(self) -> list[Why]:
+    def _hung_up(self) -> list[HandshakeFailure]:
         """Without a word. Where one has keys and the other has none, either may hang up before the other has read why. A tunnel
         hangs up as long as nobody is behind it: that one does not greet."""
         greeted = mechanism(self.address)
         if greeted != self._own():
-            return [Why.KEYLESS] if greeted else []
+            return [HandshakeFailure.KEYLESS] if greeted else []
         self.strange += 1
         self.since = self.since if self.strange > 1 else self.clock()
         often = self.strange >= STRANGE_MAX and self.clock() - self.since >= STRANGE_S
-        return [Why.STRANGE] if often else []
+        return [HandshakeFailure.STRANGE] if often else []
 
     def _own(self) -> bytes:
         return b"NULL" if self.watched.getsockopt(zmq.MECHANISM) == zmq.NULL else b"CURVE"
@@ -197,12 +197,12 @@ def _greeted(probe: socket.socket) -> bytes:
     return heard[GREETING_NAMES].rstrip(b"\0")
 
 
-def _meant(value: int) -> Why:
+def _meant(value: int) -> HandshakeFailure:
     """By a failure of the protocol."""
-    return Why.KEYLESS if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else Why.STRANGE
+    return HandshakeFailure.KEYLESS if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else HandshakeFailure.STRANGE
 
 
-class Strangers:
+class ListenerMonitor:
     """The thread that hears of those who dial a listening socket, and are not let in, say nothing, or are gone.
 
     It does nothing else: events that nobody takes would stop the thread of ZeroMQ that makes them, and they come as fast as
@@ -212,12 +212,12 @@ class Strangers:
     def __init__(
         self,
         watched: zmq.Socket[bytes],
-        refused: Callable[[Why], None],
+        refused: Callable[[HandshakeFailure], None],
         gone: Callable[[bytes], None],
         connections: Connections | None,
     ) -> None:
         self.watched, self.refused, self.gone, self.connections = watched, refused, gone, connections
-        self.faults = Faults()
+        self.faults = LibraryFaults()
         counted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if connections is not None else 0
         self.monitor: Any = watched.get_monitor_socket(FAILURES | counted | zmq.EVENT_MONITOR_STOPPED)
         self.thread = threading.Thread(target=self._main, name="narrows-strangers", daemon=True)
@@ -247,7 +247,7 @@ class Strangers:
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self.refused(_meant(value))
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not endpoint.startswith(b"ipc:"):
-            self.refused(Why.STRANGE)
+            self.refused(HandshakeFailure.STRANGE)
         elif event == zmq.EVENT_ACCEPTED and self.connections is not None:
             self.connections.accept(value)
         elif (
@@ -260,10 +260,12 @@ class Strangers:
         self.thread.join()
 
 
-class Door:
+class CurveAuthenticator:
     """The thread that asks `admits` about each connection to a listening socket of this context."""
 
-    def __init__(self, context: zmq.Context[Any], curve: Curve, refused: Callable[[Why, str], None]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], curve: CurveKeys, refused: Callable[[HandshakeFailure, str], None]
+    ) -> None:
         from zmq.auth.thread import ThreadAuthenticator  # and asyncio, which others do without
 
         self.curve, self.refused = curve, refused
@@ -279,7 +281,7 @@ class Door:
         except LIBRARY:
             return False
         if not admitted:
-            self.refused(Why.REFUSED, public)
+            self.refused(HandshakeFailure.REFUSED, public)
         return admitted
 
     def close(self) -> None:

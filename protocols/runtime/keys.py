@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.curve import KeyPair, Why, new_pair, public_of
+from narrows.protocols.runtime.curve import HandshakeFailure, KeyPair, new_pair, public_of
 
 LIST_S = 0.5  # the list is at most so old
 ROLES = ("worker", "cluster")  # that a key is made for
@@ -216,12 +216,12 @@ def keyed(address: str, own: Secret | None) -> str:
     return f"{address}/{own.public}" if own is not None else address
 
 
-def refusal(why: Why, key: Secret | None, flag: str) -> str:
+def refusal(why: HandshakeFailure, key: Secret | None, flag: str) -> str:
     """Return what the owner of a process is told that a server did not let in; "" where nothing is sure yet."""
-    if why is Why.REFUSED and key is not None:
+    if why is HandshakeFailure.REFUSED and key is not None:
         return f"the server does not let in the key of {key.name}: its owner lists it with ps-serve keys add"
-    if why is Why.KEYLESS and key is None:
+    if why is HandshakeFailure.KEYLESS and key is None:
         return f"the server lets in keys only: give {flag} FILE, which its owner makes with ps-serve keys add"
-    if why is Why.KEYLESS:
+    if why is HandshakeFailure.KEYLESS:
         return f"the server has no keys: leave {flag} out if everyone on the way to it is trusted"
     return f"the server there is not the one that {flag} was made for: ask its owner for a new file" if key else ""

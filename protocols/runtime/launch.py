@@ -65,7 +65,7 @@ def unfit() -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """A child that is to be started, with descriptors beside: stdin, stdout, stderr, and those of `handed`."""
 
     words: Sequence[str]  # what follows `python`
@@ -84,16 +84,16 @@ class Request:
             socket.send_fds(port, [json.dumps(["fork"]).encode()], [memory.fileno(), *fds])
 
     @staticmethod
-    def taken(fd: int) -> Request:
+    def taken(fd: int) -> ForkRequest:
         """The request in this memory, which is closed."""
         with open(fd, "rb") as memory:
-            return Request(**json.loads(memory.read(REQUEST_BYTES_MAX)))
+            return ForkRequest(**json.loads(memory.read(REQUEST_BYTES_MAX)))
 
 
 Begins = Callable[[], Any]  # what a child is to do; it returns the same of a child of its own, or None
 
 
-class Nursery:
+class ForkServer:
     """One command's nursery, at the other end of `port`."""
 
     def __init__(self, port: socket.socket) -> None:
@@ -119,7 +119,7 @@ class Nursery:
                     kind, *asked = json.loads(raw)
                     if kind == "need":
                         self.prepare(*asked)
-                    elif begins := self._fork(fds[1:], Request.taken(fds[0])):
+                    elif begins := self._fork(fds[1:], ForkRequest.taken(fds[0])):
                         return begins
         os._exit(0)
 
@@ -148,7 +148,7 @@ class Nursery:
         _, status = os.waitpid(pid, 0)
         self.tell("ended", pid, os.waitstatus_to_exitcode(status))
 
-    def _fork(self, fds: list[int], request: Request) -> Begins | None:
+    def _fork(self, fds: list[int], request: ForkRequest) -> Begins | None:
         if why := unfit():
             self.tell("refused", why)
         else:
@@ -171,7 +171,7 @@ class Nursery:
             os.close(fd)
         return None
 
-    def _begins(self, fds: list[int], request: Request) -> Begins:
+    def _begins(self, fds: list[int], request: ForkRequest) -> Begins:
         for number, fd in enumerate(fds[:3]):
             os.dup2(fd, number)
             os.close(fd)
@@ -189,7 +189,7 @@ class Nursery:
         return partial(interpreter.run, [*request.words])
 
 
-def _nest(fds: Sequence[int]) -> Nursery | None:
+def _nest(fds: Sequence[int]) -> ForkServer | None:
     """Fork a nursery from a command that begins; returns it there. `fds`: those of the command alone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if pid := os.fork():
@@ -203,11 +203,11 @@ def _nest(fds: Sequence[int]) -> Nursery | None:
     for fd in (nothing, *fds):
         os.close(fd)
     ours.close()
-    return Nursery(theirs)
+    return ForkServer(theirs)
 
 
 @dataclass(frozen=True)
-class Given:
+class ForkedEnvironment:
     """The nursery that was forked with this command, at the other end of `port`."""
 
     port: socket.socket
@@ -215,16 +215,16 @@ class Given:
     hash_seed: str  # "": nobody knows it
 
     @staticmethod
-    def take() -> Given | None:
+    def take() -> ForkedEnvironment | None:
         """Return it where there is one, once. Nothing that this process starts hears of it."""
         fd, pid, hash_seed = os.environ.pop(GIVEN, "  ").split(" ")
         if not fd:
             return None
         os.set_inheritable(int(fd), False)
-        return Given(socket.socket(fileno=int(fd)), int(pid), hash_seed)
+        return ForkedEnvironment(socket.socket(fileno=int(fd)), int(pid), hash_seed)
 
 
 def main() -> None:
-    begins: Begins | None = Nursery(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
+    begins: Begins | None = ForkServer(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
     while begins is not None:
         begins = begins()

@@ -30,8 +30,14 @@ from narrows.protocols.planning.flows import (
     VISITS,
     Flow,
 )
-from narrows.protocols.planning.probe_messages import Dial
-from narrows.protocols.runtime.streams import Clock, MeasureError, Received, Sent, received_figures
+from narrows.protocols.planning.probe_messages import ProbeDial
+from narrows.protocols.runtime.streams import (
+    MeasurementError,
+    MeasurementTime,
+    ReceivingStream,
+    SendingStream,
+    received_figures,
+)
 
 CONNECT_S = 5.0
 HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
@@ -48,10 +54,10 @@ Streams = dict[tuple[int, int], socket.socket]
 STRANGERS_MAX = 64  # connections that show another token
 
 
-class Pair:
+class MeasuringEnd:
     """One end of a measurement. `way`: that in which this end sends, 0 at the listener."""
 
-    def __init__(self, line: socket.socket, way: int, clock: Clock) -> None:
+    def __init__(self, line: socket.socket, way: int, clock: MeasurementTime) -> None:
         self.line, self.way, self.clock = line, way, clock
         self.flows: list[Flow] = []
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,10 +72,10 @@ class Pair:
     def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, sizes: Sequence[int]) -> None:
         """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways. `sizes`: bytes by way."""
         ways = [way for way in PHASES[phase].ways for _ in range(PHASES[phase].streams)]
-        clock = Clock(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
+        clock = MeasurementTime(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
         over: list[float] = []
-        ends: list[tuple[int, Sent | Received]] = [
-            (way, Sent(each) if way == self.way else Received(each, over))
+        ends: list[tuple[int, SendingStream | ReceivingStream]] = [
+            (way, SendingStream(each) if way == self.way else ReceivingStream(each, over))
             for way, each in zip(ways, opened, strict=True)
         ]
         threads = [
@@ -81,8 +87,8 @@ class Pair:
             thread.join()
         for way in PHASES[phase].ways:
             here = [end for each, end in ends if each == way]
-            sent = [end for end in here if isinstance(end, Sent)]
-            received = [end for end in here if isinstance(end, Received)]
+            sent = [end for end in here if isinstance(end, SendingStream)]
+            received = [end for end in here if isinstance(end, ReceivingStream)]
             self._add(phase, way, [end.figures() for end in sent] or [received_figures(received, phase in FIRST)])
 
     def _add(self, phase: int, way: int, rows: Sequence[dict[str, float]]) -> None:
@@ -90,7 +96,7 @@ class Pair:
         self.flows.append(Flow(phase, way, {name: sum(row[name] for row in rows) for name in names}))
 
 
-def _exactly(source: socket.socket, size: int, clock: Clock) -> bytes:
+def _exactly(source: socket.socket, size: int, clock: MeasurementTime) -> bytes:
     """So many bytes. Raises OSError."""
     got = b""
     while len(got) < size:
@@ -109,10 +115,10 @@ def open_port(host: str, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=16, dualstack_ipv6=True)
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
-        raise MeasureError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
+        raise MeasurementError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
 
 
-def _accepted(listener: socket.socket, token: str, first: bool, clock: Clock, stack: ExitStack) -> Streams:
+def _accepted(listener: socket.socket, token: str, first: bool, clock: MeasurementTime, stack: ExitStack) -> Streams:
     """All connections that show the token, and the line, by phase and number. All others are closed."""
     found: Streams = {}
     strangers = 0
@@ -123,7 +129,7 @@ def _accepted(listener: socket.socket, token: str, first: bool, clock: Clock, st
         except (TimeoutError, ConnectionError):  # nobody dials, or who did has reset the connection by now
             continue
         with suppress(OSError, struct.error):
-            limit = Clock(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
+            limit = MeasurementTime(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
             magic, shown, *place = HELLO.unpack(_exactly(made, HELLO.size, limit))
             if magic == MAGIC and hmac.compare_digest(shown, token.encode()) and tuple(place) in STREAMS[first]:
                 found[place[0], place[1]] = made
@@ -140,11 +146,11 @@ def _of_phase(found: Streams, phase: int) -> list[socket.socket]:
 
 def listen(listener: socket.socket, token: str, seconds: float, first: bool, stop: threading.Event) -> list[Flow]:
     """The side of the listener. Raises MeasureError."""
-    clock = Clock(time.monotonic() + seconds + CONNECT_S, stop)
+    clock = MeasurementTime(time.monotonic() + seconds + CONNECT_S, stop)
     with ExitStack() as stack, listener:
         try:
             found = _accepted(listener, token, first, clock, stack)
-            pair = Pair(found[LINE, 0], 0, clock)
+            pair = MeasuringEnd(found[LINE, 0], 0, clock)
             pair.line.sendall(b"k")
             while (row := pair.hear())[0] != OVER:
                 kind, phase_s, *sizes = row
@@ -155,13 +161,13 @@ def listen(listener: socket.socket, token: str, seconds: float, first: bool, sto
                 else:
                     raise ConnectionError("the other end is out of step")
         except OSError as error:
-            raise MeasureError(f"the measurement broke off: {error}") from None
+            raise MeasurementError(f"the measurement broke off: {error}") from None
     return pair.flows
 
 
-def dial(host: str, asked: Dial, stop: threading.Event) -> list[Flow]:
+def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
     """The side of the dialler, which reaches the other at `host`. Raises MeasureError."""
-    clock = Clock(time.monotonic() + asked.seconds, stop)
+    clock = MeasurementTime(time.monotonic() + asked.seconds, stop)
 
     def connect(place: tuple[int, int]) -> socket.socket:
         made = socket.create_connection((host.strip("[]"), asked.port), timeout=clock.turn(CONNECT_S))
@@ -175,21 +181,21 @@ def dial(host: str, asked: Dial, stop: threading.Event) -> list[Flow]:
             with ThreadPoolExecutor(len(places)) as pool:  # so that it is one round trip
                 for place, made in zip(places, pool.map(connect, places), strict=True):
                     found[place] = stack.enter_context(made)
-            pair = Pair(found[line], 1, clock)
-            if _exactly(pair.line, 1, Clock(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
+            pair = MeasuringEnd(found[line], 1, clock)
+            if _exactly(pair.line, 1, MeasurementTime(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
                 raise ConnectionError("no ps-probe is there")
         except OSError as error:
             why = "nothing answers" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise MeasureError(f"port {asked.port} of {host} cannot be dialled: {why}") from None
+            raise MeasurementError(f"port {asked.port} of {host} cannot be dialled: {why}") from None
         try:
             (_first if asked.first else _streams)(pair, found, asked)
             pair.say(OVER)
         except OSError as error:
-            raise MeasureError(f"the measurement with {host} broke off: {error}") from None
+            raise MeasurementError(f"the measurement with {host} broke off: {error}") from None
     return pair.flows
 
 
-def _first(pair: Pair, found: Streams, asked: Dial) -> None:
+def _first(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
     """Round trips, and what the link roughly has."""
     times = _round_trips(pair)
     low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
@@ -201,7 +207,7 @@ def _first(pair: Pair, found: Streams, asked: Dial) -> None:
         pair.streams(number, _of_phase(found, number), seconds, sizes)
 
 
-def _streams(pair: Pair, found: Streams, asked: Dial) -> None:
+def _streams(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
     """What the link has, in as many seconds as there are."""
     todo, spare, unit_s = [*ONE, *FOUR, BOTH], flows.SPARE, math.inf
     while todo:
@@ -218,7 +224,7 @@ def _streams(pair: Pair, found: Streams, asked: Dial) -> None:
             todo, spare, unit_s = [*more, *todo], 0.0, unit_s * flows.spared(more)
 
 
-def _round_trips(pair: Pair, now: Callable[[], float] = time.perf_counter) -> list[float]:
+def _round_trips(pair: MeasuringEnd, now: Callable[[], float] = time.perf_counter) -> list[float]:
     """Seconds of each; PINGS of them, or as many as PINGS_S allow, and at least one."""
     times, end = list[float](), now() + PINGS_S
     while len(times) < PINGS and (not times or now() < end):

@@ -18,10 +18,17 @@ from narrows.protocols.errors import (
     RemoteProtocolError,
     StageLostError,
 )
-from narrows.protocols.messages import Buffer, Tensor
-from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX, Came, Channels, Effect, Taken, ToPeer
-from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
+from narrows.protocols.messages import Buffer, PipelineTensor
+from narrows.protocols.pipeline.channels import (
+    IN_FLIGHT_MAX,
+    Channels,
+    Effect,
+    SendOnChannel,
+    TensorArrived,
+    TensorTaken,
+)
+from narrows.protocols.runtime.clock import AwakeClock
+from narrows.protocols.runtime.curve import CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.sockets import Drops, Peer, Sockets
 from narrows.protocols.wire import decode, encode
 
@@ -33,7 +40,7 @@ ERRORS = BY_EXIT_CODE | {StageLostError.exit_code: StageLostError}
 Command = Callable[[Channels, int], Sequence[Effect]]
 
 
-class Peers:
+class ChannelRunner:
     """Channels to the processes at `addresses`, of which `rank` is this one.
 
     `names`: what each is called in a sentence. `plan`: a number that all share. `pair`: our keys; `keys`: the public key of
@@ -54,10 +61,10 @@ class Peers:
         self.rank, self.addresses, self.keys = rank, list(addresses), list(keys)
         self.lease_s = lease_s
         self.bytes_up = self.bytes_down = 0
-        self.clock = Awake()
+        self.clock = AwakeClock()
         life = secrets.randbits(62)
         self._channels = Channels(rank, list(names), plan, life, int(lease_s * NS), self.clock.now())
-        self._came: dict[tuple[int, int], deque[Tensor]] = {}  # by peer and tag
+        self._came: dict[tuple[int, int], deque[PipelineTensor]] = {}  # by peer and tag
         self._flying = dict.fromkeys(self._channels.peers, 0)  # tensors to each that its script has not taken
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -68,7 +75,7 @@ class Peers:
         if pair is not None:
             own, admitted = pair, frozenset(self.keys)
             there = dict(zip(self.addresses, self.keys, strict=True))
-            curve = Curve(own, lambda address: (own, there[address]), admitted.__contains__)
+            curve = CurveKeys(own, lambda address: (own, there[address]), admitted.__contains__)
         self._sockets = Sockets(curve=curve, failed=self._shut_out, linked=self._linked, faulted=self._drops.refuse)
         try:
             self._sockets.listen(f"tcp://{_bound(self.addresses[rank])}")
@@ -97,7 +104,7 @@ class Peers:
         """There is a tensor of this peer to take."""
         return bool(self._came.get((of, tag)))
 
-    def receive(self, of: int, tag: int, limit_s: float) -> Tensor:
+    def receive(self, of: int, tag: int, limit_s: float) -> PipelineTensor:
         """The next tensor of this peer with this tag. Raises what ended the channels, once nothing is left to take."""
         self._until(lambda: self.has(of, tag), limit_s, f"a tensor of {self._channels.names[of]}", of)
         with self._changed:
@@ -177,7 +184,7 @@ class Peers:
         self.bytes_down += sum(map(len, frames))
         try:
             message = decode(frames)
-            if isinstance(peer, Dialler) and self.keys[getattr(message, "worker", self.rank)] != peer.key:
+            if isinstance(peer, DiallerId) and self.keys[getattr(message, "worker", self.rank)] != peer.key:
                 raise RemoteProtocolError("it has the rank of a process with another key")
             effects = self._channels.receive(message, self.clock.now())
         except (NarrowsError, IndexError) as error:  # who dials must not end what others began
@@ -190,16 +197,18 @@ class Peers:
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
-                case ToPeer(peer, message):
+                case SendOnChannel(peer, message):
                     frames = encode(message)
                     self.bytes_up += sum(map(len, frames))
-                    receipt = self._sockets.send(self.addresses[peer], frames, control=not isinstance(message, Tensor))
+                    receipt = self._sockets.send(
+                        self.addresses[peer], frames, control=not isinstance(message, PipelineTensor)
+                    )
                     self._drops.note(type(message).__name__, receipt)
-                case Came(peer, tensor):
+                case TensorArrived(peer, tensor):
                     with self._changed:
                         self._came.setdefault((peer, tensor.tag), deque()).append(tensor)
                         self._changed.notify_all()
-                case Taken(peer, count):
+                case TensorTaken(peer, count):
                     with self._changed:
                         self._flying[peer] -= count
                         self._changed.notify_all()
@@ -214,7 +223,7 @@ class Peers:
     def _linked(self, address: str) -> None:
         self._apply(self._channels.linked(self.addresses.index(address)))
 
-    def _shut_out(self, address: str, why: Why, public: str) -> None:
+    def _shut_out(self, address: str, why: HandshakeFailure, public: str) -> None:
         if address:
             name = self._channels.names[self.addresses.index(address)]
             self._fail(

@@ -6,10 +6,10 @@ import socket
 from pathlib import Path
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.layout import Layout, parse
+from narrows.protocols.planning.layout import Deployment, parse
 
 
-def read(file: str) -> Layout:
+def read(file: str) -> Deployment:
     """Raises UsageError, one sentence that names what is wrong."""
     try:
         return parse(Path(file).read_text("utf-8"))
@@ -17,7 +17,7 @@ def read(file: str) -> Layout:
         raise UsageError(f"--plan {file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
 
 
-def this_host(layout: Layout, host: str) -> str:
+def this_host(layout: Deployment, host: str) -> str:
     """The name in the plan of this machine: what --host says, or its hostname. Raises UsageError where the plan lacks it."""
     name = host or socket.gethostname()
     layout.known(name)

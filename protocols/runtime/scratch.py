@@ -49,7 +49,7 @@ def lock(folder: str) -> int:
     return held
 
 
-class Scratch:
+class ScratchFolder:
     """A folder, until `close`. `path` names it. Raises UsageError where none can be made."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def rate() -> float:
         return 2 * CHUNKS * CHUNK_BYTES / (time.perf_counter() - began)  # that thread did both
 
 
-class Sealing:
+class SealingCost:
     """The encryption of one process. `most`: bytes a second that a core seals, 0: it seals nothing, or nobody knows."""
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -4,8 +4,8 @@ Rules
 - One thread owns a `Sockets`; any other may only `wake` it.
 - A peer is the address that we dialled (str), or the routing id of one who dialled us (bytes).
 - Nothing waits for a peer. A message that finds no room, or nobody, is dropped, and its receipt says why.
-- Nothing that a peer sends raises. An error of a library costs the message that was being read, and is counted (`Faults`).
-  Only FAULTS_MAX of them in a row, with no message between them, are raised.
+- Nothing that a peer sends raises. An error of a library costs the message that was being read, and is counted
+  (`LibraryFaults`). Only FAULTS_MAX of them in a row, with no message between them, are raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
 from narrows.protocols.runtime.connections import Connections
-from narrows.protocols.runtime.curve import LIBRARY, Curve, Dialler, Door, Failures, Faults, Strangers, Why
+from narrows.protocols.runtime.curve import (
+    LIBRARY,
+    CurveAuthenticator,
+    CurveKeys,
+    DiallerId,
+    HandshakeFailure,
+    HandshakeMonitor,
+    LibraryFaults,
+    ListenerMonitor,
+)
 from narrows.protocols.runtime.hosts import is_ipv6
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
@@ -138,8 +147,8 @@ class Sockets:
         self,
         io_threads: int = 1,
         known_as: Callable[[str], bytes] = lambda address: b"",
-        curve: Curve | None = None,
-        failed: Callable[[str, Why, str], None] = lambda address, why, key: None,
+        curve: CurveKeys | None = None,
+        failed: Callable[[str, HandshakeFailure, str], None] = lambda address, why, key: None,
         linked: Callable[[str], None] = lambda address: None,
         cut: Callable[[Peer], None] = lambda peer: None,
         connections: Connections | None = None,
@@ -147,13 +156,13 @@ class Sockets:
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
         self.cut, self.connections = cut, connections
-        self.faults = Faults(faulted)
-        self._door: Door | None = None
-        self._strangers: Strangers | None = None
-        self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
+        self.faults = LibraryFaults(faulted)
+        self._door: CurveAuthenticator | None = None
+        self._strangers: ListenerMonitor | None = None
+        self._refused: deque[tuple[HandshakeFailure, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
         self._gone: deque[Peer] = deque(maxlen=GONE_MAX)  # whose connections have ended, by the thread of the door too
         self._going: list[Peer] = []  # those who are told in the next turn
-        self._failures: dict[Socket, Failures] = {}
+        self._failures: dict[Socket, HandshakeMonitor] = {}
         self._endless: set[Socket] = set()  # in the midst of a message that has too many frames
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
@@ -170,7 +179,7 @@ class Sockets:
             made.setsockopt(option, value)
         self._poller.register(made, zmq.POLLIN)
         if key != ROUTER:
-            self._failures[made] = watched = Failures(made, key[0])
+            self._failures[made] = watched = HandshakeMonitor(made, key[0])
             self._poller.register(watched.monitor, zmq.POLLIN)
         return made
 
@@ -184,7 +193,7 @@ class Sockets:
         self._endless.discard(opened)
         opened.close()
 
-    def _refuse(self, why: Why, key: str = "") -> None:
+    def _refuse(self, why: HandshakeFailure, key: str = "") -> None:
         """Somebody who dialled us was refused; the threads of the door say so."""
         told = bool(self._refused)
         self._refused.append((why, key))
@@ -203,9 +212,9 @@ class Sockets:
         router.setsockopt(
             zmq.ROUTER_HANDOVER, 1
         )  # who dials anew keeps its name; the link before may seem alive for hours
-        self._strangers = Strangers(router, self._refuse, self._gone.append, self.connections)
+        self._strangers = ListenerMonitor(router, self._refuse, self._gone.append, self.connections)
         if self.curve is not None and self.curve.own is not None:
-            self._door = Door(self._context, self.curve, self._refuse)
+            self._door = CurveAuthenticator(self._context, self.curve, self._refuse)
             keys.listens(router, self.curve.own)
         try:
             router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
@@ -341,7 +350,7 @@ class Sockets:
         if first is not None and not self._reads(first):
             return None
         # In the open a peer may call itself what it likes: there only the routing id counts.
-        peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
+        peer = key[0] if first is None else DiallerId.of(first) if self._door is not None else first.bytes
         return peer, [frame.buffer for frame in frames]
 
     def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:

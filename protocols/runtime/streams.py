@@ -1,7 +1,7 @@
 """Plain TCP streams for a measurement: the end that sends, and the end that receives.
 
 Rules
-- Buffers are fixed, and every wait ends with the measurement: `Clock` says how long that is.
+- Buffers are fixed, and every wait ends with the measurement: `MeasurementTime` says how long that is.
 - A receiver ends a stream, by a reset: at 1 Mbit/s what is still buffered would take seconds. A sender stops at its bytes.
 """
 
@@ -30,12 +30,12 @@ LOOK_S = 0.05  # and a sender at what has been delivered
 INFO = struct.Struct("=16xI80xI52xI32xI4xQ8xI")  # of struct tcp_info: its fields of Info
 
 
-class MeasureError(NarrowsError):
+class MeasurementError(NarrowsError):
     """A measurement that came to nothing, in one sentence."""
 
 
 @dataclass
-class Clock:
+class MeasurementTime:
     """When a measurement must be over. `stop` ends it at once."""
 
     end_s: float
@@ -51,7 +51,7 @@ class Clock:
         return min(left, most)
 
 
-class Info(NamedTuple):
+class TcpInfo(NamedTuple):
     """The kernel's figures of a connection so far, in its segments. Zeros where the system does not say."""
 
     mss: int = 0  # bytes
@@ -62,7 +62,7 @@ class Info(NamedTuple):
     repeated: int = 0  # of those delivered, there already: a full queue lets a sender repeat what is not lost
 
 
-class Marks:
+class StreamMarks:
     """Times, and what had passed by then: one each MARK_S, and the last."""
 
     def __init__(self) -> None:
@@ -77,18 +77,18 @@ class Marks:
             rows[-1] = (now_s, passed)
 
 
-class Sent:
+class SendingStream:
     """The end of a stream that sends. `figures` once it is over."""
 
     def __init__(self, sender: socket.socket) -> None:
-        self.sender, self.early, self.late = sender, Info(), Info()
+        self.sender, self.early, self.late = sender, TcpInfo(), TcpInfo()
         self.first = _info(sender)  # it has shown its token
-        self.marks, self.cores = Marks(), 0.0
+        self.marks, self.cores = StreamMarks(), 0.0
 
-    def run(self, clock: Clock, seconds: float, size: int) -> None:
+    def run(self, clock: MeasurementTime, seconds: float, size: int) -> None:
         """Send until the receiver ends the stream, `size` bytes at most."""
         sender, begin, spent, left = self.sender, time.monotonic(), time.thread_time(), size
-        clock = Clock(min(clock.end_s, begin + seconds + GIVEN_UP_S), clock.stop)
+        clock = MeasurementTime(min(clock.end_s, begin + seconds + GIVEN_UP_S), clock.stop)
         with suppress(OSError):
             sender.setsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_NOTSENT_LOWAT", 25), UNSENT_BYTES)
             while left and clock.left():
@@ -121,21 +121,21 @@ class Sent:
         }
 
 
-def _info(sender: socket.socket) -> Info:
+def _info(sender: socket.socket) -> TcpInfo:
     with suppress(OSError, AttributeError, struct.error):
-        return Info(*INFO.unpack_from(sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)))
-    return Info()
+        return TcpInfo(*INFO.unpack_from(sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)))
+    return TcpInfo()
 
 
-class Received:
+class ReceivingStream:
     """The other end. `ends`: when all streams of its phase end, which the first byte of any of them says. One that begins late
     would have the link for itself at last."""
 
     def __init__(self, receiver: socket.socket, ends: list[float] | None = None) -> None:
-        self.receiver, self.marks, self.cores = receiver, Marks(), 0.0
+        self.receiver, self.marks, self.cores = receiver, StreamMarks(), 0.0
         self.ends = [] if ends is None else ends
 
-    def run(self, clock: Clock, seconds: float, size: int) -> None:
+    def run(self, clock: MeasurementTime, seconds: float, size: int) -> None:
         """For `seconds` from the first byte on, or until the sender ends it."""
         receiver, buffer, spent = self.receiver, bytearray(BUFFER_BYTES), 0.0
         got, end_s, now_s = 0, 0.0, 0.0
@@ -172,12 +172,12 @@ def _crosses(before: int, now: int) -> bool:
     return any(before < size <= now for size in flows.SIZES)
 
 
-def received_figures(streams: Sequence[Received], first: bool = False) -> dict[str, float]:
+def received_figures(streams: Sequence[ReceivingStream], first: bool = False) -> dict[str, float]:
     """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. `first`: it is the
     first reading. Raises MeasureError where nothing came."""
     marks = [stream.marks.rows for stream in streams]
     if not all(len(rows) > 1 for rows in marks):
-        raise MeasureError("a stream was opened and nothing came through it")
+        raise MeasurementError("a stream was opened and nothing came through it")
     rate = sum(map(flows.last_part, marks))
     found: dict[str, float] = {
         "bits_per_second": rate,

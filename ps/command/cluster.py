@@ -19,15 +19,15 @@ from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedE
 from narrows.protocols.modes import Rule
 from narrows.protocols.pipeline.channels import ON
 from narrows.protocols.runtime import signals
-from narrows.protocols.runtime.children import Child, Children, Event, signal_name
+from narrows.protocols.runtime.children import ChildProcesses, Event, StartedChild, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.runtime.output import STDERR
 from narrows.protocols.settings import Settings
 from narrows.ps.command.console import EMBEDDED, doing, say, show
-from narrows.ps.command.lives import Again, Lives
-from narrows.ps.command.moving import Moving
-from narrows.ps.command.standing import Standing
-from narrows.ps.glance.watch import Watch
+from narrows.ps.command.lives import Restart, RestartPolicy
+from narrows.ps.command.moving import ReshardRequest
+from narrows.ps.command.standing import StandbyNotice
+from narrows.ps.glance.watch import RunWatch
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
@@ -46,7 +46,7 @@ def environment(hash_seed: str) -> dict[str, str]:
     return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": hash_seed}
 
 
-class Cluster:
+class ShardSupervisor:
     """The shard processes of one ps-serve."""
 
     def __init__(self, settings: Settings) -> None:
@@ -54,19 +54,19 @@ class Cluster:
         self.host, self.port = "", 0
         self.address = ""  # that workers were told
         self.ready_file = ""
-        self.glance = Watch()
+        self.glance = RunWatch()
         self.told: dict[str, Any] = {}  # what every shard is told
-        self.children = Children()
+        self.children = ChildProcesses()
         self.hash_seed = self.children.hash_seed  # of all lives of a shard: they take sets in the same order
-        self.standing = Standing()
+        self.standing = StandbyNotice()
         self.follows: dict[int, str] = {}  # shards that copy others, and where those are
         self.ready = False  # shards can be started
-        self.shards: dict[int, Child] = {}
+        self.shards: dict[int, StartedChild] = {}
         self.stopping = False
         self.ports: dict[int, int] = {}  # of those that are bound
         self.done: set[int] = set()  # that said so
         self.ended: set[int] = set()
-        self.lives = Lives(settings.shards)
+        self.lives = RestartPolicy(settings.shards)
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
@@ -75,7 +75,7 @@ class Cluster:
         self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
-        self.moving = Moving(self)
+        self.moving = ReshardRequest(self)
 
     def follow(self, standby: str, original: dict[str, Any]) -> None:
         """Copy the server at this address, which has told this of itself."""
@@ -157,16 +157,16 @@ class Cluster:
         not: the workers have the model and go on alone."""
         if self.moving.exited(index):
             return
-        again = Again.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
+        again = Restart.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
         others = self.settings.mode().rule is Rule.MIX or self.standing.by  # who go on without it
-        if again is Again.NOT or (again is Again.CHECKPOINT and others):
+        if again is Restart.NOT or (again is Restart.CHECKPOINT and others):
             self.ended.add(index)
             return
         self.shards[index].close_stdin()
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(text := f"shard {index} died ({how}) and is started again", error=True)
         self.glance.note("died", {"shard": index, "text": text})
-        self.start_shard(index, again is Again.JOURNAL)
+        self.start_shard(index, again is Restart.JOURNAL)
 
     def over(self, index: int) -> bool:
         """Nobody needs another life of this shard."""

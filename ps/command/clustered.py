@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
-from narrows.protocols.planning.choose import NEAR_MAX, Choice, Chooser
+from narrows.protocols.planning.choose import NEAR_MAX, Chooser, DeploymentChoice
 from narrows.protocols.planning.deciding import decides
-from narrows.protocols.planning.layout import Layout
-from narrows.protocols.planning.levels import Work
+from narrows.protocols.planning.layout import Deployment
+from narrows.protocols.planning.levels import TrainingWork
 from narrows.protocols.planning.network import Network, named
-from narrows.protocols.planning.subsets import Kept, keep, restricted
+from narrows.protocols.planning.subsets import ChosenHosts, keep, restricted
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
 from narrows.ps.tried import tried
 
 
 def planned(
-    places: written.Places,
+    places: written.HostAddresses,
     parameters: float,
     step_s: float,
     script: str,
@@ -30,11 +30,11 @@ def planned(
     insecure: bool,
     keys: str,
     all_hosts: bool = False,
-) -> tuple[Layout, list[str]]:
+) -> tuple[Deployment, list[str]]:
     """The plan, and lines. Raises UsageError."""
     if (written.SAMPLES in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
-    everybody, whole = places.network, Work(parameters, step_s, coded(), batch, shards)
+    everybody, whole = places.network, TrainingWork(parameters, step_s, coded(), batch, shards)
     kept = keep(everybody, whole, all_hosts)
     network, work = restricted(everybody, whole, kept.hosts)
     places = replace(places, network=network)
@@ -79,14 +79,14 @@ def planned(
     return layout, lines
 
 
-def described(names: Sequence[str], plan: Choice) -> str:
+def described(names: Sequence[str], plan: DeploymentChoice) -> str:
     """The ways of a plan, and how many clusters it has."""
     clusters = "1 cluster" if len(plan.clusters) == 1 else f"{len(plan.clusters)} clusters"
     spread = f" with shards on {', '.join(names[host] for host in plan.spread)}" if plan.spread else ""
     return f"{plan.above}{spread}" + (f" over {clusters} with {plan.below}" if plan.clusters else "")
 
 
-def differing(names: Sequence[str], plan: Choice, other: Choice) -> str:
+def differing(names: Sequence[str], plan: DeploymentChoice, other: DeploymentChoice) -> str:
     """What else a plan has than one with the same ways: its clusters, else where servers are."""
     groups = [group for _, group in plan.clusters]
     if groups != [group for _, group in other.clusters]:
@@ -95,7 +95,7 @@ def differing(names: Sequence[str], plan: Choice, other: Choice) -> str:
     return f" (servers on {', '.join(names[host] for host in servers)})"
 
 
-def left_out(network: Network, kept: Kept, batch: bool) -> list[str]:
+def left_out(network: Network, kept: ChosenHosts, batch: bool) -> list[str]:
     """Which hosts have no part and what that gains, what leaving out one more would cost, and what --batch would gain."""
     names, lines = network.hosts, []
     if absent := [name for host, name in enumerate(names) if host not in kept.hosts]:

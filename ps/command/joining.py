@@ -24,15 +24,15 @@ from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsErr
 from narrows.protocols.messages import RefuseCode, Wish
 from narrows.protocols.runtime import sealing
 from narrows.protocols.runtime.children import Event
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.runtime.hosts import reached
-from narrows.protocols.runtime.scratch import Scratch
+from narrows.protocols.runtime.scratch import ScratchFolder
 from narrows.protocols.runtime.sockets import LINGER_MS, Sockets
 from narrows.protocols.settings import SHARDS_MAX, Settings, contradiction
 from narrows.protocols.wire import decode, encode
-from narrows.ps.command.cluster import START_S, Cluster
+from narrows.ps.command.cluster import START_S, ShardSupervisor
 from narrows.ps.command.console import say
-from narrows.ps.command.moving import Moving
+from narrows.ps.command.moving import ReshardRequest
 
 SAY_S = 1.0
 POLL_MS = 50
@@ -41,12 +41,14 @@ LEAVE_S = 600.0  # in which keys have moved back: a checkpoint of them travels t
 LINE = -8  # in place of a child's index
 
 
-class Line:
+class JoinLine:
     """Says to the server at `there` what `join` says. `hear` is called with its answers, in the thread of the line."""
 
-    def __init__(self, there: str, keys: str, secret: str, join: m.Join, hear: Callable[[m.Message], None]) -> None:
+    def __init__(
+        self, there: str, keys: str, secret: str, join: m.RemoteShardsOffer, hear: Callable[[m.Message], None]
+    ) -> None:
         self.there, self.keys, self.secret, self.join, self.hear = there, keys, secret, join, hear
-        self.said: m.Join | None = None
+        self.said: m.RemoteShardsOffer | None = None
         self.closing = False
         self.thread = threading.Thread(target=self._main, name="narrows-line", daemon=True)
         self.thread.start()
@@ -56,9 +58,9 @@ class Line:
         self.join = replace(self.join, **changes)
 
     def _main(self) -> None:
-        from narrows.ps.process.gate import Gate
+        from narrows.ps.process.gate import AccessControl
 
-        gate, due = Gate(self.keys, "", self.secret, self.there), 0.0
+        gate, due = AccessControl(self.keys, "", self.secret, self.there), 0.0
         with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
             while not self.closing or self.said is not self.join:
                 if self.said is not self.join or time.monotonic() >= due:
@@ -73,10 +75,11 @@ class Line:
         self.thread.join(1 + LINGER_MS / 1000)
 
 
-class Lodging(Moving):
-    """The moves of a `Guest`, whose processes come and go as `Room` says. `left`: shards that have ended as told."""
+class RemoteShardOffer(ReshardRequest):
+    """The moves of a `RemoteShardSupervisor`, whose processes come and go as `RemoteShardsGrant` says. `left`: shards
+    that have ended as told."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ShardSupervisor) -> None:
         super().__init__(cluster)
         self.left: set[int] = set()
         self.had: set[int] = set()  # shards that have had keys
@@ -98,7 +101,7 @@ class Lodging(Moving):
             self.cluster.write_ready()
         return True
 
-    def follow(self, room: m.Room) -> None:
+    def follow(self, room: m.RemoteShardsGrant) -> None:
         """Start who is to come, let go who is to go."""
         cluster, most = self.cluster, max(room.shards, room.target)
         mine = range(room.first, min(room.first + room.count, most)) if room.first >= 0 else range(0)
@@ -111,18 +114,18 @@ class Lodging(Moving):
                 cluster.start_shard(index)
 
 
-class Guest(Cluster):
+class RemoteShardSupervisor(ShardSupervisor):
     """The shards that this machine has of the server at `there`, which has `told` what they must know."""
 
     def __init__(self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int) -> None:
         super().__init__(Settings(**told["settings"]))
         self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
         self.lives.over(wanted)
-        self.moving: Lodging = Lodging(self)
-        self.room: m.Room | None = None  # the newest answer
-        self.clock = Awake()
+        self.moving: RemoteShardOffer = RemoteShardOffer(self)
+        self.room: m.RemoteShardsGrant | None = None  # the newest answer
+        self.clock = AwakeClock()
         self.heard_ns = self.clock.now()
-        self.line: Line | None = None
+        self.line: JoinLine | None = None
         self.run_over = False
 
     def first_port(self, index: int) -> int:
@@ -140,16 +143,16 @@ class Guest(Cluster):
         self.room, self.address = None, ""
         self.moving.left.clear()
         self.moving.had.clear()
-        join = m.Join(os.urandom(16).hex(), self.known_as, self.wanted, -1, Wish.STAY)
+        join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, Wish.STAY)
         if self.line is not None:
             self.line.join = join
         else:
             hear: Callable[[m.Message], None] = lambda message: self.children.events.put((LINE, "heard", message))  # noqa: E731
-            self.line = Line(self.there, self.keys, self.secret, join, hear)
+            self.line = JoinLine(self.there, self.keys, self.secret, join, hear)
 
     def _taken(self, event: Event) -> None:
         match event:
-            case (_, "heard", m.Room() as room):
+            case (_, "heard", m.RemoteShardsGrant() as room):
                 self._told(room)
             case (_, "heard", m.Refuse(_, _, _, text)):
                 self.errors.append((LINE, ServerLostError.exit_code, f"another server is at {self.there}: {text}"))
@@ -162,7 +165,7 @@ class Guest(Cluster):
                 if event[1] == "ready" and self.room is not None:
                     self.moving.follow(self.room)
 
-    def _told(self, room: m.Room) -> None:
+    def _told(self, room: m.RemoteShardsGrant) -> None:
         assert self.line is not None
         before = self.room
         if room.token != self.line.join.token or (before is not None and before.over):
@@ -269,12 +272,12 @@ def join(
         raise IncompatibleError(f"{there}: {text}")
     if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
-    guest = Guest(there, told, keys, reached(bind, there), wanted)
+    guest = RemoteShardSupervisor(there, told, keys, reached(bind, there), wanted)
     scratch = None
     try:
         guest.prepare()
         guest.host, guest.port, guest.ready_file, guest.lives.keeps = host, port, ready_file, journal
-        scratch = Scratch()  # where a checkpoint is while it travels
+        scratch = ScratchFolder()  # where a checkpoint is while it travels
         guest.told = {
             "first_epoch": 0,
             "checkpoint_dir": scratch.path,

@@ -7,7 +7,17 @@ from __future__ import annotations
 import shlex
 from textwrap import indent
 
-from narrows.ps.command.recipe import CHECKPOINT_S, END_S, IMAGE, READY, REGISTRY, SCRIPT, Expanded, Recipe, listed
+from narrows.ps.command.recipe import (
+    CHECKPOINT_S,
+    END_S,
+    IMAGE,
+    READY,
+    REGISTRY,
+    SCRIPT,
+    RunCommands,
+    ShellWord,
+    listed,
+)
 
 VARIABLES = "$("  # of a command: $(NAME); "$$(" is no variable
 
@@ -75,7 +85,7 @@ podFailurePolicy:
   - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget}}]}}"""
 
 
-def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, container: str, labels: str) -> str:
+def _replicated_jobs(recipe: RunCommands, name: str, folder: str, workers: str, container: str, labels: str) -> str:
     """A server and its workers as the spec of a JobSet: workers start once the server's pod is ready, and the set is done when
     they are.
 
@@ -87,8 +97,8 @@ def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, conta
     ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2\n"
     ready += f'resources: {{requests: {{cpu: "{recipe.shards + 1}", memory: 4Gi}}}}  # of a small model'
     does = 'resources:\n  requests: {cpu: "4", memory: 8Gi}\n  # limits: {nvidia.com/gpu: 1}'
-    folder, server_host = Expanded(f"{folder}/$(RUN_ID)"), Expanded(f"{name}-server-0-0.{name}")
-    serve = recipe.serve(folder, Expanded("$(RUN_ID)"), "--ready-file", READY, keys="/keys")
+    folder, server_host = ShellWord(f"{folder}/$(RUN_ID)"), ShellWord(f"{name}-server-0-0.{name}")
+    serve = recipe.serve(folder, ShellWord("$(RUN_ID)"), "--ready-file", READY, keys="/keys")
     work = recipe.work(server_host, folder, script=[], keys="/keys")
     keys, named = bool(recipe.keys), name.startswith("$")
     server = indent(_pod("ps-serve", serve, [], named, ready, keys, "server"), " " * 8)
@@ -127,14 +137,14 @@ replicatedJobs:
 """
 
 
-def _secrets(recipe: Recipe) -> str:
+def _secrets(recipe: RunCommands) -> str:
     return recipe.note("".join(
         f"\n#   kubectl create secret generic {name} --from-file={shlex.quote(recipe.keys + folder)}"
         for name, folder in (("narrows-keys", ""), ("narrows-members", "/members"))
     ))  # fmt: skip
 
 
-def jobset(recipe: Recipe) -> str:
+def jobset(recipe: RunCommands) -> str:
     jobs = _replicated_jobs(recipe, "narrows", "/run/narrows", "workers", "ps-worker", "")
     return f"""\
 # Narrows on Kubernetes: kubectl apply -f FILE. It needs JobSet (jobset.sigs.k8s.io), the image of --print dockerfile with
@@ -149,7 +159,7 @@ spec:
 {indent(jobs, "  ")}"""
 
 
-def kubeflow(recipe: Recipe) -> str:
+def kubeflow(recipe: RunCommands) -> str:
     """A runtime, and a TrainJob of it: as many of those as wanted, each with a name, a script and checkpoints of its own. The
     controller gives arguments to the container `node` of the job that it finds by the label."""
     labels = "\n    metadata:\n      labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}"

@@ -16,7 +16,7 @@ from collections import deque
 from enum import Enum
 
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.clock import AwakeClock
 
 RESTARTS_MAX = 5  # deaths a shard, of all shards together, in a while
 DESERTED = "NARROWS_DESERTED_S"  # of ps-serve --plan, for the servers of stages that it starts
@@ -25,7 +25,7 @@ KILLED_S, FAILED_S = 60.0, 600.0  # that while, for shards that were killed, and
 Files = tuple[int, int]
 
 
-class Again(Enum):
+class Restart(Enum):
     """With what a shard that died begins again."""
 
     NOT = "not"
@@ -33,7 +33,7 @@ class Again(Enum):
     CHECKPOINT = "checkpoint"
 
 
-class Deserted:
+class LeftWithoutServer:
     """Whether a stage has lost its last worker. grace_s: so long another one may be there again; 0: this is no stage."""
 
     def __init__(self, grace_s: float) -> None:
@@ -53,7 +53,7 @@ class Deserted:
         return True
 
 
-class Lives:
+class RestartPolicy:
     """The lives of so many shards. `keeps`: their journals are kept. `restarts`: how often one began again."""
 
     def __init__(self, shards: int) -> None:
@@ -61,11 +61,11 @@ class Lives:
         self.files: dict[int, Files] = {}  # by shard, the descriptors of its journal
         self.serving: set[int] = set()  # shards whose present process has come to serve
         self.restarts = 0
-        self.clock = Awake()
+        self.clock = AwakeClock()
         self.due: dict[int, float] = {}  # by shard, when the next sign of life is to be here, by that clock, seconds
         self.within: dict[int, float] = {}  # how long that may take, as it said last
         self.deaths: dict[bool, deque[float]] = {True: deque(), False: deque()}
-        self.deserted = Deserted(float(os.environ.get(DESERTED, 0)))
+        self.deserted = LeftWithoutServer(float(os.environ.get(DESERTED, 0)))
         self.over(shards)
 
     def over(self, shards: int) -> None:
@@ -108,14 +108,14 @@ class Lives:
             del self.due[shard]
         return late
 
-    def ended(self, shard: int, code: int, now: float) -> Again:
+    def ended(self, shard: int, code: int, now: float) -> Restart:
         """Its process ended with `code`, or with signal -code, at `now`, seconds."""
         self.due.pop(shard, None)
         killed = code < 0 and shard in self.serving and shard in self.files
         self.serving.discard(shard)
         deaths = self.deaths[killed]
         if len(deaths) == deaths.maxlen and now - deaths[0] < (KILLED_S if killed else FAILED_S):
-            return Again.NOT
+            return Restart.NOT
         deaths.append(now)
         self.restarts += 1
-        return Again.JOURNAL if killed else Again.CHECKPOINT
+        return Restart.JOURNAL if killed else Restart.CHECKPOINT

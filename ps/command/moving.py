@@ -24,7 +24,7 @@ from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
 from narrows.protocols.runtime.hosts import peer_uid
 
 if TYPE_CHECKING:
-    from narrows.ps.command.cluster import Cluster
+    from narrows.ps.command.cluster import ShardSupervisor
 
 LINE_MAX = 4096  # bytes of a request or an answer
 ASK_S = 5.0  # who has connected says what it wants within this
@@ -59,10 +59,10 @@ def ask(port: int, shards: int) -> str:
     return str(answer["text"])
 
 
-class Moving:
+class ReshardRequest:
     """The moves of one ps-serve. `target`: how many shards there are to be."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ShardSupervisor) -> None:
         self.cluster = cluster
         self.target = cluster.settings.shards
         self.requests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()

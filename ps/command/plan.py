@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from narrows.protocols.addresses import bracketed, is_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import measured
-from narrows.protocols.planning.layout import CODINGS, Layout, parse
+from narrows.protocols.planning.layout import CODINGS, Deployment, parse
 from narrows.protocols.planning.network import STEP_S, Network, named, speeds
 from narrows.protocols.planning.places import placed
 from narrows.protocols.runtime.flags import COMMAND, run
@@ -42,7 +42,7 @@ FOR_ALL = (
 MICRO_BATCHES_MAX = 4096  # each is simulated on each host
 
 
-class Number(click.FloatRange):
+class NumberOption(click.FloatRange):
     """A number within bounds, and none that is infinite or NaN."""
 
     name = "number"
@@ -61,8 +61,8 @@ class Number(click.FloatRange):
 @click.option("--places", metavar="NAME", default="", help="NETWORK.JSON describes places: which of its networks")
 @click.option("--machines", metavar="COUNTS", default="",
               help="in these places: in all, shared evenly, or of each, as in 8x4,32x1 [as many as it says]")  # fmt: skip
-@click.option("--parameters", type=Number(1, 1e15), required=True, help="of the model: a number such as 1.3e6")
-@click.option("--step", "step_s", type=Number(*STEP_S),
+@click.option("--parameters", type=NumberOption(1, 1e15), required=True, help="of the model: a number such as 1.3e6")
+@click.option("--step", "step_s", type=NumberOption(*STEP_S),
               help="seconds of a step of one worker, its even share, on a host of speed 1 "
               "[the least of step_seconds in the network]")  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=0), default=0,
@@ -86,7 +86,7 @@ class Number(click.FloatRange):
     "--replicas", type=click.IntRange(min=1), help="of each stage [as many as make the most samples a second]"
 )
 @click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
-@click.option("--activation-bytes", type=Number(0, 1e15),
+@click.option("--activation-bytes", type=NumberOption(0, 1e15),
               help="float32 values of one micro-batch at a cut, in bytes, before they are coded "
               "[--pipeline needs it]")  # fmt: skip
 @click.option(
@@ -99,9 +99,9 @@ class Number(click.FloatRange):
 @click.option("--coding", type=click.Choice(("auto", *CODINGS)), default="auto", show_default=True,
               help="of tensors between stages; auto: dense each way of an edge that is fast enough, "
               "else int8")  # fmt: skip
-@click.option("--layer-memory", type=Number(0, 1e18),
+@click.option("--layer-memory", type=NumberOption(0, 1e18),
               help="bytes that a layer needs where it is trained [52 a parameter]")  # fmt: skip
-@click.option("--money", type=Number(0, 1e18), default=0.0,
+@click.option("--money", type=NumberOption(0, 1e18), default=0.0,
               help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
               "[0: it is shown alone]")  # fmt: skip
 @click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
@@ -137,7 +137,7 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
     layout, lines = planned(
-        written.Places(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
+        written.HostAddresses(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
     )
     layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
     parse(layout.text())  # what no command would read is not written
@@ -153,7 +153,7 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
     click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
 
 
-Planner = Callable[..., tuple[Layout, list[str]]]  # the plan, and lines that explain it
+Planner = Callable[..., tuple[Deployment, list[str]]]  # the plan, and lines that explain it
 
 
 def _planner(stages: int | None) -> Planner:

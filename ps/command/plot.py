@@ -22,7 +22,7 @@ def command(records: tuple[str, ...], out: str) -> None:
     Several files are compared: one curve of the loss for each. The axis of the loss is logarithmic where all losses are
     above 0.
     """
-    from narrows.ps.glance.reading import Record
+    from narrows.ps.glance.reading import RecordReader
 
     try:
         from narrows.ps.glance.plot import compared, plot
@@ -30,7 +30,7 @@ def command(records: tuple[str, ...], out: str) -> None:
         raise UsageError("matplotlib is missing here: pip install 'narrows[plot]'") from None
     histories = {}
     for record in records:
-        read = Record(record)
+        read = RecordReader(record)
         read.read()
         if not read.history.lanes:
             raise UsageError(f"{record}: no member has said anything in it yet")

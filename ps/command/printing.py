@@ -19,18 +19,18 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.kubernetes import jobset, kubeflow
-from narrows.ps.command.recipe import END_S, IMAGE, PORT, READY, REGISTRY, SCRIPT, Expanded, Recipe, listed, shell
+from narrows.ps.command.recipe import END_S, IMAGE, PORT, READY, REGISTRY, SCRIPT, RunCommands, ShellWord, listed, shell
 from narrows.ps.command.serve import checked
 from narrows.ps.glance.watch import site_address
 
 
-def slurm(recipe: Recipe) -> str:
+def slurm(recipe: RunCommands) -> str:
     """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
     workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
     serve = shell(
-        recipe.serve(Expanded("$folder"), Expanded("$SLURM_JOB_ID"), "--ready-file", Expanded("$folder.ready"))
+        recipe.serve(ShellWord("$folder"), ShellWord("$SLURM_JOB_ID"), "--ready-file", ShellWord("$folder.ready"))
     )
-    work = shell(recipe.work(Expanded("$server"), Expanded("$folder"), script=[Expanded("$@")], told=True))
+    work = shell(recipe.work(ShellWord("$server"), ShellWord("$folder"), script=[ShellWord("$@")], told=True))
     return f"""#!/bin/bash
 # Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
 # 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
@@ -91,7 +91,7 @@ exit "$code"
 """
 
 
-def dockerfile(recipe: Recipe) -> str:
+def dockerfile(recipe: RunCommands) -> str:
     return f"""# Build it in the folder of Narrows, with {SCRIPT[0]} in it: docker build -f FILE -t {IMAGE} .
 # For a cluster: docker tag {IMAGE} {REGISTRY}/{IMAGE} && docker push {REGISTRY}/{IMAGE}, with a registry of yours.
 # Narrows needs no compiler. A script that calls torch.compile does: RUN apt-get update && apt-get install -y g++
@@ -112,12 +112,12 @@ USER 1000:1000
 """
 
 
-def _everywhere(recipe: Recipe, server: str, rank: str, run_id: str) -> str:
+def _everywhere(recipe: RunCommands, server: str, rank: str, run_id: str) -> str:
     """One script for all machines: that of rank 0 has the server, too. `run_id`: by which the manager knows the run, also when
     it starts it again."""
-    folder = Expanded(f"/checkpoints/{run_id}")
-    head = shell(recipe.serve(folder, Expanded(run_id), keys="/keys"))
-    work = shell(recipe.work(Expanded("$server"), folder, keys="/keys"))
+    folder = ShellWord(f"/checkpoints/{run_id}")
+    head = shell(recipe.serve(folder, ShellWord(run_id), keys="/keys"))
+    work = shell(recipe.work(ShellWord("$server"), folder, keys="/keys"))
     return f"""server={server}
 if [ "{rank}" = 0 ]; then
   {head} &
@@ -127,7 +127,7 @@ wait  # for the server, which ends with its last worker
 """
 
 
-def sky(recipe: Recipe) -> str:
+def sky(recipe: RunCommands) -> str:
     keys = f"  /keys: {json.dumps(recipe.keys)}\n" if recipe.keys else ""
     run = _everywhere(recipe, '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "$SKYPILOT_NODE_RANK", "$SKYPILOT_TASK_ID")
     return f"""# Narrows on SkyPilot: sky jobs launch FILE. A job that is recovered goes on from its own folder in
@@ -144,7 +144,7 @@ run: |
 {indent(run, "  ")}"""
 
 
-def dstack(recipe: Recipe) -> str:
+def dstack(recipe: RunCommands) -> str:
     keys = f"files: [{{local_path: {json.dumps(recipe.keys)}, path: /keys}}]\n" if recipe.keys else ""
     run = "chmod -R go= /keys\n" if recipe.keys else ""
     run += _everywhere(recipe, "$DSTACK_MASTER_NODE_IP", "$DSTACK_NODE_RANK", "$DSTACK_RUN_ID")
@@ -163,7 +163,7 @@ commands:
 {indent(run, "  ")}"""
 
 
-def ray(recipe: Recipe) -> str:
+def ray(recipe: RunCommands) -> str:
     flags = {"workers": (1, recipe.workers), "shards": recipe.shards, "keys": recipe.keys or None}
     flags |= {"insecure": None if recipe.keys or recipe.host else True, "host": recipe.host or None}
     flags |= {"journal": recipe.journal == "--journal" if recipe.journal else None}
@@ -183,10 +183,10 @@ print(result)
 '''
 
 
-COMPOSED = (Expanded("/run/narrows/${RUN_ID:-first}"), Expanded("${RUN_ID:-first}"))  # folder and name of a run
+COMPOSED = (ShellWord("/run/narrows/${RUN_ID:-first}"), ShellWord("${RUN_ID:-first}"))  # folder and name of a run
 
 
-def compose(recipe: Recipe) -> str:
+def compose(recipe: RunCommands) -> str:
     """Two cities on one machine: a network each, and one between their servers and the one above. A city runs
     bsp: its server has the state of the optimizer."""
     above = recipe.serve(*COMPOSED, "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
@@ -199,7 +199,7 @@ def compose(recipe: Recipe) -> str:
     sites = dict.fromkeys(f"{host}:{port}:{port}" for host, port in recipe.sites.values())
     cities = ""
     for name in names:
-        inside = Recipe(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "", journal=recipe.journal)
+        inside = RunCommands(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "", journal=recipe.journal)
         serve = inside.serve(*COMPOSED, "--ready-file", READY, *(word.format(name) for word in parent), run=city)
         serve += [] if "--insecure" in serve else ["--insecure"]  # inside a city, where only its workers are
         work = inside.work(name, "", "-n", str(recipe.workers))
@@ -255,7 +255,7 @@ ANY_PORT = {"slurm"}  # their workers read the address of the server: two jobs m
 SERVER = {"bind", "keys", "insecure", "resume", "journal", *(name for name, *_ in RUN_FLAGS)}
 SITES = {"dashboard", "metrics"}  # where somebody can look at them
 
-FORMATS: dict[str, tuple[Callable[[Recipe], str], Collection[str]]] = {
+FORMATS: dict[str, tuple[Callable[[RunCommands], str], Collection[str]]] = {
     "slurm": (slurm, SERVER | SITES),
     "jobset": (jobset, SERVER | SITES),
     "kubeflow": (kubeflow, SERVER | SITES),
@@ -287,7 +287,7 @@ def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bo
     journal = ("--journal" if flags["journal"] else "--no-journal") if "journal" in told else ""
     given_port = port if "bind" in told else 0
     chosen = given_port or (0 if form in ANY_PORT else PORT)
-    return write(Recipe(known, chosen, settings.workers, settings.shards, run, folder, True, sites, journal))
+    return write(RunCommands(known, chosen, settings.workers, settings.shards, run, folder, True, sites, journal))
 
 
 def _site(name: str, address: str, trusted: bool) -> tuple[str, int]:

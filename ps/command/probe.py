@@ -19,9 +19,9 @@ import click
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import measured
 from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES
-from narrows.protocols.planning.measured import Host, Measured
-from narrows.protocols.planning.probe import MACHINES_MAX, Probe
-from narrows.protocols.planning.probe_messages import Join
+from narrows.protocols.planning.measured import MeasuredHost, MeasuredNetwork
+from narrows.protocols.planning.probe import MACHINES_MAX, ProbeDirector
+from narrows.protocols.planning.probe_messages import ProbeJoin
 from narrows.protocols.planning.visits import again
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.runtime.output import replace_text
@@ -90,7 +90,7 @@ def command(hosts: tuple[str, ...], out: str, page: str, merge: bool, join: str,
         raise UsageError("give one of --join, --merge, and HOST... or --bind")
     if join:
         return _join(join, flags)
-    found = Measured()
+    found = MeasuredNetwork()
     if merge:
         if not hosts:
             raise UsageError("--merge: name the files")
@@ -108,14 +108,14 @@ def command(hosts: tuple[str, ...], out: str, page: str, merge: bool, join: str,
     return _direct(hosts, bind or BIND, out, found, flags)
 
 
-def _read(path: str) -> Measured:
+def _read(path: str) -> MeasuredNetwork:
     try:
         return measured.parse(json.loads(Path(path).read_text()))
     except (OSError, ValueError, AttributeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _of_run(page: str, server: str) -> Measured:
+def _of_run(page: str, server: str) -> MeasuredNetwork:
     from narrows.ps.glance.reading import frames
 
     try:
@@ -124,7 +124,7 @@ def _of_run(page: str, server: str) -> Measured:
         raise UsageError(f"--run {page}: the page there is of another release of narrows ({error})") from None
 
 
-def _write(out: str, found: Measured, code: int) -> int:
+def _write(out: str, found: MeasuredNetwork, code: int) -> int:
     """Show it, and write it."""
     if not found.links:
         raise UsageError("nothing is known of any link yet")
@@ -149,17 +149,17 @@ def _towards(hosts: Sequence[str]) -> str:
     return ""
 
 
-def _joins(flags: dict[str, Any], host: str) -> Join:
+def _joins(flags: dict[str, Any], host: str) -> ProbeJoin:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = flags["name"] or socket.gethostname()
-    return Join(name, host, memory)
+    return ProbeJoin(name, host, memory)
 
 
 def _join(address: str, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.protocols.runtime.hosts import own_host
     from narrows.protocols.runtime.keys import refusal
-    from narrows.ps.command.probing import Measurer, by_ssh, key_of
+    from narrows.ps.command.probing import ProbeMachineRunner, by_ssh, key_of
 
     address = by_ssh(address)
     host, port = parse_address("--join", address)
@@ -173,7 +173,9 @@ def _join(address: str, flags: dict[str, Any]) -> int:
     except OSError as error:
         raise UsageError(f"--join {address}: {error.strerror}") from None
     pair, steps = (key.pair, key.server) if key is not None else None, _steps(flags)
-    Measurer(address, joins, steps, flags["port"], pair, flags["wait"], lambda why: refusal(why, key, "--key")).run()
+    ProbeMachineRunner(
+        address, joins, steps, flags["port"], pair, flags["wait"], lambda why: refusal(why, key, "--key")
+    ).run()
     return 0
 
 
@@ -183,9 +185,17 @@ def _steps(flags: dict[str, Any]) -> Callable[[threading.Event], float]:
     return partial(step_seconds, flags["record"], flags["script"])
 
 
-def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags: dict[str, Any]) -> int:
+def _direct(hosts: tuple[str, ...], bind: str, out: str, found: MeasuredNetwork, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
-    from narrows.ps.command.probing import SSH, Director, Measurer, Started, beside, own_keys, secret
+    from narrows.ps.command.probing import (
+        SSH,
+        ProbeDirectorRunner,
+        ProbeMachineRunner,
+        SshCommands,
+        beside,
+        own_keys,
+        secret,
+    )
 
     own = 0 if flags["only_others"] else 1
     count = flags["machines"] or len(hosts) + own
@@ -204,18 +214,18 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
                 f"--bind {bind}: anyone who reaches it could take part; ps-serve keys init DIR makes keys for --keys DIR, and "
                 "--insecure goes without them"
             )
-        probe = Probe(count, flags["seconds"], bytes_max, secret(), found.pairs)
-        director = stack.enter_context(closing(Director(probe, bind, folder, _say)))
+        probe = ProbeDirector(count, flags["seconds"], bytes_max, secret(), found.pairs)
+        director = stack.enter_context(closing(ProbeDirectorRunner(probe, bind, folder, _say)))
         _say(
             f"waits for {count} machines on {bind.rpartition(':')[0]}:{director.port}, for at most {flags['wait']:g} s"
         )
         more = [word for name in ("record", "script") if flags[name] for word in (f"--{name}", flags[name])]
-        started = stack.enter_context(closing(Started(hosts, flags["ssh"] or SSH, director, folder, more)))
+        started = stack.enter_context(closing(SshCommands(hosts, flags["ssh"] or SSH, director, folder, more)))
         check: Callable[[], None] = lambda: None  # noqa: E731
         if own:
             guard, joins = director.guard, _joins(flags, flags["host"])
             pair = (guard.own.pair, guard.own.public) if guard is not None else None
-            measurer = Measurer(director.address, joins, _steps(flags), flags["port"], pair, flags["wait"])
+            measurer = ProbeMachineRunner(director.address, joins, _steps(flags), flags["port"], pair, flags["wait"])
             check = stack.enter_context(beside(measurer, _say))
 
         def ended() -> list[tuple[str, str]]:
@@ -228,7 +238,9 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
         for machine in probe.machines:
             join = machine.join
             address = join.host or here
-            found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None, address=address))
+            found.add_host(
+                join.name, MeasuredHost(now, join.memory_bytes or None, machine.step_s or None, address=address)
+            )
         for way, link in probe.links().items():
             found.add_link(way, replace(link, unix_s=now))
     seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9

@@ -27,21 +27,21 @@ from narrows.protocols.errors import (
     UsageError,
 )
 from narrows.protocols.messages import Buffer
-from narrows.protocols.planning.probe import BEAT_NS, Effects, Probe, Say
+from narrows.protocols.planning.probe import BEAT_NS, Effects, PrintLine, ProbeDirector
 from narrows.protocols.planning.probe_messages import (
-    Beat,
-    Dial,
-    End,
-    Join,
-    Listen,
-    Opened,
-    Report,
-    Steps,
+    ProbeBeat,
+    ProbeDial,
+    ProbeEnd,
+    ProbeJoin,
+    ProbeListen,
+    ProbeListening,
+    ProbeReport,
+    ProbeStepTime,
     decode,
     encode,
 )
 from narrows.protocols.runtime import keys, pairs
-from narrows.protocols.runtime.curve import Curve, KeyPair, Why
+from narrows.protocols.runtime.curve import CurveKeys, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.hosts import own_host
 from narrows.protocols.runtime.sockets import Peer, Sockets
 from narrows.protocols.wire import pack
@@ -56,29 +56,29 @@ SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its
 
 
 @dataclass(slots=True)
-class Measurer:
+class ProbeMachineRunner:
     """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an event is
     set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's public key; None: all
     is in the open. `over`: set by who wants it to end."""
 
     address: str
-    join: Join
+    join: ProbeJoin
     steps: Callable[[threading.Event], float]
     port: int
     own: tuple[KeyPair, str] | None
     connect_s: float
-    refusal: Callable[[Why], str] = lambda why: ""
+    refusal: Callable[[HandshakeFailure], str] = lambda why: ""
     refused: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     worker: threading.Thread | None = None
-    answers: queue.SimpleQueue[Steps | Opened | Report] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[ProbeStepTime | ProbeListening | ProbeReport] = field(default_factory=queue.SimpleQueue)
     over: threading.Event = field(default_factory=threading.Event)
     failed: list[NarrowsError] = field(default_factory=list)
 
     def run(self) -> None:
         """Until the director says that all is over. Raises NarrowsError."""
         own = self.own
-        curve = Curve(None, lambda address: own, lambda public: False) if own is not None else None
+        curve = CurveKeys(None, lambda address: own, lambda public: False) if own is not None else None
         with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
             sockets.send(self.address, encode(self.join))
             timer = threading.Thread(target=self._time, args=(sockets.wake,), name="steps", daemon=True)
@@ -89,7 +89,7 @@ class Measurer:
                     now_s = time.monotonic()
                     if now_s - beat_s >= BEAT_NS / NS:
                         beat_s = now_s
-                        sockets.send(self.address, encode(Beat(0)))
+                        sockets.send(self.address, encode(ProbeBeat(0)))
                     for _, frames in sockets.receive(TURN_MS):
                         heard_s, met = time.monotonic(), True
                         if self._told(decode(frames), sockets.wake):
@@ -104,12 +104,12 @@ class Measurer:
 
     def _time(self, wake: Callable[[], None]) -> None:
         try:
-            self.answers.put(Steps(float(self.steps(self.over))))
+            self.answers.put(ProbeStepTime(float(self.steps(self.over))))
         except NarrowsError as error:
             self.failed.append(error)
         wake()
 
-    def _failed(self, address: str, why: Why, key: str) -> None:
+    def _failed(self, address: str, why: HandshakeFailure, key: str) -> None:
         self.refused = self.refused or self.refusal(why)
 
     def _check(self, silent_s: float, met: bool) -> None:
@@ -124,11 +124,11 @@ class Measurer:
 
     def _told(self, message: object, wake: Callable[[], None]) -> bool:
         """Whether all is over."""
-        if isinstance(message, End):
+        if isinstance(message, ProbeEnd):
             if message.why:
                 raise UsageError(f"the director at {self.address} says: {message.why}")
             return True
-        if isinstance(message, Listen | Dial):
+        if isinstance(message, ProbeListen | ProbeDial):
             self.stop.set()  # of a try that was given up
             before, self.stop = self.worker, threading.Event()
             work = (message, self.stop, before, wake)
@@ -137,36 +137,40 @@ class Measurer:
         return False
 
     def _measure(
-        self, asked: Listen | Dial, stop: threading.Event, before: threading.Thread | None, wake: Callable[[], None]
+        self,
+        asked: ProbeListen | ProbeDial,
+        stop: threading.Event,
+        before: threading.Thread | None,
+        wake: Callable[[], None],
     ) -> None:
         if before is not None:
             before.join(pairs.CONNECT_S)
         try:
-            if isinstance(asked, Listen):
+            if isinstance(asked, ProbeListen):
                 with pairs.open_port("", self.port) as listener:
-                    self.answers.put(Opened(asked.token, listener.getsockname()[1]))
+                    self.answers.put(ProbeListening(asked.token, listener.getsockname()[1]))
                     wake()
                     found = pairs.listen(listener, asked.token, asked.seconds, asked.first, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
                 found = pairs.dial(host, asked, stop)
-            report = Report(asked.token, "", pack([flow.plain() for flow in found]))
+            report = ProbeReport(asked.token, "", pack([flow.plain() for flow in found]))
         except NarrowsError as error:
-            report = Report(asked.token, str(error), pack([]))
+            report = ProbeReport(asked.token, str(error), pack([]))
         if not stop.is_set():
             self.answers.put(report)
             wake()
 
 
-class Director:
+class ProbeDirectorRunner:
     """`keys_folder`: whose keys are let in; "": all are."""
 
-    def __init__(self, probe: Probe, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
+    def __init__(self, probe: ProbeDirector, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
         self.probe, self.say = probe, say
         self.guard = guard = keys.Guard(keys_folder) if keys_folder else None
         curve = None
         if guard is not None:
-            curve = Curve(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
+            curve = CurveKeys(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
         self.sockets = Sockets(curve=curve)
         self.host, _ = parse_address("--bind", bind, any_port=True)
         self.port = self.sockets.listen(bind)
@@ -199,11 +203,11 @@ class Director:
             self._do(self.probe.hear(peer, decode(frames), time.monotonic_ns()))
         except RemoteProtocolError as error:
             self.say(f"a message was left out: {error}")
-            self.sockets.send(peer, encode(End(str(error))))
+            self.sockets.send(peer, encode(ProbeEnd(str(error))))
 
     def _do(self, effects: Effects) -> None:
         for effect in effects:
-            if isinstance(effect, Say):
+            if isinstance(effect, PrintLine):
                 self.say(effect.text)
             else:
                 self.sockets.send(effect.peer, encode(effect.message))
@@ -213,7 +217,7 @@ class Director:
 
 
 @contextmanager
-def beside(measurer: Measurer, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with which it
     has ended, if it has."""
     failed: list[NarrowsError] = []
@@ -262,11 +266,11 @@ def by_ssh(address: str) -> str:
     return f"tcp://{bracketed(client)}:{address.removeprefix(BY_SSH)}"
 
 
-class Started:
+class SshCommands:
     """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's too."""
 
     def __init__(
-        self, hosts: Sequence[str], ssh: str, director: Director, keys_folder: str, more: Sequence[str]
+        self, hosts: Sequence[str], ssh: str, director: ProbeDirectorRunner, keys_folder: str, more: Sequence[str]
     ) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         access = ["--key", "-"] if keys_folder else ["--insecure"]

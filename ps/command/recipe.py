@@ -25,7 +25,7 @@ REGISTRY = "registry.example.com"  # to be replaced by the user
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RunCommands:
     """A server as its flags describe it. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the
     folder, "" without. `resume`: the server has a model to go on from. `sites`: (host, port) of each flag of a page or of
     metrics. `journal`: "", or the flag as it was given."""
@@ -85,13 +85,13 @@ class Recipe:
         return "# Without keys anyone who reaches the port can join. --print with --keys DIR makes a file with keys."
 
 
-class Expanded(str):
+class ShellWord(str):
     """A word of ours with variables, which a shell or Kubernetes replaces. Words that a user gave stay as they are."""
 
 
 def shell(words: list[str]) -> str:
     """One line of sh."""
-    return " ".join(f'"{word}"' if isinstance(word, Expanded) else shlex.quote(word) for word in words)
+    return " ".join(f'"{word}"' if isinstance(word, ShellWord) else shlex.quote(word) for word in words)
 
 
 def listed(words: list[str], variables: str = "") -> str:
@@ -99,5 +99,5 @@ def listed(words: list[str], variables: str = "") -> str:
     if not variables:
         return json.dumps(words)
     return json.dumps(
-        [word if isinstance(word, Expanded) else word.replace(variables, "$" + variables) for word in words]
+        [word if isinstance(word, ShellWord) else word.replace(variables, "$" + variables) for word in words]
     )

@@ -18,7 +18,7 @@ from narrows.protocols.runtime.flags import given
 from narrows.protocols.runtime.hosts import unknown
 from narrows.protocols.runtime.output import open_record
 from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import Cluster
+from narrows.ps.command.cluster import ShardSupervisor
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
@@ -125,11 +125,11 @@ def serve(
     more = parent or resume or replicas or steps or fresh_run
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
-    cluster = Cluster(Settings(**settings).validated())
+    cluster = ShardSupervisor(Settings(**settings).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.protocols.runtime import sealing
-    from narrows.protocols.runtime.scratch import Scratch, lock
+    from narrows.protocols.runtime.scratch import ScratchFolder, lock
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
     folder, scratch, held = "", None, None
@@ -145,7 +145,7 @@ def serve(
         mixes = cluster.settings.mode().rule is Rule.MIX  # then the workers have the models
         if resume and not mixes and (why := checkpoints.why_anew(folder)):
             say(f"--resume: {why}")
-        scratch = None if folder else Scratch()  # a shard that dies goes on from there
+        scratch = None if folder else ScratchFolder()  # a shard that dies goes on from there
         if scratch and cluster.settings.checkpoint_every > 0:
             every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
@@ -264,7 +264,7 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial {name}; give --bind tcp://HOST:PORT")
 
 
-def announce(cluster: Cluster) -> None:
+def announce(cluster: ShardSupervisor) -> None:
     """Say that workers can join, and where."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"

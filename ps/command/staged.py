@@ -10,12 +10,12 @@ from narrows.protocols.planning import written
 from narrows.protocols.planning.choose import SMALL
 from narrows.protocols.planning.cost import Job
 from narrows.protocols.planning.cost import Layout as Arrangement
-from narrows.protocols.planning.layout import Layout
+from narrows.protocols.planning.layout import Deployment
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.search import plan
 from narrows.protocols.planning.stages import (
     PARAMETER_MEMORY_BYTES,
-    Model,
+    PipelineModel,
     contiguous,
     fits,
     soonest_alone,
@@ -24,7 +24,7 @@ from narrows.protocols.runtime.keys import public_key
 from narrows.ps.carried import carried
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
-from narrows.ps.staged import Staged, Stager
+from narrows.ps.staged import StagedPlan, StagedPlanner
 
 PARTS = 8  # of as many replicas as there are hosts for: so many numbers are tried, and halves, where hosts are SMALL at most
 MANY = 256  # of more hosts each has a part: a search takes seconds
@@ -34,7 +34,7 @@ MOVED = "the best of these after moves of hosts"
 
 
 def planned(
-    places: written.Places,
+    places: written.HostAddresses,
     parameters: float,
     step_s: float,
     script: str,
@@ -50,7 +50,7 @@ def planned(
     seed: int,
     insecure: bool,
     keys: str,
-) -> tuple[Layout, list[str]]:
+) -> tuple[Deployment, list[str]]:
     """The plan, and lines. Raises UsageError."""
     network = places.network
     if layers is None:
@@ -67,7 +67,7 @@ def planned(
         )
     memory = PARAMETER_MEMORY_BYTES * parameters / layers if layer_memory is None else layer_memory
     cut = activation_bytes or 0.0
-    model = Model(parameters, layers, step_s, micro_batches, cut, memory, carried(), coded(), money)
+    model = PipelineModel(parameters, layers, step_s, micro_batches, cut, memory, carried(), coded(), money)
     most = max(1, len(network.hosts) // stages)
     count, gain = (replicas, 1.0) if replicas else fastest(network, model, stages, most, coding, seed)
     job = model.job(stages, count, coding)
@@ -98,7 +98,9 @@ def planned(
     return layout, lines
 
 
-def fastest(network: Network, model: Model, stages: int, most: int, coding: str, seed: int) -> tuple[int, float]:
+def fastest(
+    network: Network, model: PipelineModel, stages: int, most: int, coding: str, seed: int
+) -> tuple[int, float]:
     """Return how many replicas make the most samples a second, by steps to a loss and money, and how many times as many as
     `most` replicas make. A replica on a slow host or behind a slow link holds up all others. Raises UsageError where none
     fits."""
@@ -110,7 +112,7 @@ def fastest(network: Network, model: Model, stages: int, most: int, coding: str,
         if count not in known:
             try:
                 job = model.job(stages, count, coding)
-                stager = Stager(network, model, job, coding)
+                stager = StagedPlanner(network, model, job, coding)
                 known[count] = stager.price(stager.stand(plan(network, job, seed).layout)) / count
             except UsageError as error:
                 failed.append(error)
@@ -127,14 +129,16 @@ def fastest(network: Network, model: Model, stages: int, most: int, coding: str,
     return (best, gain) if gain > MORE else (most, 1.0)
 
 
-def candidates(network: Network, model: Model, job: Job, coding: str, seed: int) -> list[tuple[str, Staged]]:
+def candidates(
+    network: Network, model: PipelineModel, job: Job, coding: str, seed: int
+) -> list[tuple[str, StagedPlan]]:
     """Layouts that were tried, the cheapest first. Raises UsageError.
 
     The search takes computing and links for one after the other, so moves in virtual time follow. It takes exchanges for dense
     ones, which cost more money: so it also looks for seconds alone.
     """
-    stager, plain = Stager(network, model, job, coding), contiguous(network, job)
-    tried = dict[bytes, tuple[str, Staged]]()
+    stager, plain = StagedPlanner(network, model, job, coding), contiguous(network, job)
+    tried = dict[bytes, tuple[str, StagedPlan]]()
 
     def stand(label: str, layout: Arrangement) -> None:
         known = tried.get(layout.key)
@@ -151,7 +155,7 @@ def candidates(network: Network, model: Model, job: Job, coding: str, seed: int)
     return sorted(tried.values(), key=lambda each: stager.price(each[1]))
 
 
-def rows(network: Network, plan: Staged) -> list[list[str]]:
+def rows(network: Network, plan: StagedPlan) -> list[list[str]]:
     """Of the table, a row for each stage."""
     priced = bool(network.price.any())
     found = [["stage", "layers", "hosts", "server on", "mode", "to the next stage", *["money a step"] * priced]]
@@ -174,14 +178,14 @@ def rows(network: Network, plan: Staged) -> list[list[str]]:
     return found
 
 
-def steps(plan: Staged) -> str:
+def steps(plan: StagedPlan) -> str:
     """Seconds of a step, and what the modes of stages cost."""
     shown = "not simulated with exchanges" if plan.simulated_s is None else f"simulated {seconds(plan.simulated_s)}"
     spent = f", {sum(plan.money):.3g} of money" if any(plan.money) else ""
     return f"predicted {seconds(plan.predicted_s)} a step, {shown}{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
 
 
-def decides(network: Network, plan: Staged) -> str:
+def decides(network: Network, plan: StagedPlan) -> str:
     """What a step waits for, and how long."""
     exchanges_s = max(0.0, (plan.simulated_s or plan.predicted_s) - plan.alone_s)
     computing_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other < 0)
@@ -199,7 +203,7 @@ def decides(network: Network, plan: Staged) -> str:
     )
 
 
-def alone(network: Network, model: Model, replicas: int) -> str:
+def alone(network: Network, model: PipelineModel, replicas: int) -> str:
     """One machine that makes all of a step."""
     found = soonest_alone(network, model, replicas)
     if found is None:

@@ -20,9 +20,9 @@ from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
-from narrows.protocols.planning.layout import Layout, Server
+from narrows.protocols.planning.layout import Deployment, ServerStart
 from narrows.protocols.runtime import plans, signals
-from narrows.protocols.runtime.children import Child, Children
+from narrows.protocols.runtime.children import ChildProcesses, StartedChild
 from narrows.ps.command.console import doing, say
 from narrows.ps.command.lives import DESERTED
 from narrows.ps.command.serve import PLAN_DIGEST
@@ -60,7 +60,7 @@ def serve(
     if len(layout.stages) > 1:
         environment[DESERTED] = str(max(DESERTED_LEAST_S, DESERTED_LEASES * layout.lease))
 
-    def words(server: Server) -> list[str]:
+    def words(server: ServerStart) -> list[str]:
         name = server.name.replace(" ", "-")
         more = ["--journal" if journal else "--no-journal"]
         if server.children:  # checkpoints of a guest are with the server that it joins
@@ -73,10 +73,10 @@ def serve(
             flags[at] = plans.key_file(flags[at], "--parent-key")
         return ["-m", "narrows.ps.command.cli", *flags, *more]
 
-    return Servers(servers, [words(server) for server in servers], environment).watch()
+    return StageServers(servers, [words(server) for server in servers], environment).watch()
 
 
-def watching(layout: Layout, here: str, given: dict[str, Any]) -> dict[str, list[str]]:
+def watching(layout: Deployment, here: str, given: dict[str, Any]) -> dict[str, list[str]]:
     """What the servers of this host are told beside the plan, by name: the flags of OF_ROOT. Each stage of a pipeline
     has a record. Raises UsageError for a flag that no server here can take."""
     given, root = {name: value for name, value in given.items() if value}, layout.stages[0]
@@ -95,13 +95,13 @@ def watching(layout: Layout, here: str, given: dict[str, Any]) -> dict[str, list
     return {name: [word for flag, value in given.items() for word in (f"--{flag}", str(value))] for name in names}
 
 
-class Servers:
+class StageServers:
     """Those of this host, started and ended together. `words`: what follows `python`, of each."""
 
-    def __init__(self, servers: list[Server], words: list[list[str]], environment: dict[str, str]) -> None:
+    def __init__(self, servers: list[ServerStart], words: list[list[str]], environment: dict[str, str]) -> None:
         self.servers, self.words, self.environment = servers, words, environment
-        self.children = Children()
-        self.started: dict[int, Child] = {}
+        self.children = ChildProcesses()
+        self.started: dict[int, StartedChild] = {}
         self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
         self.parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
         self.heard: list[int] = []
@@ -144,7 +144,7 @@ class Servers:
             self.heard.append(signal.SIGINT)
 
 
-def go_back(layout: Layout, here: str, folder: Path, keys: str) -> int:
+def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
     """Drop what the stages of this host have written after the newest clock that all stages have. Return that clock, -1 where
     no stage has any. Raises UsageError where they have none in common."""
     from narrows.ps.process import checkpoints  # and NumPy
@@ -161,20 +161,20 @@ def go_back(layout: Layout, here: str, folder: Path, keys: str) -> int:
     return clock
 
 
-def _all_stages(layout: Layout, here: str, ours: dict[int, list[int]], keys: str) -> dict[int, list[int]]:
+def _all_stages(layout: Deployment, here: str, ours: dict[int, list[int]], keys: str) -> dict[int, list[int]]:
     """The clocks of every stage, told by the ps-serve --plan of each host."""
     hosts = sorted({stage.host for stage in layout.stages})
     if len(hosts) == 1:
         return ours
     from narrows.protocols.runtime.keys import server_key
-    from narrows.protocols.runtime.peers import NO_STEP, Peers
+    from narrows.protocols.runtime.peers import NO_STEP, ChannelRunner
 
     doing(f"asks the servers of {', '.join(set(hosts) - {here})} which checkpoints they have ...")
     addresses = [layout.address(layout.stages[layout.served(host)[0]]) for host in hosts]
     secret = server_key(keys) if keys else None
     with_keys = (secret.pair, [secret.public] * len(hosts)) if secret else ()
     names = [f"ps-serve --plan on {host}" for host in hosts]
-    peers = Peers(hosts.index(here), addresses, names, layout.digest, layout.lease, say, *with_keys)
+    peers = ChannelRunner(hosts.index(here), addresses, names, layout.digest, layout.lease, say, *with_keys)
     failed = True
     try:
         peers.wait(MEET_S)

@@ -9,7 +9,7 @@ ALONE_S = 5.0  # a standby that was started together with its server is there by
 NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
 
 
-class Standing:
+class StandbyNotice:
     """The standby of one server, as its ps-serve knows of it."""
 
     def __init__(self) -> None:

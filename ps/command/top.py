@@ -44,7 +44,7 @@ def _frames(address: str, record: str) -> Iterator[dict[str, Any]]:
     if not record:
         yield from reading.frames(address)
         return
-    read = reading.Record(record)
+    read = reading.RecordReader(record)
     read.read()
     yield read.history.frame()
     while not read.history.over:
@@ -72,15 +72,15 @@ def _terminal(address: str, record: str, once: bool) -> int:
 
 def _page(record: str, dashboard: str, insecure: bool) -> int:
     """Serve the page of a record until Ctrl-C."""
-    from narrows.ps.glance.reading import Record
+    from narrows.ps.glance.reading import RecordReader
     from narrows.ps.glance.watch import site_address
-    from narrows.ps.glance.web import Frames, Site
+    from narrows.ps.glance.web import DashboardServer, FrameStream
 
     host, port = site_address("--dashboard", dashboard, insecure)
-    read = Record(record)
+    read = RecordReader(record)
     read.read()
-    frames = Frames(read.history.frame)
-    site = Site("--dashboard", host, port, frames, None)
+    frames = FrameStream(read.history.frame)
+    site = DashboardServer("--dashboard", host, port, frames, None)
     click.echo(f"ps-top: {site.told}; Ctrl-C ends it")
     try:
         while True:

@@ -15,7 +15,7 @@ FAST = 0.9  # of all stretches of time, so many are slower than the one that fil
 _CHARACTERS = np.frombuffer(LEVELS.encode(), np.uint8)
 
 
-class Cells:
+class TimeBuckets:
     """Sums over stretches of time: `sums`, float64[rows, cells]."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Cells:
             self.sums[:, index] += gathered * share
 
 
-def strips(members: Sequence[Cells]) -> tuple[int, list[dict[str, str]]]:
+def strips(members: Sequence[TimeBuckets]) -> tuple[int, list[dict[str, str]]]:
     """The first cell that anybody did something in; of each member its cells, a character each: steps beside those of a fast
     member, the share of the time that was computing, and that of encoding."""
     if not members:

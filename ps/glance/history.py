@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from narrows.protocols.summary import STALE, Row, Summary
+from narrows.protocols.summary import STALE, Summary, SummaryRow
 from narrows.ps.glance.cells import CELL_S, CELLS
 from narrows.ps.glance.cells import strips as strips_of
 from narrows.ps.glance.events import sentence
-from narrows.ps.glance.lanes import TIMES, Lane
+from narrows.ps.glance.lanes import TIMES, MemberTimeline
 
 LANES_MAX = 4096  # members, live or gone; more are not shown
 POINTS = 512  # of a curve: with more, every second one goes
@@ -47,7 +47,7 @@ REPEATED = (
 DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
 
 
-class Curve:
+class LossCurve:
     """Points of `COLUMNS`; however long the run, they cover all of it."""
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class Curve:
                 del values[1::2]
 
 
-class History:
+class RunHistory:
     """The history of one run."""
 
     def __init__(self) -> None:
         self.run: dict[str, Any] = {}  # what it is
-        self.lanes: dict[tuple[int, ...], Lane] = {}
+        self.lanes: dict[tuple[int, ...], MemberTimeline] = {}
         self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
-        self.curve = Curve()
+        self.curve = LossCurve()
         self.events: deque[list[Any]] = deque(maxlen=EVENTS)
         self.repeated: dict[tuple[Any, ...], tuple[list[Any], int]] = {}  # of REPEATED: the event, and which time it is
         self.seconds = 0.0  # of the newest event
@@ -139,7 +139,7 @@ class History:
         told = {tuple(row["path"]): row for row in rows}
         for path, row in told.items():
             if path in self.lanes or len(self.lanes) < LANES_MAX:
-                lane = self.lanes.setdefault(path, Lane(path))
+                lane = self.lanes.setdefault(path, MemberTimeline(path))
                 lane.hear(row, self.seconds, self.width)
                 if lane.lost_loss:
                     self._not_finite(lane)
@@ -163,7 +163,7 @@ class History:
         for path, row in told.items():
             slowest[path[:-1]] = min(row["clock"], slowest.get(path[:-1], row["clock"]))
         below = [lane for path, lane in self.lanes.items() if path != first and path[: len(first)] == first]
-        missed, gone = dict[tuple[int, ...], list[Lane]](), dict[str, list[Lane]]()
+        missed, gone = dict[tuple[int, ...], list[MemberTimeline]](), dict[str, list[MemberTimeline]]()
         for lane in below:
             if lane.path in told:
                 lane.ahead = told[lane.path]["clock"] - slowest[lane.path[:-1]]
@@ -183,7 +183,7 @@ class History:
             more = f" and {len(lanes) - NAMED} more" if len(lanes) > NAMED else ""
             self._say("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
 
-    def _not_finite(self, lane: Lane) -> None:
+    def _not_finite(self, lane: MemberTimeline) -> None:
         """Once, until it is finite again."""
         if not lane.odd:
             self._say("loss", f"the loss of {lane} is not finite")
@@ -231,12 +231,12 @@ class History:
     # The run as a whole.
 
     @property
-    def near(self) -> list[Lane]:
+    def near(self) -> list[MemberTimeline]:
         """The members of this server; of each link that is its own, the near end."""
         return [lane for lane in self.lanes.values() if len(lane.path) == 1]
 
     @property
-    def workers(self) -> list[Lane]:
+    def workers(self) -> list[MemberTimeline]:
         return [lane for lane in self.lanes.values() if not lane.newest["runs"]]
 
     @property
@@ -317,7 +317,7 @@ class History:
             "events": list(self.events),
         }
 
-    def _shown(self, lane: Lane, fastest: int, strip: dict[str, str] | None) -> dict[str, Any]:
+    def _shown(self, lane: MemberTimeline, fastest: int, strip: dict[str, str] | None) -> dict[str, Any]:
         newest = lane.newest
         return {
             "path": lane.path,
@@ -345,5 +345,5 @@ class History:
 
 
 def _blank(worker: int) -> dict[str, Any]:
-    told = Row((worker,), "", "", Summary()).told()
+    told = SummaryRow((worker,), "", "", Summary()).told()
     return told | {"stale": list(told["stale"])}

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from narrows.protocols.summary import Summary
-from narrows.ps.glance.cells import ROWS, Cells
+from narrows.ps.glance.cells import ROWS, TimeBuckets
 
 COUNTERS = (
     *("steps", "updates", "samples", "compute_seconds", "encode_seconds", "wait_seconds", "bytes_up", "bytes_down"),
@@ -29,7 +29,7 @@ TOOK_S = 1e-6  # a step takes longer: a member that says less has no rate
 QUIET_S = 10.0  # no step for so long, and for three steps: its rate falls
 
 
-class Lane:
+class MemberTimeline:
     """One member, by its path. `newest`: its last summary; `total`: what it has counted in all its lives."""
 
     def __init__(self, path: tuple[int, ...]) -> None:
@@ -48,7 +48,7 @@ class Lane:
         self.lost_loss = False  # the newest summary has none after a step, and the one before, of the same member, had
         self.skips = False  # it has left out steps, and that was said
         self.odd = False  # its newest loss was not finite, and that was said
-        self.cells = Cells()
+        self.cells = TimeBuckets()
 
     def __str__(self) -> str:
         return f"rank {'.'.join(map(str, self.path))} ({self.newest['host']})".removesuffix(" ()")

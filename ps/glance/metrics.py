@@ -14,8 +14,8 @@ from prometheus_client.core import (
 )
 
 from narrows.protocols.summary import STALE
-from narrows.ps.glance.history import History
-from narrows.ps.glance.lanes import Lane
+from narrows.ps.glance.history import RunHistory
+from narrows.ps.glance.lanes import MemberTimeline
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = {"compute": "compute_seconds", "encode": "encode_seconds", "wait": "wait_seconds"}
@@ -24,7 +24,7 @@ PEER = ("level", "peer")
 LINK = (*PEER, "direction")
 
 
-def text(history: History, began: float) -> bytes:
+def text(history: RunHistory, began: float) -> bytes:
     """Return what a scrape gets. `began`: when the run did, in seconds since 1970."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(history, began))
@@ -32,7 +32,7 @@ def text(history: History, began: float) -> bytes:
 
 
 class _Collector:
-    def __init__(self, history: History, began: float) -> None:
+    def __init__(self, history: RunHistory, began: float) -> None:
         self.history, self.began = history, began
 
     def collect(self) -> Iterator[Metric]:
@@ -75,7 +75,7 @@ class _Collector:
             total = sum(least * more for least, more in zip((*STALE, STALE[-1] + 1), lane.stale, strict=True))
             stale.add_metric(_peer(lane), buckets, total)
         yield from (steps, stale, samples, skipped)
-        gauges: dict[str, tuple[str, Callable[[Lane], float]]] = {
+        gauges: dict[str, tuple[str, Callable[[MemberTimeline], float]]] = {
             "narrows_peer_clock": ("Clock of a member", lambda lane: lane.newest["clock"]),
             "narrows_peer_live": ("1 where a member is live", lambda lane: lane.live),
             "narrows_residual_norm_ratio": (
@@ -107,6 +107,6 @@ class _Collector:
         yield from (moved, rate, busy)
 
 
-def _peer(lane: Lane) -> list[str]:
+def _peer(lane: MemberTimeline) -> list[str]:
     """Its level below the server whose page this is, from 1 on, and its ranks down the tree."""
     return [str(len(lane.path)), ".".join(map(str, lane.path))]

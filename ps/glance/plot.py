@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 
-from narrows.ps.glance.history import History
+from narrows.ps.glance.history import RunHistory
 from narrows.ps.glance.lanes import TIMES
 
 MEMBERS = 40  # that are drawn; of a larger run the first
@@ -18,7 +18,7 @@ LEGEND: dict[str, Any] = {"frameon": False, "loc": "lower right", "bbox_to_ancho
 COLORS = {"compute_seconds": "#2f6fb3", "encode_seconds": "#e0962f", "wait_seconds": "#d5dbe2"}
 
 
-def plot(history: History, title: str) -> Figure:
+def plot(history: RunHistory, title: str) -> Figure:
     """A figure of two rows for one record: curves of the loss above, times and links of the members below."""
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     grid = figure.add_gridspec(2, 6)
@@ -51,7 +51,7 @@ def plot(history: History, title: str) -> Figure:
     return figure
 
 
-def compared(histories: Mapping[str, History]) -> Figure:
+def compared(histories: Mapping[str, RunHistory]) -> Figure:
     """A figure of one row for several records, by file name: the loss of each by steps, seconds and bytes."""
     figure = Figure(figsize=(12, 4.2 + 0.2 * len(histories)), layout="constrained")
     grid = figure.add_gridspec(1, 6)
@@ -63,7 +63,7 @@ def compared(histories: Mapping[str, History]) -> Figure:
     return figure
 
 
-def _losses(figure: Figure, grid: GridSpec, histories: Mapping[str, History]) -> None:
+def _losses(figure: Figure, grid: GridSpec, histories: Mapping[str, RunHistory]) -> None:
     """Draw the loss of each history into the first row of `grid`, once for each axis of NAMES."""
     curves = {name: history.curve.columns for name, history in histories.items()}
     logarithmic = all(loss > 0 for curve in curves.values() for loss in curve["loss"])
@@ -80,7 +80,7 @@ def _losses(figure: Figure, grid: GridSpec, histories: Mapping[str, History]) ->
             axes.set_ylabel("loss")
 
 
-def _title(name: str, history: History) -> str:
+def _title(name: str, history: RunHistory) -> str:
     """The file name of a record, and the mode and SPEC of its run."""
     run = history.run
     about = run.get("summary") or f"--sync {run.get('mode', '?')}, --compress {run.get('compress', '?')}"

@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
-from narrows.ps.glance.history import History
+from narrows.ps.glance.history import RunHistory
 
 FIRST_S = 3.0  # until there is a first answer
 SILENT_S = 30.0  # without a word of the page: a frame comes each second
 LINE_BYTES_MAX = 64 << 20  # one frame
 
 
-class Record:
+class RecordReader:
     """The lines of a record, as they come. `read` raises UsageError where it is none."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.history = path, History()
+        self.path, self.history = path, RunHistory()
         self.offset = self.number = 0  # bytes, and lines, that were taken
 
     def read(self) -> bool:

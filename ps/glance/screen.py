@@ -44,11 +44,11 @@ def screen(frame: dict[str, Any]) -> Group:
     ]
     head = [Text(printable(about), style="dim"), Text("   ".join(figures), style="bold")]
     head += [Text(printable(frame["waits"]), style="bold yellow")] if frame["waits"] else []
-    return Group(*head, Text(), Members(frame), *more, Text(), *events)
+    return Group(*head, Text(), MembersTable(frame), *more, Text(), *events)
 
 
 @dataclass(frozen=True)
-class Members:
+class MembersTable:
     """The table of members, as wide as the terminal: a narrow one has a shorter strip, then fewer columns; no head is cut."""
 
     frame: dict[str, Any]

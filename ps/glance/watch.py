@@ -9,8 +9,8 @@ from typing import Any
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.output import Output, as_json
-from narrows.ps.glance.history import History
-from narrows.ps.glance.web import Frames, Site
+from narrows.ps.glance.history import RunHistory
+from narrows.ps.glance.web import DashboardServer, FrameStream
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,15 +29,15 @@ def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:
     return host, int(port)
 
 
-class Watch:
+class RunWatch:
     """`record`: a file, "": none. Nothing is kept where nobody looks."""
 
     def __init__(self) -> None:
         self.began, self.began_unix = time.monotonic(), time.time()
-        self.history = History()
+        self.history = RunHistory()
         self.lock = threading.Lock()  # of the history: pages are made in threads of their own
         self.record: Output | None = None
-        self.sites: list[Site] = []
+        self.sites: list[DashboardServer] = []
 
     @property
     def watched(self) -> bool:
@@ -50,9 +50,9 @@ class Watch:
         source = self._metrics if scraped is not None else None
         both = page is not None and page == scraped and page[1] > 0
         if page is not None:
-            self.sites.append(Site("--dashboard", *page, Frames(self._frame), source if both else None))
+            self.sites.append(DashboardServer("--dashboard", *page, FrameStream(self._frame), source if both else None))
         if scraped is not None and not both:
-            self.sites.append(Site("--metrics", *scraped, None, source))
+            self.sites.append(DashboardServer("--metrics", *scraped, None, source))
         if source is not None:
             from narrows.ps.glance import metrics as _  # noqa: F401 - not with the first scrape
 

@@ -48,7 +48,7 @@ POLICY = (
 )
 
 
-class Frames:
+class FrameStream:
     """The newest frame, as JSON. `make`: one, as it is now."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
@@ -69,7 +69,7 @@ class Frames:
             return self.number, self.newest
 
 
-class Site(ThreadingHTTPServer):
+class DashboardServer(ThreadingHTTPServer):
     """`metrics`: what a scrape gets, where there is one; `frames`: of the page, where there is one. Raises UsageError for an
     address that cannot be had; `flag`: what named it."""
 
@@ -77,7 +77,12 @@ class Site(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(
-        self, flag: str, host: str, port: int, frames: Frames | None, metrics: Callable[[], tuple[str, bytes]] | None
+        self,
+        flag: str,
+        host: str,
+        port: int,
+        frames: FrameStream | None,
+        metrics: Callable[[], tuple[str, bytes]] | None,
     ) -> None:
         self.frames, self.metrics = frames, metrics
         self.closing = frames.closing if frames is not None else threading.Event()
@@ -87,7 +92,7 @@ class Site(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
         try:
-            super().__init__((host.strip("[]"), port), Visit)
+            super().__init__((host.strip("[]"), port), DashboardRequest)
         except OSError as error:
             raise UsageError(f"{flag} {host}:{port}: {error.strerror or error}; name another port") from None
         # A page elsewhere whose name turns into our address must not read ours.
@@ -157,10 +162,10 @@ def _read(name: str) -> bytes:
     return resources.files("narrows.ps.glance").joinpath("page", name).read_bytes()
 
 
-class Visit(BaseHTTPRequestHandler):
+class DashboardRequest(BaseHTTPRequestHandler):
     """One connection."""
 
-    server: Site
+    server: DashboardServer
     timeout = IDLE_S
     server_version, sys_version = "narrows", ""
 
@@ -202,7 +207,7 @@ class Visit(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _stream(self, frames: Frames) -> None:
+    def _stream(self, frames: FrameStream) -> None:
         """Server-sent events: each frame that is another one than before, until the visitor leaves or the run has ended."""
         self._head("text/event-stream")
         told = 0

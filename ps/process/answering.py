@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send
-from narrows.ps.process.archive import Archive
-from narrows.ps.process.machine import Process, introduction
+from narrows.ps.process.archive import RemoteArchive
+from narrows.ps.process.machine import MachineFactory, introduction
 from narrows.ps.server import Server
 
 ALONE = "this server has no standby: start it with --replicas 1, and name the address of its shard 0"
 
 
-class Answering:
-    def __init__(self, process: Process) -> None:
+class BootstrapServer:
+    def __init__(self, process: MachineFactory) -> None:
         self.process = process
-        self.archive = Archive(process.folder) if process.folder is not None and not process.index else None
+        self.archive = RemoteArchive(process.folder) if process.folder is not None and not process.index else None
 
     def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
         """Answer a standby that begins, a guest, or a shard of one; None: the message is of none of these."""
-        asks = isinstance(message, m.Copy) and (message.shard < 0 or not self.process.replicas)
-        if not asks and not isinstance(message, (m.Join, m.FileAsk)):
+        asks = isinstance(message, m.ReplicationFollow) and (message.shard < 0 or not self.process.replicas)
+        if not asks and not isinstance(message, (m.RemoteShardsOffer, m.FileRequest)):
             return None
-        if isinstance(message, m.FileAsk):
+        if isinstance(message, m.FileRequest):
             self._ask(peer, message, server)
             return []
-        if isinstance(message, m.Join):
+        if isinstance(message, m.RemoteShardsOffer):
             why = self._no_room(server)
             return [Send(peer, _refuse(why) if why else introduction(self.process, server, "keeps", "bind"))]
         first = self.process.replicas and not self.process.index
         return [Send(peer, introduction(self.process, server) if first else _refuse(ALONE))]
 
-    def _ask(self, peer: bytes, ask: m.FileAsk, server: Server) -> None:
+    def _ask(self, peer: bytes, ask: m.FileRequest, server: Server) -> None:
         """Those of guests alone: the others have this folder."""
         away = server.coordinator.moves.away if server.coordinator is not None else {}
         if self.archive is not None and away:

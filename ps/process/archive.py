@@ -4,7 +4,8 @@ without such a machine, and --resume finds them.
 Rules
 - A file travels in parts, over a connection of its own, and has its name only once it is whole.
 - A part that is not answered is asked for again. It says where it belongs, so coming twice does no harm.
-- `Archive` answers in a thread of its own: clocks close meanwhile. `Away` waits, where a shard waits for its disk.
+- `RemoteArchive` answers in a thread of its own: clocks close meanwhile. `ArchiveClient` waits, where a shard waits
+  for its disk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.sockets import Sockets
 from narrows.protocols.wire import decode, encode, pack, unpack
-from narrows.ps.changes import Load
+from narrows.ps.changes import LoadArrays
 from narrows.ps.process import checkpoints
 
 PART_BYTES = 1 << 20
@@ -38,7 +39,7 @@ POLL_MS = 100
 COMING = re.compile(r"[0-9a-f]{16}")
 
 
-class What(IntEnum):
+class ArchiveJob(IntEnum):
     FACTS = 0  # of the checkpoint of `clock`
     READ = 1  # the part of a file at `offset`
     WRITE = 2  # the payload is the part of a file at `offset`
@@ -47,16 +48,16 @@ class What(IntEnum):
     HELD = 5  # of which clocks there are files of `shard`
 
 
-class Archive:
+class RemoteArchive:
     """Serves the folder of process 0. Any thread may `ask`; `take` yields the answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.asked: queue.Queue[tuple[bytes, m.FileAsk]] = queue.Queue(ASKED_MAX)
+        self.asked: queue.Queue[tuple[bytes, m.FileRequest]] = queue.Queue(ASKED_MAX)
         self.answers = deque[tuple[bytes, m.FileAnswer]]()
         self.thread: Thread | None = None
 
-    def ask(self, peer: bytes, ask: m.FileAsk) -> None:
+    def ask(self, peer: bytes, ask: m.FileRequest) -> None:
         if self.thread is None:
             self.thread = Thread(target=self._main, name="narrows-archive", daemon=True)
             self.thread.start()
@@ -72,22 +73,22 @@ class Archive:
             peer, ask = self.asked.get()
             self.answers.append((peer, self.answer(ask)))
 
-    def answer(self, ask: m.FileAsk) -> m.FileAnswer:
+    def answer(self, ask: m.FileRequest) -> m.FileAnswer:
         size, payload, text, clocks = 0, b"", "", m.Ints()
         try:
             match ask.what:
-                case What.FACTS:
+                case ArchiveJob.FACTS:
                     facts = checkpoints.facts_of(self.folder, ask.clock)
                     payload = pack({name: facts[name] for name in ("shards", "publication", "plan")})
-                case What.READ:
+                case ArchiveJob.READ:
                     size, payload = self._read(checkpoints.path_of(self.folder, ask.shard, ask.clock), ask.offset)
-                case What.WRITE:
+                case ArchiveJob.WRITE:
                     self._write(ask)
-                case What.KEEP:
+                case ArchiveJob.KEEP:
                     clocks = self._keep(ask)
-                case What.SOUND:
+                case ArchiveJob.SOUND:
                     clocks = checkpoints.sound(self.folder, ask.shard, ask.shards)[0]
-                case What.HELD:
+                case ArchiveJob.HELD:
                     clocks = checkpoints.clocks(self.folder, ask.shard)
                 case _:
                     text = f"nothing is known of question {ask.what}"
@@ -102,14 +103,14 @@ class Archive:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), PART_BYTES, max(0, offset))
 
-    def _coming(self, ask: m.FileAsk) -> Path:
+    def _coming(self, ask: m.FileRequest) -> Path:
         """A file that is not whole; checkpoints.write drops those that are left."""
         if not COMING.fullmatch(ask.name):
             raise NarrowsError("a file that is coming has a name of 16 hex digits")
         path = checkpoints.path_of(self.folder, ask.shard, ask.clock)
         return path.with_name(f"{path.name}.{ask.name}.tmp")
 
-    def _write(self, ask: m.FileAsk) -> None:
+    def _write(self, ask: m.FileRequest) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = os.open(self._coming(ask), os.O_WRONLY | os.O_CREAT, 0o666)
         try:
@@ -118,7 +119,7 @@ class Archive:
         finally:
             os.close(file)
 
-    def _keep(self, ask: m.FileAsk) -> tuple[int, ...]:
+    def _keep(self, ask: m.FileRequest) -> tuple[int, ...]:
         path, coming = checkpoints.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
         if coming.exists():  # else it was kept, and the answer is lost
             checkpoints.publish(coming, path, ask.offset)
@@ -126,7 +127,7 @@ class Archive:
         return checkpoints.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
 
 
-class Away:
+class ArchiveClient:
     """The files of a shard in the folder of process 0 on another machine. `dial`: a connection to that process, at
     `there`. `alive`: is called each time that something comes. All raise NarrowsError where no answer comes, or a bad
     one."""
@@ -138,15 +139,15 @@ class Away:
 
     def sound(self, shards: int) -> tuple[int, ...]:
         """Clocks that it can begin from, where it is one of so many."""
-        return self._one(What.SOUND, shards=shards).clocks
+        return self._one(ArchiveJob.SOUND, shards=shards).clocks
 
     def held(self) -> tuple[int, ...]:
         """Clocks of which its own files are there."""
-        return self._one(What.HELD).clocks
+        return self._one(ArchiveJob.HELD).clocks
 
-    def load(self, shards: int, clock: int) -> tuple[Load, bool]:
+    def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool]:
         """As checkpoints.read_for."""
-        facts: Any = unpack(bytes(self._one(What.FACTS, clock=clock).payload))
+        facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
         here: list[Path] = []
 
         def fetch(shard: int) -> None:
@@ -167,28 +168,31 @@ class Away:
                 size = os.fstat(file.fileno()).st_size
                 where = {"clock": clock, "name": name}
                 parts = (
-                    self._ask(number, What.WRITE, **where, offset=at, payload=os.pread(file.fileno(), PART_BYTES, at))
+                    self._ask(
+                        number, ArchiveJob.WRITE, **where, offset=at, payload=os.pread(file.fileno(), PART_BYTES, at)
+                    )
                     for number, at in enumerate(range(0, size, PART_BYTES))
                 )
                 for _ in self._each(parts):
                     pass
-            return self._one(What.KEEP, **where, shards=shards, offset=size, shared=shared).clocks
+            return self._one(ArchiveJob.KEEP, **where, shards=shards, offset=size, shared=shared).clocks
         finally:
             path.unlink(missing_ok=True)
 
     def _fetch(self, shard: int, clock: int, path: Path) -> None:
-        whole = self._one(What.READ, shard=shard, clock=clock)
+        whole = self._one(ArchiveJob.READ, shard=shard, clock=clock)
         offsets = range(PART_BYTES, whole.size, PART_BYTES)
         with open(path, "wb") as file:
             file.write(whole.payload)
             asks = (
-                self._ask(number, What.READ, shard=shard, clock=clock, offset=at) for number, at in enumerate(offsets)
+                self._ask(number, ArchiveJob.READ, shard=shard, clock=clock, offset=at)
+                for number, at in enumerate(offsets)
             )
             for ask, part in self._each(asks):
                 file.seek(ask.offset)
                 file.write(part.payload)
 
-    def _ask(self, number: int, what: What, **fields: Any) -> m.FileAsk:
+    def _ask(self, number: int, what: ArchiveJob, **fields: Any) -> m.FileRequest:
         known: dict[str, Any] = {
             "shard": self.index,
             "shards": 0,
@@ -198,15 +202,15 @@ class Away:
             "name": "",
             "payload": b"",
         }
-        return m.FileAsk(number=number, what=what, **known | fields)
+        return m.FileRequest(number=number, what=what, **known | fields)
 
-    def _one(self, what: What, **fields: Any) -> m.FileAnswer:
+    def _one(self, what: ArchiveJob, **fields: Any) -> m.FileAnswer:
         ((_, answer),) = self._each([self._ask(0, what, **fields)])
         return answer
 
-    def _each(self, asks: Iterable[m.FileAsk]) -> Iterator[tuple[m.FileAsk, m.FileAnswer]]:
+    def _each(self, asks: Iterable[m.FileRequest]) -> Iterator[tuple[m.FileRequest, m.FileAnswer]]:
         """The answers to all, some under way at a time."""
-        todo, sent = iter(asks), dict[int, tuple[float, m.FileAsk]]()
+        todo, sent = iter(asks), dict[int, tuple[float, m.FileRequest]]()
         with contextlib.closing(self.dial()) as sockets:
             heard = time.monotonic()
             while True:

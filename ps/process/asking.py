@@ -8,10 +8,10 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
-from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.curve import HandshakeFailure
 from narrows.protocols.runtime.sockets import Sockets
 from narrows.protocols.wire import decode, encode, unpack
-from narrows.ps.process.gate import Gate
+from narrows.ps.process.gate import AccessControl
 from narrows.ps.process.machine import release
 
 CONNECT_S = 30.0
@@ -19,15 +19,15 @@ AGAIN_S = 0.5
 TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_parent_key"}
 
 
-STANDBY = m.Copy(-1, -1)
-JOIN = m.Join("", "", 0, -1, m.Wish.STAY)
+STANDBY = m.ReplicationFollow(-1, -1)
+JOIN = m.RemoteShardsOffer("", "", 0, -1, m.Wish.STAY)
 
 
 def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
     """Return what the server at `address` says that a standby of it must know, or with JOIN a guest. Raises
     UnreachableError, AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
-    refused: list[Why] = []
-    gate = Gate(keys, "", "", "", address)
+    refused: list[HandshakeFailure] = []
+    gate = AccessControl(keys, "", "", "", address)
     with contextlib.closing(
         Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
     ) as sockets:
@@ -38,7 +38,7 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
                 message = decode(frames)
                 if isinstance(message, m.Refuse):
                     raise IncompatibleError(f"{address}: {message.text}")
-                if isinstance(message, m.Original):
+                if isinstance(message, m.ReplicationBegin):
                     return checked(address, unpack(message.told))
     if refused:
         text = "the keys there are others: give --keys with a copy of the folder that the server has"

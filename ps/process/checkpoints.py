@@ -25,10 +25,10 @@ from safetensors import SafetensorError, safe_open
 
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
-from narrows.protocols.plan import DTYPES, NamedArray, Plan
+from narrows.protocols.plan import DTYPES, ModelSpec, NamedArray
 from narrows.protocols.saved import BYTES, COMING, ROUND, SHARD, STATE, shard_file
 from narrows.ps import tables
-from narrows.ps.changes import Load
+from narrows.ps.changes import LoadArrays
 from narrows.ps.recut import recut
 
 KEPT = (
@@ -37,7 +37,7 @@ KEPT = (
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
 
 
-class Streamed(Protocol):
+class StreamedFile(Protocol):
     """Values that nobody holds whole: so many bytes, part by part."""
 
     def __len__(self) -> int: ...
@@ -45,7 +45,7 @@ class Streamed(Protocol):
     def __iter__(self) -> Iterator[memoryview]: ...
 
 
-NamedBlocks = tuple[str, tuple[int, ...], Streamed]  # as NamedArray
+NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # as NamedArray
 
 
 def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
@@ -294,7 +294,7 @@ def read(
 def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
     """As `read`. Raises IncompatibleError as well where x or p has another size than the shard's part of the model."""
     arrays, facts = read(folder, shard, clock)
-    begin, end = split(Plan.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
+    begin, end = split(ModelSpec.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
     for name in ("x", "p"):
         if (size := arrays[name].size) != end - begin:
             raise IncompatibleError(
@@ -316,7 +316,7 @@ def read_for(
     clock: int,
     facts: dict[str, Any],
     fetch: Callable[[int], object] = int,
-) -> tuple[Load, bool]:
+) -> tuple[LoadArrays, bool]:
     """Return what one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another
     number of shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises
     IncompatibleError as `read`, and what `fetch` raises."""
@@ -324,8 +324,8 @@ def read_for(
     if count == shards:
         fetch(shard)
         arrays, facts = _read_whole(folder, shard, clock)
-        return Load(arrays, int(facts["publication"])), False
-    plan = Plan.unpacked(facts["plan"])
+        return LoadArrays(arrays, int(facts["publication"])), False
+    plan = ModelSpec.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
     # Rows of tables are dealt out one by one, so each shard has some of those of every other.
     needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
@@ -337,4 +337,4 @@ def read_for(
     arrays = recut(plan, before, (begin, end))
     if plan.tables:
         arrays |= tables.recut([each for _, each in before], len(plan.tables), shard, shards)
-    return Load(arrays, int(facts["publication"])), True
+    return LoadArrays(arrays, int(facts["publication"])), True

@@ -8,7 +8,7 @@ from narrows.protocols.addresses import is_address
 from narrows.protocols.runtime.sockets import Port
 
 
-class Dialled:
+class ParentAddresses:
     """Over `port`. An address that leads nowhere any more is hung up on: what waits there would be told once more."""
 
     def __init__(self, port: Port) -> None:

@@ -8,31 +8,31 @@ from narrows.protocols.effects import Log
 from narrows.protocols.runtime.sockets import Sockets
 from narrows.ps.glance.events import sentence
 from narrows.ps.process import checkpoints
-from narrows.ps.process.archive import Away
-from narrows.ps.process.gate import Gate
-from narrows.ps.process.machine import Process, emit
+from narrows.ps.process.archive import ArchiveClient
+from narrows.ps.process.gate import AccessControl
+from narrows.ps.process.machine import MachineFactory, emit
 from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S
-from narrows.ps.process.writer import Writer, Written
+from narrows.ps.process.writer import CheckpointWriter, WrittenCheckpoint
 from narrows.ps.server import Server
 
 
-class Disk:
+class CheckpointDisk:
     """The checkpoints of one process; without a folder it does nothing. On another machine than that of shard 0 a file
     is here while it travels."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: MachineFactory) -> None:
         self.process, self.folder, self.index = process, process.folder, process.index
-        self.away: Away | None = None
+        self.away: ArchiveClient | None = None
         if process.host and process.folder is not None:
-            self.away = Away(process.folder, process.index, process.coordinator, self._dial, self._alive)
-        self.writer = Writer(process.folder, process.index, self.away) if process.folder is not None else None
+            self.away = ArchiveClient(process.folder, process.index, process.coordinator, self._dial, self._alive)
+        self.writer = CheckpointWriter(process.folder, process.index, self.away) if process.folder is not None else None
         self.trouble = ""  # said once
         self.nbytes, self.due_s = 0, 0.0
         self.prepared = False  # memory for the first copy was asked for
 
     def _dial(self) -> Sockets:
         process = self.process
-        gate = Gate(process.keys, "", process.secret, process.coordinator)
+        gate = AccessControl(process.keys, "", process.secret, process.coordinator)
         return Sockets(known_as=gate.name_at, curve=gate.curve)
 
     def _alive(self) -> None:
@@ -81,14 +81,14 @@ class Disk:
         if last:
             self.writer.wait()
 
-    def take(self, last: bool = False) -> Written | None:
+    def take(self, last: bool = False) -> WrittenCheckpoint | None:
         """One that is on disk by now, or could not be written. `last`: the process ends, so one that is being written is waited
         for."""
         if last and self.writer is not None:
             self.writer.wait()
         return self.writer.take() if self.writer is not None else None
 
-    def tell(self, written: Written) -> list[Log]:
+    def tell(self, written: WrittenCheckpoint) -> list[Log]:
         """Return what the console is told of a write."""
         said, self.trouble = self.trouble, written.trouble
         where: dict[str, object] = {"shard": self.index, "clock": written.clock}

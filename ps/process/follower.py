@@ -9,43 +9,43 @@ from collections.abc import Iterable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Tell
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
 from narrows.protocols.errors import NarrowsError, ServerLostError
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.runtime.hosts import reached
 from narrows.protocols.runtime.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.copies import GIVE_UP_NS, lost_after
-from narrows.ps.events import Event
-from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import Replay
-from narrows.ps.process.lending import Lending
-from narrows.ps.process.machine import Process, emit
+from narrows.ps.events import MachineEvent
+from narrows.ps.process.gate import AccessControl
+from narrows.ps.process.journal import JournalReplay
+from narrows.ps.process.lending import BufferLoans
+from narrows.ps.process.machine import MachineFactory, emit
 from narrows.ps.process.pickling import thaw
-from narrows.ps.process.pulse import Pulse
+from narrows.ps.process.pulse import Watchdog
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 from narrows.ps.standby import Standby
 
 TICK_MS = 50
 PLACE_NS = 60 * NS  # a server loses a standby that has died within this, and two silences of its lease
 
 
-class Follower:
+class StandbyRunner:
     """Runs the standby of `process`, whose shard listens on `number`."""
 
-    def __init__(self, process: Process, port: Sockets, number: int, gate: Gate) -> None:
+    def __init__(self, process: MachineFactory, port: Sockets, number: int, gate: AccessControl) -> None:
         self.process, self.port, self.gate = process, port, gate
-        self.clock, self.lending, self.pulse = Awake(), Lending(), Pulse(gate, process.index, None)
-        self.replay: Replay
+        self.clock, self.lending, self.pulse = AwakeClock(), BufferLoans(), Watchdog(gate, process.index, None)
+        self.replay: JournalReplay
         self.serves: list[Serve] = []  # the view in which this server takes over
         self.stale = False
         self.refused_ns = 0  # since when the server has another standby, 0: it has none
         first = parse_address("", process.coordinator)[1] if process.coordinator else number
         address = f"tcp://{reached(process.bind, process.follows)}:{first}"
         lost_ns = lost_after(process.settings.lease)
-        siblings = Siblings(process.settings.shards, lost_ns)
+        siblings = PeerShards(process.settings.shards, lost_ns)
         self.standby = Standby(
             process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
         )
@@ -58,14 +58,14 @@ class Follower:
 
     def _thaw(self, packed: bytes) -> Server:
         server = thaw(io.BytesIO(packed), self.lending.any)
-        self.replay = Replay(server, self._load)
+        self.replay = JournalReplay(server, self._load)
         self.gate.known = server
         return server
 
     def _load(self, clock: int) -> None:
         self.stale = True  # that checkpoint is on the disk of the original
 
-    def _again(self, event: Event) -> None:
+    def _again(self, event: MachineEvent) -> None:
         self.replay.again(event)
         if self.stale:
             self.stale = False
@@ -82,7 +82,7 @@ class Follower:
             match effect:
                 case Send(bytes(peer), message):
                     self.port.send(self.process.coordinator if peer == COORDINATOR else peer, encode(message))
-                case Tell(address, message):
+                case SendToPeer(address, message):
                     self.port.send(address, encode(message))
                 case Log(event, values):
                     emit("log", name=event, values=values)
@@ -103,21 +103,21 @@ class Follower:
                 emit("log", name="refused", values={"text": str(error)})
             return
         match message:
-            case m.Copied() if peer == self.process.follows:
+            case m.ReplicationEntry() if peer == self.process.follows:
                 self.refused_ns = 0
                 self.standby.receive(message, now_ns)
             case m.Refuse(code, _, _, text) if peer == self.process.follows:
                 self._refused(code, text, now_ns)
-            case m.View() if peer == self.process.coordinator:
+            case m.FailoverNotice() if peer == self.process.coordinator:
                 self._carry_out(self.standby.hear_view(message))
-            case m.Vote() if isinstance(peer, bytes):
+            case m.FailoverVote() if isinstance(peer, bytes):
                 self._carry_out(self.standby.vote(peer, message, now_ns))
             case m.Hello() if isinstance(peer, bytes):
                 text = (
                     f"this server stands by for the one at {self.process.follows}: give --server {self.process.follows}"
                 )
                 self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
-            case m.Copying() if isinstance(peer, bytes):
+            case m.ReplicationProgress() if isinstance(peer, bytes):
                 self.standby.siblings.hear(peer, message, now_ns)
 
     def _refused(self, code: int, text: str, now_ns: int) -> None:

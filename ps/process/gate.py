@@ -16,21 +16,21 @@ from typing import Protocol
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import AuthenticationError, RemoteProtocolError
-from narrows.protocols.gossip.peers import Peer
+from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX, Connections
-from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.curve import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
 from narrows.ps.process.machine import emit
 from narrows.ps.server import OF_CLUSTERS
 
-OF_SHARDS = (m.Report, m.Copy, m.Copying, m.View, m.Join, m.FileAsk)
+OF_SHARDS = (m.Report, m.ReplicationFollow, m.ReplicationProgress, m.FailoverNotice, m.RemoteShardsOffer, m.FileRequest)
 REFUSED_MAX = 64  # kinds of refusals that are told
 OTHERS = "others"
 FLIGHT_TIMES = 5  # the updates that a member may have in flight, over the machine that folds them
 PEER = "cluster of the run above"  # the role of a key that the server above has told us of
 
 
-class Known(Protocol):
+class KnownPeer(Protocol):
     """The part of its process's machine that the gate asks for."""
 
     @property
@@ -40,11 +40,11 @@ class Known(Protocol):
     def beside(self) -> str: ...
 
     @property
-    def others(self) -> Mapping[int, Peer]:
+    def others(self) -> Mapping[int, GossipPeer]:
         """Other clusters of the run above, by their numbers there."""
 
 
-class Gate:
+class AccessControl:
     """`keys`: the folder of this ps-serve, "": all is in the open. `parent_key`: a file. `secret`: of the shards of this
     server, at `coordinator`, and of those that it copies, one at `follows`. Raises UsageError for keys that are none."""
 
@@ -52,7 +52,7 @@ class Gate:
         self.guard = Guard(keys) if keys else None
         self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
         self.secret, self.ours = secret.encode(), {coordinator, follows} - {""}
-        self.known: Known | None = None  # the machine, once there is one
+        self.known: KnownPeer | None = None  # the machine, once there is one
         self.clusters = frozenset[str]()  # keys of other clusters; read by the thread of the door
         self.names: dict[str, str] = {}  # of keys that were let in
         self.connections = Connections()
@@ -60,11 +60,11 @@ class Gate:
         self.sent: Counter[str] = Counter()  # bytes of each name
 
     @property
-    def curve(self) -> Curve | None:
+    def curve(self) -> CurveKeys | None:
         if self.guard is None and self.parent_key is None:
             return None
         own = self.guard.own.pair if self.guard is not None else None
-        return Curve(own, self._keys_at, lambda public: self._who(public) is not None)
+        return CurveKeys(own, self._keys_at, lambda public: self._who(public) is not None)
 
     def _is_above(self, address: str) -> bool:
         """It is that of the shard above, or of its standby."""
@@ -97,7 +97,7 @@ class Gate:
 
     def key_of(self, peer: bytes, message: m.Message) -> tuple[str, int] | tuple[()]:
         """Who joins or leaves: the name of its key, and how many other keys are on the list. Nothing without keys."""
-        if self.guard is None or not isinstance(peer, Dialler) or not isinstance(message, (m.Hello, m.Leave)):
+        if self.guard is None or not isinstance(peer, DiallerId) or not isinstance(message, (m.Hello, m.Leave)):
             return ()
         return self.names[peer.key], len(self.guard.members) - 1
 
@@ -110,23 +110,23 @@ class Gate:
         """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
         reports = isinstance(message, OF_SHARDS)
         # Who asks first is told the secret.
-        asks = (isinstance(message, m.Copy) and message.shard < 0) or (
-            isinstance(message, m.Join) and not message.token
+        asks = (isinstance(message, m.ReplicationFollow) and message.shard < 0) or (
+            isinstance(message, m.RemoteShardsOffer) and not message.token
         )
         if reports and not asks and not peer.startswith(self.secret):
             raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
         mixes = isinstance(message, OF_CLUSTERS)
         theirs = self.known.others.get(getattr(message, "worker", -1)) if mixes and self.known is not None else None
         # A peer that our roster does not have yet says it again.
-        if mixes and not isinstance(peer, Dialler) and (theirs is None or not peer.startswith(theirs.name)):
+        if mixes and not isinstance(peer, DiallerId) and (theirs is None or not peer.startswith(theirs.name)):
             raise RemoteProtocolError("its number is not that of the cluster which dials by that name")
         if self.guard is None:
             return
-        who = self._who(peer.key) if isinstance(peer, Dialler) else None
+        who = self._who(peer.key) if isinstance(peer, DiallerId) else None
         if who is None:
             name = self.names.get(getattr(peer, "key", ""), "nobody")
             raise AuthenticationError(f"the key of {name} was taken off the list of the server")
-        if isinstance(peer, Dialler):
+        if isinstance(peer, DiallerId):
             self.names[peer.key] = who.name
         self.sent[who.name] += size
         if reports != (who.role == SERVER):
@@ -137,18 +137,18 @@ class Gate:
             raise AuthenticationError(
                 f"the key of {who.name} is that of a {who.role}: a cluster needs one with --role cluster"
             )
-        if mixes and isinstance(peer, Dialler) and (theirs is None or parted(theirs.address)[1] != peer.key):
+        if mixes and isinstance(peer, DiallerId) and (theirs is None or parted(theirs.address)[1] != peer.key):
             raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
     def totals(self) -> dict[str, int]:
         """How often each refusal was made."""
         return {**self.refused, **self.connections.ended}
 
-    def stranger(self, why: Why, public: str) -> None:
+    def stranger(self, why: HandshakeFailure, public: str) -> None:
         """Somebody who dialled us was not let in."""
-        if self.guard is None and why is not Why.KEYLESS:
+        if self.guard is None and why is not HandshakeFailure.KEYLESS:
             return
-        if why is Why.REFUSED:
+        if why is HandshakeFailure.REFUSED:
             text = f"a key that is not on the list was refused ({public[:16]}...)"
         elif self.guard is not None:
             text = "a connection without the keys of this run was refused"

@@ -28,7 +28,7 @@ from narrows.protocols.effects import NS, Load, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.events import Event
+from narrows.ps.events import MachineEvent
 from narrows.ps.process.pickling import freeze, thaw
 from narrows.ps.server import Server
 
@@ -50,7 +50,7 @@ def files() -> tuple[int, int]:
     return made[0], made[1]
 
 
-class Replay:
+class JournalReplay:
     """Does again what happened to a machine, but for what others saw of it. `load`: reads a checkpoint. `stop`: what the run
     ended with."""
 
@@ -58,7 +58,7 @@ class Replay:
         self.server, self.load, self.events = server, load, 0
         self.stop: Stop | None = None
 
-    def again(self, event: Event) -> None:
+    def again(self, event: MachineEvent) -> None:
         self.events += 1
         effects: list[ServerEffect] = []
         with contextlib.suppress(NarrowsError):  # a message that was refused
@@ -125,7 +125,7 @@ class Journal:
         self.turn, self.end = 1 - self.turn, HEAD.size + self.size
         self.spent_ns, self.copy_ns = 0, time.monotonic_ns() - began_ns
 
-    def note(self, event: Event, frames: Sequence[Buffer]) -> None:
+    def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> None:
         """Write an event down. `frames`: its message, as it came."""
         if self.trouble:
             return
@@ -153,7 +153,7 @@ class Journal:
             file.seek(HEAD.size)
             return thaw(file, self.lent)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[MachineEvent]:
         """Each event since then; what is noted next comes after them."""
         file, size = self.files[self.turn], os.fstat(self.files[self.turn]).st_size
         while self.end + RECORD.size <= size:
@@ -169,15 +169,15 @@ class Journal:
             for each in lengths:
                 frames.append(os.pread(file, each, at))
                 at += each
-            yield Event.of(about, frames)
+            yield MachineEvent.of(about, frames)
             self.end = at
         os.ftruncate(file, self.end)  # of one that is not whole
 
     def replay(
-        self, server: Server, load: Callable[[int], None], note: Callable[[Event], None] = lambda event: None
-    ) -> Replay:
+        self, server: Server, load: Callable[[int], None], note: Callable[[MachineEvent], None] = lambda event: None
+    ) -> JournalReplay:
         """Do again all that has happened since the machine was written. `note` is told of each event before."""
-        done = Replay(server, load)
+        done = JournalReplay(server, load)
         for event in self.events():
             note(event)
             done.again(event)

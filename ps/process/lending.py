@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from narrows.protocols.effects import Send, Stop, Tell
+from narrows.protocols.effects import Send, SendToPeer, Stop
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.sockets import Peer, Receipt
 
@@ -17,12 +17,12 @@ LENT_BYTES_MAX = 1 << 26  # to one peer, or as long as
 LENT_TIMES = 4  # that of the machine is more: a state, the master copy, and both once more
 
 
-class Lending:
+class BufferLoans:
     """The views and the held effects of one process."""
 
     def __init__(self) -> None:
         self.views: dict[Peer, deque[tuple[Receipt, int]]] = {}
-        self.held: deque[tuple[int, Send | Tell | Stop]] = deque()  # with the event that they follow from
+        self.held: deque[tuple[int, Send | SendToPeer | Stop]] = deque()  # with the event that they follow from
 
     def add(self, peer: Peer, receipt: Receipt, view: Buffer) -> None:
         """The last frame of a message is on its way. Bytes never change, and copies are nobody else's."""

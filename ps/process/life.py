@@ -9,26 +9,26 @@ from collections.abc import Callable
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.keys import SERVER
 from narrows.protocols.runtime.sockets import Sockets
-from narrows.ps.process.follower import Follower
-from narrows.ps.process.gate import Gate
-from narrows.ps.process.machine import Process, emit
-from narrows.ps.process.runner import Runner
+from narrows.ps.process.follower import StandbyRunner
+from narrows.ps.process.gate import AccessControl
+from narrows.ps.process.machine import MachineFactory, emit
+from narrows.ps.process.runner import ServerRunner
 
 
-def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
+def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
     """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, the epoch that this life of the
     coordinator begins in (0 where there is none), and where the server above is. `both`: files for its journal."""
-    gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
+    gate = AccessControl(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
     made = Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections, faulted=gate.faulted)
     with contextlib.closing(made) as sockets:
         number = sockets.listen(process.bind)
-        follower = Follower(process, sockets, number, gate) if process.follows else None
+        follower = StandbyRunner(process, sockets, number, gate) if process.follows else None
         if follower is not None:
             sockets.cut = follower.cut
             ready(port=number, epoch=0, parent=process.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=gate.totals())
-        runner = Runner(process, sockets, number, gate, both, follower)
+        runner = ServerRunner(process, sockets, number, gate, both, follower)
         sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
@@ -42,7 +42,7 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
     totals(runner)
 
 
-def totals(runner: Runner) -> None:
+def totals(runner: ServerRunner) -> None:
     """Tell the parent that this process is done, and what moved and was dropped."""
     dropped = dict(runner.drops.counts)
     if runner.process.parent:

@@ -21,30 +21,30 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.runtime.hosts import reached
 from narrows.protocols.runtime.keys import Secret
 from narrows.protocols.settings import OF_PLAN, Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack
 from narrows.ps.coded import coded
-from narrows.ps.copies import Original, lost_after
-from narrows.ps.planned import Means
+from narrows.ps.copies import ReplicationPrimary, lost_after
+from narrows.ps.planned import MeanFactory
 from narrows.ps.process import checkpoints
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 from narrows.ps.store import ServerOptimizer
 
 if TYPE_CHECKING:
-    from narrows.ps.process.disk import Disk
+    from narrows.ps.process.disk import CheckpointDisk
 
 RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
 TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
 
 
 @dataclass(frozen=True)
-class Process:
+class MachineFactory:
     """The arguments of one server process."""
 
     index: int
@@ -75,7 +75,7 @@ class Process:
         return Path(self.checkpoint_dir) if self.checkpoint_dir else None
 
 
-def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
+def _optimizers() -> Callable[[ModelSpec, int, int], ServerOptimizer]:
     from narrows.ps.optimizers import TorchOptimizer, warm_up  # seconds of imports that adding updates can do without
 
     warm_up()
@@ -107,17 +107,17 @@ def emit(event: str, **values: Any) -> None:
 
 
 def original(
-    process: Process, server: Server, port: int, freeze: Callable[[], bytes], siblings: Siblings | None
-) -> Original:
+    process: MachineFactory, server: Server, port: int, freeze: Callable[[], bytes], siblings: PeerShards | None
+) -> ReplicationPrimary:
     """Make what gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
     lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
     first_view = coordinator.run.first_epoch if coordinator is not None else 0
     before = process.follows if siblings is not None else ""
-    siblings = siblings or Siblings(process.settings.shards, lost_ns)
-    return Original(process.index, server, port, lost_ns, freeze, siblings, first_view, before)
+    siblings = siblings or PeerShards(process.settings.shards, lost_ns)
+    return ReplicationPrimary(process.index, server, port, lost_ns, freeze, siblings, first_view, before)
 
 
-def introduction(process: Process, server: Server, *more: str) -> m.Original:
+def introduction(process: MachineFactory, server: Server, *more: str) -> m.ReplicationBegin:
     """Tell a server what it must know to stand by for this one; `more`: names of further fields of this process."""
     assert server.coordinator is not None
     reports, settings = server.coordinator.reports, server.coordinator.run.settings
@@ -130,7 +130,7 @@ def introduction(process: Process, server: Server, *more: str) -> m.Original:
         "has_parent_key": bool(process.parent_key),
         **{name: getattr(process, name) for name in (*TOLD, *more)},
     }
-    return m.Original(pack(told))
+    return m.ReplicationBegin(pack(told))
 
 
 def release() -> str:
@@ -150,7 +150,9 @@ def resumed(settings: Settings, kept: bytes) -> Settings:
     return replace(settings, **{name: getattr(before, name) for name in OF_PLAN}).validated()
 
 
-def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None, disk: Disk) -> Server:
+def machine(
+    process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, disk: CheckpointDisk
+) -> Server:
     """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
     key that other clusters find here."""
     folder, settings, child = process.folder, process.settings, bool(process.parent)
@@ -191,7 +193,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
             expect = pack({"plan_digest": settings.plan_digest})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
-    means = Means(
+    means = MeanFactory(
         optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
         lent=lent,
         child=child,

@@ -48,13 +48,13 @@ def main() -> int:
     from narrows.protocols.errors import NarrowsError
     from narrows.protocols.settings import Settings
     from narrows.ps.process.life import run
-    from narrows.ps.process.machine import Process, emit
+    from narrows.ps.process.machine import MachineFactory, emit
 
     settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])
     warm_up(lambda text: emit("say", text=text))
     both = (int(os.environ[JOURNAL[0]]), int(os.environ[JOURNAL[1]])) if JOURNAL[0] in os.environ else None
     try:
-        run(Process(settings=settings, **told), partial(emit, "bound"), both)
+        run(MachineFactory(settings=settings, **told), partial(emit, "bound"), both)
     except NarrowsError as error:
         emit("error", text=str(error), code=error.exit_code)
         return error.exit_code

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
+from narrows.protocols.plan import DTYPES, ModelSpec, NamedArray, unpack_arrays
 from narrows.protocols.runtime.output import set_aside
 from narrows.protocols.saved import MODEL
 from narrows.protocols.tables import TableSpec
@@ -29,7 +29,7 @@ from narrows.ps.process.checkpoints import NamedBlocks, clocks, named, path_of, 
 NAME = MODEL
 
 
-class Blocks:
+class CheckpointBlocks:
     """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
     holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
 
@@ -119,7 +119,7 @@ def merge(
         arrays, facts = read(folder, shard, clock, only=("x",))
         flat.append(arrays["x"])
     whole = np.concatenate(flat)
-    plan = Plan.unpacked(facts["plan"])
+    plan = ModelSpec.unpacked(facts["plan"])
     if whole.size != plan.size:
         raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
     offsets = plan.offsets()
@@ -128,7 +128,7 @@ def merge(
         tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
     tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
     for number, spec in enumerate(plan.tables):
-        blocks = Blocks(folder, clock, shards, number, spec)
+        blocks = CheckpointBlocks(folder, clock, shards, number, spec)
         tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
     path = folder / NAME
     if not _ours(path) and (kept := set_aside(path)):

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from narrows.protocols.runtime.sealing import Sealing
-from narrows.ps.process.gate import Gate
+from narrows.protocols.runtime.sealing import SealingCost
+from narrows.ps.process.gate import AccessControl
 from narrows.ps.process.machine import emit
 
 BEAT_S = 1.0
@@ -21,12 +21,12 @@ HANG_S = 15.0  # half of the silence after which members take a server for lost;
 BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
 
 
-class Pulse:
+class Watchdog:
     """The sign of life of shard `index`, with checkpoints in `folder`. `seals`: bytes a second that a core encrypts."""
 
-    def __init__(self, gate: Gate, index: int, folder: Path | None, seals: float = 0.0) -> None:
+    def __init__(self, gate: AccessControl, index: int, folder: Path | None, seals: float = 0.0) -> None:
         self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
-        self.sealing = Sealing(seals)
+        self.sealing = SealingCost(seals)
 
     def beat(self, asked: Callable[[], int]) -> None:
         """The loop turns. `asked`: bytes of the machine's arrays."""

@@ -14,26 +14,26 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, Serve, ServerEffect, Stop, Tell
+from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.clock import AwakeClock
+from narrows.protocols.runtime.curve import HandshakeFailure
 from narrows.protocols.runtime.keys import refusal
 from narrows.protocols.runtime.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Stage
-from narrows.ps.process.answering import Answering
-from narrows.ps.process.dialled import Dialled
-from narrows.ps.process.disk import Disk
-from narrows.ps.process.follower import Follower
-from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import Journal, Replay
-from narrows.ps.process.lending import Lending
-from narrows.ps.process.machine import Process, emit, journal_most, machine, original
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import ClockStage
+from narrows.ps.process.answering import BootstrapServer
+from narrows.ps.process.dialled import ParentAddresses
+from narrows.ps.process.disk import CheckpointDisk
+from narrows.ps.process.follower import StandbyRunner
+from narrows.ps.process.gate import AccessControl
+from narrows.ps.process.journal import Journal, JournalReplay
+from narrows.ps.process.lending import BufferLoans
+from narrows.ps.process.machine import MachineFactory, emit, journal_most, machine, original
 from narrows.ps.process.pickling import frozen
-from narrows.ps.process.pulse import Pulse
-from narrows.ps.process.writer import Written
+from narrows.ps.process.pulse import Watchdog
+from narrows.ps.process.writer import WrittenCheckpoint
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
 
@@ -41,30 +41,30 @@ TICK_MS = 50  # longest time without a tick; each costs a standby as much as a s
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
 
 
-class Runner:
+class ServerRunner:
     """Carries out the effects of one `Server`, which listens on `number`. `both`: files for its journal. `copy`: has
     its machine, of a standby that takes over."""
 
     def __init__(
         self,
-        process: Process,
+        process: MachineFactory,
         port: Port,
         number: int,
-        gate: Gate | None = None,
+        gate: AccessControl | None = None,
         both: tuple[int, int] | None = None,
-        copy: Follower | None = None,
+        copy: StandbyRunner | None = None,
     ) -> None:
         self.process, self.port, self.number = process, port, number
-        self.gate = gate or Gate("", "", process.secret, process.coordinator, process.follows)
-        self.clock = Awake()
+        self.gate = gate or AccessControl("", "", process.secret, process.coordinator, process.follows)
+        self.clock = AwakeClock()
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
-        self.lending = copy.lending if copy is not None else Lending()
-        self.pulse = Pulse(self.gate, process.index, process.folder, process.seals)
-        self.dialled = Dialled(port)
+        self.lending = copy.lending if copy is not None else BufferLoans()
+        self.pulse = Watchdog(self.gate, process.index, process.folder, process.seals)
+        self.dialled = ParentAddresses(port)
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.running, self.end = True, Stop()
         self.stop_by = float("inf")
-        self.disk, self.answering = Disk(process), Answering(process)
+        self.disk, self.answering = CheckpointDisk(process), BootstrapServer(process)
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
@@ -93,7 +93,7 @@ class Runner:
 
     # The journal.
 
-    def _happen(self, event: Event, frames: Sequence[m.Buffer] = ()) -> list[ServerEffect]:
+    def _happen(self, event: MachineEvent, frames: Sequence[m.Buffer] = ()) -> list[ServerEffect]:
         """Return the effects of an event, whose message has these frames. Raises RemoteProtocolError as the machine does."""
         self.began_ns = time.monotonic_ns()
         if self.journal is not None:
@@ -101,7 +101,7 @@ class Runner:
         self._at_once(self.original.note(event, frames))
         return self.server.happen(event)
 
-    def happen(self, event: Event, frames: Sequence[m.Buffer] = ()) -> None:
+    def happen(self, event: MachineEvent, frames: Sequence[m.Buffer] = ()) -> None:
         """One event, with all that follows."""
         self.apply(self._happen(event, frames), event.now_ns)
 
@@ -129,19 +129,19 @@ class Runner:
         self._log("replayed", clock=self.server.shard.min_clock, text=text)
         self._go_on(done)
 
-    def _go_on(self, done: Replay, here: bool = True) -> None:
+    def _go_on(self, done: JournalReplay, here: bool = True) -> None:
         """With a machine to which all has been done again. `here`: its checkpoints are on this disk."""
         self.running, self.end = done.stop is None, done.stop or self.end
-        self.clock = Awake(begins_ns=self.server.now_ns)
+        self.clock = AwakeClock(begins_ns=self.server.now_ns)
         shard = self.server.shard
         # Later in a clock the arrays may have what belongs to the next one.
-        whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
+        whole = shard.planned is not None and shard.planned.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
         writing = shard.writing
         if writing == shard.min_clock and whole:
             self.disk.write(writing, self.server)
         elif self.process.folder is not None and (writing >= 0 or not here):
             clock = writing if writing >= 0 else shard.tried
-            self._write_down(Written(clock, self.disk.clocks(), 0))
+            self._write_down(WrittenCheckpoint(clock, self.disk.clocks(), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             self._carry_out([self.disk.announced(shard.checkpoints[-1])])
 
@@ -170,19 +170,19 @@ class Runner:
                 case _:
                     self._let_out(effect)
 
-    def _let_out(self, effect: Send | Tell | Stop) -> None:
+    def _let_out(self, effect: Send | SendToPeer | Stop) -> None:
         """Carry out an effect that others see."""
         match effect:
             case Send(bytes(peer), message):
                 self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
             case Send(_, message) if above := self.server.above:
                 self.bytes_up += self._put(self.dialled.turn(above), message)
-            case Tell(address, m.Vote() as vote):
+            case SendToPeer(address, m.FailoverVote() as vote):
                 if address == self.server.beside and self.dialled.ask(address):  # else it has been heard meanwhile
                     self._put(address, vote)
-            case Tell(address, message) if address == self.original.before:
+            case SendToPeer(address, message) if address == self.original.before:
                 self._put(address, message)
-            case Tell(address, message) if self.dialled.tell(address, self.server.shard.above.addresses):
+            case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.above.addresses):
                 self.bytes_up += self._put(address, message)
             case Stop():
                 self.running, self.end = False, effect
@@ -199,7 +199,9 @@ class Runner:
             match effect:
                 case Serve(view, standby):
                     before = self.original.before if self.original.before != self.server.before else ""
-                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number, before)))
+                    self.happen(
+                        MachineEvent(EventKind.VIEW, self.clock.now(), values=(view, standby, self.number, before))
+                    )
                     if not standby:
                         self.original.feed.forget()
                 case Log(event, values):
@@ -232,8 +234,10 @@ class Runner:
         if (written := self.disk.take(last)) is not None:
             self._write_down(written)
 
-    def _write_down(self, written: Written) -> None:
-        self.happen(Event(Kind.WROTE, self.clock.now(), values=(written.clock, [*written.kept], written.took_ns)))
+    def _write_down(self, written: WrittenCheckpoint) -> None:
+        self.happen(
+            MachineEvent(EventKind.WROTE, self.clock.now(), values=(written.clock, [*written.kept], written.took_ns))
+        )
         self._carry_out(self.disk.tell(written))
 
     # Events.
@@ -244,10 +248,10 @@ class Runner:
             self._receive_below(peer, frames, now_ns)
         elif peer == self.process.coordinator:
             message = decode(frames)
-            if isinstance(message, m.View):
+            if isinstance(message, m.FailoverNotice):
                 self._at_once(self.original.hear_view(message))
             else:
-                self.happen(Event(Kind.COORDINATOR, now_ns, message=message), frames)
+                self.happen(MachineEvent(EventKind.COORDINATOR, now_ns, message=message), frames)
         elif peer in (self.server.above, self.server.beside):
             self.bytes_down += sum(map(len, frames))
             try:
@@ -255,12 +259,12 @@ class Runner:
             except NarrowsError as error:
                 self.fail_above(str(error))
             else:
-                kind = Kind.ABOVE if peer == self.server.above else Kind.BESIDE
-                self.happen(Event(kind, now_ns, message=message), frames)
+                kind = EventKind.ABOVE if peer == self.server.above else EventKind.BESIDE
+                self.happen(MachineEvent(kind, now_ns, message=message), frames)
 
     def fail_above(self, text: str, code: int = m.RefuseCode.INCOMPATIBLE) -> None:
         """The session with the server above is over."""
-        self.happen(Event(Kind.FAILED_ABOVE, self.clock.now(), values=(text, int(code))))
+        self.happen(MachineEvent(EventKind.FAILED_ABOVE, self.clock.now(), values=(text, int(code))))
 
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
@@ -273,7 +277,9 @@ class Runner:
                 return self.gate.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
-            effects = self._happen(Event(Kind.BELOW, now_ns, peer, message, self.gate.key_of(peer, message)), frames)
+            effects = self._happen(
+                MachineEvent(EventKind.BELOW, now_ns, peer, message, self.gate.key_of(peer, message)), frames
+            )
             self.gate.connections.let_in(peer)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
@@ -281,7 +287,7 @@ class Runner:
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
 
-    def shut_out(self, address: str, why: Why, public: str) -> None:
+    def shut_out(self, address: str, why: HandshakeFailure, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
         if not address:
             self.gate.stranger(why, public)
@@ -294,7 +300,7 @@ class Runner:
         """An address that we have dialled is connected anew."""
         if address == self.server.above or address in self.dialled.clusters:
             peer = address if address in self.dialled.clusters else ""
-            self.happen(Event(Kind.LINKED, self.clock.now(), values=(peer,)))
+            self.happen(MachineEvent(EventKind.LINKED, self.clock.now(), values=(peer,)))
 
     def cut(self, peer: Peer) -> None:
         """The connection of a peer has ended."""
@@ -306,7 +312,7 @@ class Runner:
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
         self.stop_by = time.monotonic() + STOP_S
-        self.happen(Event(Kind.STOP, self.clock.now()))
+        self.happen(MachineEvent(EventKind.STOP, self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
         """Until the run is over. A line on stdin: show the tree, or a number of shards to be; its end: stop."""
@@ -326,12 +332,12 @@ class Runner:
                     case "stop":
                         self.stop()
                     case _:
-                        self.happen(Event(Kind.RESHARD, self.clock.now(), values=(int(line),)))
+                        self.happen(MachineEvent(EventKind.RESHARD, self.clock.now(), values=(int(line),)))
 
         sockets.watch(stdin, hear_parent)
-        self.happen(Event(Kind.START, self.clock.now()))
+        self.happen(MachineEvent(EventKind.START, self.clock.now()))
         if self.process.done:
-            self.happen(Event(Kind.ENDED, self.clock.now(), values=self.process.done))
+            self.happen(MachineEvent(EventKind.ENDED, self.clock.now(), values=self.process.done))
         while self.running and (not self.server.ended or self.lending.held) and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
@@ -339,11 +345,11 @@ class Runner:
             self._carry_out(self.answering.take())
             unreached, self.unreached = self.unreached, []
             for lost in dict.fromkeys(unreached):
-                self.happen(Event(Kind.UNREACHED, self.clock.now(), lost))
+                self.happen(MachineEvent(EventKind.UNREACHED, self.clock.now(), lost))
             now_ns = self.clock.turn()
             if now_ns - self.ticked_ns >= TICK_MS * NS // 1000:
                 self.ticked_ns = now_ns
-                self.happen(Event(Kind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
+                self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
                 self.disk.prepare(self.server)

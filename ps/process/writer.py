@@ -3,7 +3,7 @@
 Rules
 - The thread writes a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more
   than the copy itself. That of the first one is asked for in advance, by the thread.
-- A disk that refuses ends nothing. Its error is in `Written`, and the coordinator asks again in time.
+- A disk that refuses ends nothing. Its error is in `WrittenCheckpoint`, and the coordinator asks again in time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from narrows.protocols.errors import NarrowsError
 from narrows.ps.changes import FloatArray
 from narrows.ps.process import checkpoints
-from narrows.ps.process.archive import Away
+from narrows.ps.process.archive import ArchiveClient
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCheckpoint:
     """`kept`: the clocks now on disk. `trouble`: why `clock` is not among them, "" where it is. `took_ns`: copy and all."""
 
     clock: int
@@ -33,15 +33,15 @@ class Written:
     trouble: str = ""
 
 
-class Writer:
+class CheckpointWriter:
     """Writes shard `index` into `folder`; files go on `away`, where the folder of checkpoints is on another machine."""
 
-    def __init__(self, folder: Path, index: int, away: Away | None = None) -> None:
+    def __init__(self, folder: Path, index: int, away: ArchiveClient | None = None) -> None:
         self.folder, self.index, self.away = folder, index, away
         self._kept: tuple[int, ...] = ()  # there, as it was said last
         self._copies: dict[str, FloatArray] = {}
         self._thread: Thread | None = None
-        self._written: Written | None = None
+        self._written: WrittenCheckpoint | None = None
 
     def write(self, clock: int, arrays: Mapping[str, FloatArray], facts: dict[str, Any], shared: int = -1) -> None:
         """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before. `shared` as in
@@ -89,14 +89,14 @@ class Writer:
         except (OSError, NarrowsError) as error:
             kept = self._kept if self.away is not None else checkpoints.clocks(self.folder, self.index)
             trouble = str(error) if isinstance(error, NarrowsError) else f"{self.folder}: {error.strerror or error}"
-        self._written = Written(clock, kept, time.monotonic_ns() - began_ns, trouble)
+        self._written = WrittenCheckpoint(clock, kept, time.monotonic_ns() - began_ns, trouble)
 
     def wait(self) -> None:
         """Until nothing is being written. A disk that hangs holds its process, as it would hold any other."""
         if self._thread is not None:
             self._thread.join()
 
-    def take(self) -> Written | None:
+    def take(self) -> WrittenCheckpoint | None:
         """Return what was written since the last call."""
         if self._thread is None or self._thread.is_alive():
             return None

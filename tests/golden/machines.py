@@ -32,10 +32,10 @@ from narrows.protocols.effects import ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.wire import MAGIC, PREFIX_BYTES, VERSION, encode
-from narrows.ps.events import Event
-from narrows.ps.planned import Means
+from narrows.ps.events import MachineEvent
+from narrows.ps.planned import MeanFactory
 from narrows.ps.process import machine
-from narrows.ps.process.disk import Disk
+from narrows.ps.process.disk import CheckpointDisk
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 
@@ -72,7 +72,7 @@ def _campaign(kind: str, seed: int) -> str:
 
 def _said(message: Any) -> list[bytes]:
     """What a message says; of a machine that is copied, that it is: its bytes have names of Python in them."""
-    if isinstance(message, m.Copied) and message.parts:
+    if isinstance(message, m.ReplicationEntry) and message.parts:
         return [b"machine"]
     if isinstance(message, m.Message):
         return [bytes((m.KIND_OF[type(message)],)), *said(message)]
@@ -106,7 +106,7 @@ def _server(name: str) -> Server:
     index = int(port[-1])
     coordinator = Coordinator(settings, 1 << 20, -1, child=child) if not index else None
     member = Member(f"{port}.0", "here", timing=TIMING, below=coordinator.tree) if child and coordinator else None
-    means = Means(optimizer=PlainSGD, child=child, member=member, coordinator=coordinator, timing=TIMING)
+    means = MeanFactory(optimizer=PlainSGD, child=child, member=member, coordinator=coordinator, timing=TIMING)
     shard = Shard(index, settings, 1, 1 + index, (), means)
     return Server(shard, coordinator, member, "s0" if child else "")
 
@@ -117,12 +117,12 @@ class _Recorder:
     def __init__(self, process: Process, kept: dict[str, list[Any]]) -> None:
         self.events: list[Any] = kept.setdefault(process.port, [])
 
-    def written(self, event: Event) -> None:
+    def written(self, event: MachineEvent) -> None:
         frames = [bytes(frame) for frame in encode(event.message)] if event.message is not None else []
         frames[:1] = [frame[PREFIX_BYTES:] for frame in frames[:1]]  # without the version of the wire
         self.events.append([event.described(), frames])
 
-    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None: ...
+    def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None: ...
 
     def changed(self) -> None: ...
 
@@ -154,14 +154,14 @@ def _replayed(name: str, packed: str) -> str:
     happened = msgpack.unpackb(zlib.decompress(b64decode(packed)))
     server, answers, checkpoints = _server(name), [], []
     for number, (about, frames) in enumerate(happened):
-        event = Event.of(about, [PREFIX + frames[0], *frames[1:]] if frames else [])
+        event = MachineEvent.of(about, [PREFIX + frames[0], *frames[1:]] if frames else [])
         answers += _answers(server, event)
         if number in (len(happened) // 2, len(happened) - 1):
             checkpoints.append(_checkpoint(server))
     return " ".join((str(len(happened)), str(len(answers)), digest(*answers), *checkpoints))
 
 
-def _answers(server: Server, event: Event) -> list[bytes]:
+def _answers(server: Server, event: MachineEvent) -> list[bytes]:
     made: list[ServerEffect] = []
     try:
         made += server.happen(event)
@@ -174,7 +174,7 @@ def _answers(server: Server, event: Event) -> list[bytes]:
         match effect:
             case e.Send(peer, message):
                 found += [b"%d" % peer if isinstance(peer, int) else bytes(peer), *_said(message)]
-            case e.Tell(address, message):
+            case e.SendToPeer(address, message):
                 found += [address.encode(), *_said(message)]
             case e.Checkpoint(clock) | e.Load(clock):
                 found.append(b"%d" % clock)
@@ -187,7 +187,7 @@ def _checkpoint(server: Server) -> str:
     """A digest of the file that this machine's process would write now."""
     shard = server.shard
     with TemporaryDirectory() as folder:
-        process = machine.Process(
+        process = machine.MachineFactory(
             index=shard.index,
             settings=shard.settings,
             bind="",
@@ -196,7 +196,7 @@ def _checkpoint(server: Server) -> str:
             checkpoint_dir=folder,
             resume=False,
         )
-        disk = Disk(process)
+        disk = CheckpointDisk(process)
         disk.write(shard.min_clock, server)
         disk.take(last=True)
         return digest(*(file.read_bytes() for file in sorted(Path(folder).iterdir())))

@@ -18,15 +18,15 @@ from narrows.compression import ErrorFeedback, decode, parse
 from narrows.protocols import wire
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import CHECKS, KINDS, TEXT_MAX, Message
-from narrows.protocols.plan import Plan, TensorSpec, pack_arrays
+from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.planning import probe_messages as probe
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary
+from narrows.protocols.summary import Summary, SummaryRow
 from narrows.protocols.summary import packed as pack_summaries
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
-from narrows.ps.above import Place
-from narrows.ps.events import Event, Kind
+from narrows.ps.above import ParentSeat
+from narrows.ps.events import EventKind, MachineEvent
 
 # One value of each type that msgpack has, and of each shape that a field may ask for.
 VALUES: tuple[Any, ...] = (
@@ -98,7 +98,7 @@ def _wire() -> dict[str, str]:
 def _packed() -> dict[str, bytes]:
     """What travels packed inside of a field. Settings are a map by the names of flags: these are on the wire."""
     settings = Settings(sync="local", local_steps=4, workers=3, shards=2).validated()
-    plan = Plan(
+    plan = ModelSpec(
         (TensorSpec("a", (2, 3), "float32"), TensorSpec("half", (5,), "bfloat16")),
         "SGD",
         ((0, 1),),
@@ -107,15 +107,17 @@ def _packed() -> dict[str, bytes]:
         tables=(TableSpec("table", 12, 4, 7, 0.25, "SGD"),),
     )
     summary = Summary(1.5, 2, 3, 4, 5, 6.5, 7.5, 8.5, 9, 10, loss=0.25)
-    event = Event(Kind.WROTE, 9, b"peer", None, (4, (1, 4), 17))
+    event = MachineEvent(EventKind.WROTE, 9, b"peer", None, (4, (1, 4), 17))
     return {
         "packed settings": settings.packed(),
         "packed plan": plan.packed(),
-        "packed place": Place(settings, 1, 2, 3, 4, (5, 6), 7, "tcp://parent:1", 8, 9).packed(),
+        "packed place": ParentSeat(settings, 1, 2, 3, 4, (5, 6), 7, "tcp://parent:1", 8, 9).packed(),
         "packed arrays": pack_arrays({"mean": ("uint8", (1,), b"1")}),
-        "packed summaries": pack_summaries([Row((), "here", "", summary), Row((1, 2), "there", "bsp", Summary())]),
+        "packed summaries": pack_summaries(
+            [SummaryRow((), "here", "", summary), SummaryRow((1, 2), "there", "bsp", Summary())]
+        ),
         "packed event": event.described(),
-        "event kinds": pack([int(kind) for kind in Kind]),
+        "event kinds": pack([int(kind) for kind in EventKind]),
         # Messages of ps-probe name their kinds: these class names are on the wire.
         **{f"probe {name}": probe.encode(example(kind))[0] for name, kind in probe.KINDS.items()},
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from narrows.protocols.summary import STALE, Row, Summary
-from narrows.ps.glance.history import History
+from narrows.protocols.summary import STALE, Summary, SummaryRow
+from narrows.ps.glance.history import RunHistory
 
 RUN = {
     "event": "run",
@@ -51,12 +51,12 @@ def summary(
         **spent,
         **more,
     }
-    row = Row((rank, *path), "host", "", Summary(**figures)).told()
+    row = SummaryRow((rank, *path), "host", "", Summary(**figures)).told()
     return {"event": "summary", "seconds": seconds, "worker": rank, "clock": 0, "parameters": 50, "rows": [row]}
 
 
-def history_of(*events: dict[str, Any]) -> History:
-    history = History()
+def history_of(*events: dict[str, Any]) -> RunHistory:
+    history = RunHistory()
     for event in (RUN, *events):
         history.take(json.loads(json.dumps(event)))  # as it comes from a file
     return history

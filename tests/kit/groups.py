@@ -20,7 +20,7 @@ from narrows.protocols.settings import Settings
 from narrows.worker import session
 from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD, owner
-from narrows.worker.runner import Command, Commands
+from narrows.worker.runner import Command, LinkCommands
 
 LIMIT_S = 60.0
 _here = scripts._here
@@ -96,7 +96,7 @@ class Routed(deque[MemberEffect]):
         super().append(event)
 
 
-class RankLink(Commands):
+class RankLink(LinkCommands):
     """As Spoke."""
 
     bytes_up = bytes_down = 0
@@ -135,7 +135,7 @@ class Groups:
     def __init__(self, cluster: Cluster, sizes: Sequence[int]) -> None:
         self.cluster, self.sizes = cluster, sizes
         self.ranks = [(member, rank) for member, size in enumerate(sizes) for rank in range(size)]
-        self.sessions: dict[tuple[int, int], session.Connected] = {}
+        self.sessions: dict[tuple[int, int], session.RunSession] = {}
         self.tables: list[Table] = []
         for member in range(len(sizes)):
             self.join(member)
@@ -147,7 +147,7 @@ class Groups:
 
         def open_session(rank: int) -> None:
             _here.group = ThreadGroup(self.tables[-1], rank) if size > 1 else None
-            self.sessions[member, rank] = session.Connected("tcp://in-process:1")
+            self.sessions[member, rank] = session.RunSession("tcp://in-process:1")
 
         together(open_session, size)
 
@@ -171,7 +171,7 @@ class Groups:
 def groups(settings: Settings, sizes: Sequence[int], cluster: Cluster | None = None) -> Iterator[Groups]:
     cluster = cluster or Cluster(settings)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("Link", "Hub"):
+        for name in ("MemberLink", "GroupLink"):
             patch.setattr(session, name, lambda address, token, *rest: scripts.Link(cluster, token))
         patch.setattr(session, "current", lambda: _here.session)
         patch.setattr(session, "through_first", _joined)

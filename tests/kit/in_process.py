@@ -14,21 +14,32 @@ from typing import Any
 
 from narrows.compression import warm_up
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, Log, MemberEffect, Send, ServerEffect, Stop, Tell
+from narrows.protocols.effects import (
+    NS,
+    Checkpoint,
+    Failed,
+    Joined,
+    Log,
+    MemberEffect,
+    Send,
+    SendToPeer,
+    ServerEffect,
+    Stop,
+)
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
-from narrows.ps.planned import Means
+from narrows.ps.planned import MeanFactory
 from narrows.ps.process.pickling import frozen
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 from narrows.ps.store import Store, assume_lent
-from narrows.worker.runner import Commands
+from narrows.worker.runner import LinkCommands
 
 FREEZE_EVERY = 97  # events
 THREAD = "in-process"  # the name of each thread that the kit starts
@@ -60,7 +71,7 @@ class Cluster:
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
         self.workers: dict[str, Link] = {}  # by the address that peers know
-        self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
+        self.lost: Callable[[SendToPeer], bool] = lambda tell: False  # of what peers tell each other
         # By shard, what hears a message in the place of its machine. The machine is written: a test hangs nothing into it.
         self.heard: dict[int, Callable[[bytes, Message, int], list[ServerEffect]]] = {}
         self.heard_above: dict[int, Callable[[Message, int], list[ServerEffect]]] = {}
@@ -85,7 +96,7 @@ class Cluster:
         child = self.parent is not None
         coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
         member = Member(self.name, "here", below=coordinator.tree) if child and coordinator is not None else None
-        means = Means(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
+        means = MeanFactory(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
         shard = Shard(index, self.settings, 1, 1 + index, (), means)
         return Server(shard, coordinator, member, "tcp://parent:1", self.name)
 
@@ -120,7 +131,7 @@ class Cluster:
     def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
         """Shards know each other as b"shard-<index>"."""
         for effect in made:
-            if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
+            if isinstance(effect, SendToPeer) and self.parent is not None and not self.parent.lost(effect):
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
         for effect in made:
@@ -177,11 +188,11 @@ class Cluster:
         self.arrive(shard, peer, decode(frames))
 
 
-class Link(Commands):
+class Link(LinkCommands):
     """Stands for worker.runner.Link, with all that worker.engine needs of it."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
-        self.clock = Awake(lambda: 0)  # no lease runs out here
+        self.clock = AwakeClock(lambda: 0)  # no lease runs out here
         self.cluster = cluster
         self.member = Member(token, "here")
         self.member.address = f"worker-{id(self)}"
@@ -210,7 +221,7 @@ class Link(Commands):
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.bytes_up += sum(map(len, frames))
                 self.cluster.send(self, effect.peer, frames)
-            elif isinstance(effect, Tell):
+            elif isinstance(effect, SendToPeer):
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.bytes_up += sum(map(len, frames))
                 peer = self.cluster.workers.get(effect.address)

@@ -78,7 +78,9 @@ class Nursery:
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
         folder = str(cwd or os.getcwd())
-        request = launch.Request(["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True)
+        request = launch.ForkRequest(
+            ["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True
+        )
         with self.asking, open(os.devnull) as nothing:
             fds = [file.fileno() for file in (nothing, *files)]
             request.send(self.port, fds)

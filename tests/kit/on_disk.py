@@ -13,9 +13,9 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.sockets import Peer, Receipt
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode
-from narrows.ps.events import Event, Kind
-from narrows.ps.process.machine import Process
-from narrows.ps.process.runner import Runner
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.process.machine import MachineFactory
+from narrows.ps.process.runner import ServerRunner
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 
@@ -51,14 +51,14 @@ class OnDisk(in_process.Cluster):
     ) -> None:
         OnDisk.lives += 1
         self.folder, self.resume = folder, resume
-        self.runners: list[Runner] = []
+        self.runners: list[ServerRunner] = []
         super().__init__(settings, parent, "cluster0")
         with self.changed:
             self.ahead_ns = 0
             self._apply(0, self.servers[0].tick(self.now()))
 
     def _server(self, index: int) -> Server:
-        process = Process(
+        process = MachineFactory(
             index=index,
             settings=self.settings,
             bind="",
@@ -68,7 +68,7 @@ class OnDisk(in_process.Cluster):
             resume=self.resume,
             parent="tcp://parent:1" if self.parent is not None else "",
         )
-        self.runners.append(Runner(process, Carried(self, index), 1 + index))
+        self.runners.append(ServerRunner(process, Carried(self, index), 1 + index))
         return self.runners[-1].server
 
     def carry(self, index: int, effect: Send) -> None:
@@ -92,7 +92,7 @@ class OnDisk(in_process.Cluster):
         with self.changed:
             first = range(len(self.servers), shards)
             self.settings = replace(self.settings, shards=max(shards, len(self.servers)))
-            self.runners[0].happen(Event(Kind.RESHARD, self.now(), values=(shards,)))
+            self.runners[0].happen(MachineEvent(EventKind.RESHARD, self.now(), values=(shards,)))
             for index in first:
                 self.servers.append(self._server(index))
                 self._apply(index, self.servers[index].start(self.now()))

@@ -28,7 +28,7 @@ from torch import nn
 from kit.nursery import FORKED, Forked, nursery
 from kit.scripts import flat
 from narrows.worker.command.managers import MANAGERS
-from narrows.worker.session import Connected
+from narrows.worker.session import RunSession
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -292,7 +292,7 @@ class Worker:
     def __init__(self, address: str, key: str = "", rate: float = 0.05) -> None:
         self.model = small_model()
         os.environ["NARROWS_KEY"] = key  # which the session takes out again
-        self.session = Connected(address)
+        self.session = RunSession(address)
         inner = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
         self.engine = self.session.attach(self.model, inner, 0.0, 0)
 

@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, *clusters: Cluster) -> None:
         self.clusters, self.cluster = clusters, clusters[0]
-        self.sessions: list[session.Connected] = []
+        self.sessions: list[session.RunSession] = []
         self.before = set(threading.enumerate())
 
     def end(self) -> None:
@@ -59,9 +59,9 @@ class Run:
             thread.join(max(deadline - time.monotonic(), 0.0))
         assert not any(thread.is_alive() for thread in threads), f"a thread goes on {ENDS_S:.0f} s after its run"
 
-    def join(self, cluster: int = 0) -> session.Connected:
+    def join(self, cluster: int = 0) -> session.RunSession:
         """A new worker, whose session is from now on that of the calling thread."""
-        joined = session.Connected(f"tcp://in-process:{1 + cluster}")
+        joined = session.RunSession(f"tcp://in-process:{1 + cluster}")
         self.sessions.append(joined)
         _here.session = joined
         return joined
@@ -110,7 +110,7 @@ def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
     """A run with all its workers joined, in the order of their ranks."""
     cluster = cluster or Cluster(settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Link", lambda address, token, *rest: Link(cluster, token))
+        patch.setattr(session, "MemberLink", lambda address, token, *rest: Link(cluster, token))
         patch.setattr(session, "current", lambda: _here.session)
         started = Run(cluster)
         try:
@@ -125,7 +125,7 @@ def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
 def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run]:
     """Clusters below `root` with all their workers joined, one of each cluster in turn: in the order of their ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Link", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
+        patch.setattr(session, "MemberLink", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
         patch.setattr(session, "current", lambda: _here.session)
         started = Run(*clusters)
         try:
@@ -138,10 +138,10 @@ def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run
 
 
 @contextmanager
-def alone() -> Iterator[session.Alone]:
+def alone() -> Iterator[session.LocalSession]:
     """The session of a script that runs as plain python."""
     with pytest.MonkeyPatch.context() as patch:
-        only = session.Alone()
+        only = session.LocalSession()
         patch.setattr(session, "_session", only)
         yield only
 

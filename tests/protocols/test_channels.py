@@ -16,11 +16,11 @@ from narrows.protocols.pipeline.channels import (
     START_NS,
     UNTOLD_BYTES,
     UNTOLD_MAX,
-    Came,
     Channels,
     Effect,
-    Taken,
-    ToPeer,
+    SendOnChannel,
+    TensorArrived,
+    TensorTaken,
 )
 
 LEASE = 10 * NS
@@ -33,18 +33,18 @@ class Pair:
         self.now = 0
         self.ends = [Channels(rank, ["stage 0", "stage 1"], 7, 100 + rank, LEASE, 0) for rank in range(2)]
         self.wires: list[deque[m.Message]] = [deque(), deque()]  # to each
-        self.came: list[list[m.Tensor]] = [[], []]
+        self.came: list[list[m.PipelineTensor]] = [[], []]
         self.taken = [0, 0]  # of ours, by the other
         self.failed: list[Failed] = []
 
     def apply(self, end: int, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case ToPeer(peer, message):
+                case SendOnChannel(peer, message):
                     self.wires[peer].append(message)
-                case Came(_, tensor):
+                case TensorArrived(_, tensor):
                     self.came[end].append(tensor)
-                case Taken(_, count):
+                case TensorTaken(_, count):
                     self.taken[end] += count
                 case Failed():
                     self.failed.append(effect)
@@ -109,7 +109,7 @@ def test_what_a_dropped_message_leaves_out_is_asked_for_once() -> None:
     pair.wires[1].popleft()  # dropped, and the connection stays
     pair.deliver(1)
     pair.deliver(1)
-    assert [b.missed for b in pair.wires[0] if isinstance(b, m.Beat)] == [0]
+    assert [b.missed for b in pair.wires[0] if isinstance(b, m.PipelineBeat)] == [0]
     pair.settle()
     assert [bytes(tensor.payload)[0] for tensor in pair.came[1]] == [0, 1, 2]
 
@@ -134,7 +134,7 @@ def test_what_nobody_takes_is_bounded_at_the_receiver_too() -> None:
     with pytest.raises(RemoteProtocolError, match="stage 0 sends more than 256 tensors that nobody has taken"):
         pair.deliver(1)
     pair.apply(1, pair.ends[1].took(0, 0))
-    assert pair.ends[1].receive(pair.ends[0].peers[1].kept[-1], 0) == [Came(0, pair.ends[0].peers[1].kept[-1])]
+    assert pair.ends[1].receive(pair.ends[0].peers[1].kept[-1], 0) == [TensorArrived(0, pair.ends[0].peers[1].kept[-1])]
 
 
 def test_who_is_silent_for_a_lease_is_lost_and_no_sooner() -> None:
@@ -152,7 +152,7 @@ def test_who_has_left_is_not_waited_for_and_who_failed_ends_the_others() -> None
     pair.settle()
     pair.apply(1, pair.ends[1].leave(failed=False))
     pair.deliver(0)
-    assert not [e for e in pair.ends[0].tick(pair.now + 3 * LEASE) if isinstance(e, (Failed, ToPeer))]
+    assert not [e for e in pair.ends[0].tick(pair.now + 3 * LEASE) if isinstance(e, (Failed, SendOnChannel))]
     pair.apply(1, pair.ends[1].leave(failed=True))
     pair.deliver(0)
     assert [failed.code for failed in pair.failed] == [6] and "--resume" in pair.failed[0].text
@@ -176,7 +176,7 @@ def test_another_life_another_plan_and_who_never_comes() -> None:
     other = Channels(1, ["stage 0", "stage 1"], 8, 999, LEASE, 0)
     for begun, text in ((again, "stage 1 was started again"), (other, "stage 1 was started with another plan")):
         (beat,) = begun.leave(failed=False)
-        assert isinstance(beat, ToPeer)
+        assert isinstance(beat, SendOnChannel)
         (failed,) = pair.ends[0].receive(beat.message, 0)
         assert isinstance(failed, Failed) and failed.text.startswith(text)
     (late,) = [e for e in again.tick(START_NS + 1) if isinstance(e, Failed)]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from kit.processes import GONE_S, alive, environment, until
 
-from narrows.protocols.runtime.children import NURSERY, PIPES_END_S, Child, Children, Event, signal_name
+from narrows.protocols.runtime.children import NURSERY, PIPES_END_S, ChildProcesses, Event, StartedChild, signal_name
 
 ENV = environment()
-Start = Callable[..., tuple[Children, Child]]
+Start = Callable[..., tuple[ChildProcesses, StartedChild]]
 
 
 @pytest.fixture(scope="module", params=["fresh", "forked"])
-def children(request: pytest.FixtureRequest) -> Iterator[Children]:
-    made = Children()
+def children(request: pytest.FixtureRequest) -> Iterator[ChildProcesses]:
+    made = ChildProcesses()
     if request.param == "forked":
         made.prepare(ENV, [])
         assert made.next(GONE_S) == (NURSERY, "ready", {"why": ""})
@@ -31,8 +31,8 @@ def children(request: pytest.FixtureRequest) -> Iterator[Children]:
 
 
 @pytest.fixture
-def start(children: Children, tmp_path: Path) -> Start:
-    def started(script: str, **more: Any) -> tuple[Children, Child]:
+def start(children: ChildProcesses, tmp_path: Path) -> Start:
+    def started(script: str, **more: Any) -> tuple[ChildProcesses, StartedChild]:
         path = tmp_path / "script.py"
         path.write_text(script)
         listens = {1: "out", 2: "err", "TOLD": "event"}
@@ -41,7 +41,7 @@ def start(children: Children, tmp_path: Path) -> Start:
     return started
 
 
-def everything(children: Children) -> list[Event]:
+def everything(children: ChildProcesses) -> list[Event]:
     """The events of one child, to its end."""
     events: list[Event] = []
     while not events or events[-1][1] != "exit":
@@ -115,9 +115,9 @@ def test_who_keeps_the_pipes_of_a_child_holds_up_its_end_for_a_while_only(start:
 
 
 def test_nothing_comes_where_nothing_is_said() -> None:
-    children = Children()
+    children = ChildProcesses()
     assert children.next(0.01) is None and children.next(-1.0) is None
-    assert Child(os.getpid()).wait(0.01) is None
+    assert StartedChild(os.getpid()).wait(0.01) is None
     children.close()
 
 
@@ -149,7 +149,7 @@ def test_a_command_among_them_has_a_nursery_that_knows_what_ours_has_imported(to
     """If its children are to have another hash seed, it has an interpreter of its own."""
     for name, text in (("command.py", COMMAND), ("child.py", CHILD)):
         (tmp_path / name).write_text(text)
-    children = Children()
+    children = ChildProcesses()
     children.prepare(ENV, [("", "fractions")])
     assert children.next(GONE_S) == (NURSERY, "ready", {"why": ""})
     hashes = []

@@ -26,12 +26,12 @@ from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
 from narrows.protocols.planning.layout import parse
-from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
+from narrows.protocols.planning.levels import CodecCost, Groups, StepPrices, TrainingWork, cuts, joined, merges, places
 from narrows.protocols.planning.looks import partitions
 from narrows.protocols.planning.measured import parse as measured
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
-from narrows.protocols.planning.ways import BELOW, WAYS, Way
+from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
 from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
@@ -48,17 +48,17 @@ NS = 1_000_000_000
 NETWORKS = Path(__file__).parent / "networks"
 
 
-WORK = Work(2e6, 0.1, CODED)
+WORK = TrainingWork(2e6, 0.1, CODED)
 
 
 # The price.
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.compress != "dense" or w.mode.window == 1], ids=str)
-def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
+def test_a_link_of_two_is_priced_as_compression_predict_does(way: ModeAndSpec) -> None:
     """A server that handles updates for nothing is all that it does not know."""
     network, free = cities([1, 1], 20, 60), {spec: replace(row, serve_s=0.0) for spec, row in CODED.items()}
-    prices = Prices(network, replace(WORK, coded=free))
+    prices = StepPrices(network, replace(WORK, coded=free))
     row, mode = CODED[way.compress], way.mode
     size = row.bytes * WORK.parameters
     cost = Cost(WORK.step_s, row.encode_s * WORK.parameters, size, size)
@@ -69,7 +69,7 @@ def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
 
 
 def plain_s(
-    network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int, inside: int = 1
+    network: Network, way: ModeAndSpec, own: list[float], at: list[int], children: Groups, server: int, inside: int = 1
 ) -> float:
     """Seconds of a step of one level in plain words: `at` has the host that each child speaks from."""
     size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode, len(network.hosts)
@@ -100,7 +100,7 @@ def plain_s(
     return float(whole / mode.local_steps)
 
 
-def plainly(network: Network, groups: Groups, above: Way, below: Way) -> float:
+def plainly(network: Network, groups: Groups, above: ModeAndSpec, below: ModeAndSpec) -> float:
     """The least cost over every root and every server of each cluster."""
     compute = [WORK.step_s / float(speed) for speed in network.compute]
     inside = {
@@ -197,12 +197,12 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     network = cities([2, 2], 80, 30)
     network.delay_s[[0, 1, 2, 3], [1, 0, 3, 2]] = 0.0002
     compress = above.get("compress", "dense")
-    codes = {"dense": Coded(4.0, 0.0, whole_clock_s), "topk:0.5": Coded(size, 0.0, clock_s)}
-    prices = Prices(network, Work((1 << 20) / 4, 0.1, codes))
-    way = Way(above["sync"], (0.0,), compress, above.get("staleness", -1), above.get("local_steps", -1))
+    codes = {"dense": CodecCost(4.0, 0.0, whole_clock_s), "topk:0.5": CodecCost(size, 0.0, clock_s)}
+    prices = StepPrices(network, TrainingWork((1 << 20) / 4, 0.1, codes))
+    way = ModeAndSpec(above["sync"], (0.0,), compress, above.get("staleness", -1), above.get("local_steps", -1))
     own = np.zeros(4)
     for group in ((0, 1), (2, 3)):
-        own[[*group]] = prices.inside_s(Way("bsp", (0.0,)), np.array([group]))
+        own[[*group]] = prices.inside_s(ModeAndSpec("bsp", (0.0,)), np.array([group]))
     found = prices.above_s(way, own, ((0, 1), (2, 3)), np.array([0]))[0]
     assert least < measured_s(tree) / way.mode.local_steps / found < 1.06
 
@@ -210,7 +210,7 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
 @pytest.mark.parametrize(("clusters", "way"), [
     (clusters, way) for clusters in (False, True) for way in WAYS if not clusters or way.local_steps < 2
 ])  # fmt: skip
-def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: Way) -> None:
+def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: ModeAndSpec) -> None:
     """By the machines of a run; what is coded may be faster."""
     chooser = Chooser(cities([2, 2, 1], 20, 60), WORK)
     groups: Groups = ((0, 1), (2, 3), (4,)) if clusters else chooser.alone
@@ -282,7 +282,10 @@ def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
     """None of the cuts of single linkage, and no single server. In the first network a slow link once held up the server's
     card in the trial, and the plan seemed twice as dear as a cut; in the second one the cut seemed too dear to be tried."""
     network, work = drawn(seed, hosts), replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
-    chooser, printed = Chooser(network, work), simulated_cost(tried(Prices(network, work), choices(network, work))[0])
+    chooser, printed = (
+        Chooser(network, work),
+        simulated_cost(tried(StepPrices(network, work), choices(network, work))[0]),
+    )
     for groups in (chooser.alone, *cuts(network, 99)):
         chooser.least = np.inf
         _, _, above, below = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
@@ -292,11 +295,11 @@ def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
 
 def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
     """64 workers of 100 M parameters in one rack, dense: a step takes as long as the server is busy with them."""
-    network, work = cities([64], 20, 60), Work(1e8, 0.1, CODED)
+    network, work = cities([64], 20, 60), TrainingWork(1e8, 0.1, CODED)
     network.rates[:] = 1e12
     whole = 64 * CODED["dense"].serve_s * 1e8
     for shards in (1, 4):
-        prices = Prices(network, replace(work, shards=shards))
+        prices = StepPrices(network, replace(work, shards=shards))
         found = prices.above_s(WAYS[1], prices.compute_s, tuple((host,) for host in range(64)), np.array([0]))[0]
         assert found == pytest.approx(max(whole / shards, 0.1 + whole / shards / 2), rel=0.01)
 
@@ -307,7 +310,7 @@ def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> No
 def test_two_cities_are_two_clusters_and_a_rack_is_none() -> None:
     far, rack = (
         choose(cities([3, 3], 20, 60), replace(WORK, step_s=3.0)),
-        choose(cities([4], 20, 60), Work(2e4, 10.0, CODED)),
+        choose(cities([4], 20, 60), TrainingWork(2e4, 10.0, CODED)),
     )
     assert far.groups == ((0, 1, 2), (3, 4, 5))
     assert far.above.compress != "dense" and far.below.sync == "bsp"
@@ -321,8 +324,8 @@ def test_two_cities_are_two_clusters_and_a_rack_is_none() -> None:
 def test_a_rack_of_alike_machines_has_one_level(hosts: int, mbits: float, parameters: float, step_s: float) -> None:
     network = cities([hosts], 20, 60)
     network.rates[:] = 1e6 * mbits / 8
-    work = Work(parameters, step_s, CODED)
-    assert tried(Prices(network, work), choices(network, work))[0][0].clusters == []
+    work = TrainingWork(parameters, step_s, CODED)
+    assert tried(StepPrices(network, work), choices(network, work))[0][0].clusters == []
 
 
 def test_of_plans_that_take_alike_long_in_the_trial_the_simplest_is_printed() -> None:
@@ -382,7 +385,7 @@ def test_a_candidate_that_needs_a_missing_link_is_none(kept: set[tuple[int, int]
     assert all(np.isfinite(plan.cost) for plan in plans)
     for server, group in (edge for plan in plans for edge in [*plan.clusters, (plan.root, plan.servers)]):
         assert all(np.isfinite(network.delay_s[server, host]) for host in group if host != server), plans
-    assert tried(Prices(network, WORK), plans)[0][1] is not None
+    assert tried(StepPrices(network, WORK), plans)[0][1] is not None
 
 
 def test_a_star_is_planned_by_the_command(tmp_path: Path) -> None:
@@ -545,7 +548,7 @@ def test_network_json_names_places_and_wires() -> None:
     }  # fmt: skip
 
     def took_s(**given: Any) -> float:
-        prices = Prices(Network.parse(document | given), replace(WORK, parameters=1e8))
+        prices = StepPrices(Network.parse(document | given), replace(WORK, parameters=1e8))
         groups: Groups = ((0,), (1,), (2,), (3,))
         return prices.above_s(WAYS[0], np.zeros(4), groups, np.array([0]))[0]
 
@@ -581,7 +584,10 @@ def test_network_json_names_places_and_wires() -> None:
 def test_a_plan_minds_the_wire_of_a_slower_city() -> None:
     """The widest gap lies inside the faster city. The wire between the cities was taken for one of each host, and the plan
     took three times as long."""
-    network, work = Network.parse(json.loads((NETWORKS / "uneven-lans.json").read_text())), Work(3e7, 0.15, CODED)
+    network, work = (
+        Network.parse(json.loads((NETWORKS / "uneven-lans.json").read_text())),
+        TrainingWork(3e7, 0.15, CODED),
+    )
     flat = Chooser(network, work).priced(tuple((h,) for h in range(6)), WAYS[4], BELOW[0], np.array([0]))
     size = CODED["topk:0.11+sign"].bytes * 3e7
     assert flat.step_s == pytest.approx(4 * size / (1e8 / 8), rel=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.clock import TURN_NS, Awake
+from narrows.protocols.runtime.clock import TURN_NS, AwakeClock
 
 
 class Wall:
@@ -17,7 +17,7 @@ class Wall:
 
 def test_turns_that_come_in_time_count_whole() -> None:
     wall = Wall()
-    awake = Awake(wall)
+    awake = AwakeClock(wall)
     for _ in range(100):
         wall.now += NS // 50
         assert awake.now() == awake.turn() == wall.now
@@ -25,7 +25,7 @@ def test_turns_that_come_in_time_count_whole() -> None:
 
 def test_a_pause_counts_as_one_turn_and_time_goes_on_after_it() -> None:
     wall = Wall()
-    awake = Awake(wall)
+    awake = AwakeClock(wall)
     before = awake.turn()
     wall.now += 3600 * NS
     assert awake.now() == before + TURN_NS, "whoever asks before the loop is back"
@@ -36,7 +36,7 @@ def test_a_pause_counts_as_one_turn_and_time_goes_on_after_it() -> None:
 
 def test_a_clock_that_jumps_back_stands_still_for_a_turn_at_most() -> None:
     wall = Wall()
-    awake = Awake(wall)
+    awake = AwakeClock(wall)
     wall.now += NS // 10
     before = awake.now()
     wall.now -= 3600 * NS
@@ -49,7 +49,7 @@ def test_a_clock_that_jumps_back_stands_still_for_a_turn_at_most() -> None:
 
 def test_it_never_goes_back() -> None:
     wall, rng = Wall(), random.Random(0)
-    awake, last = Awake(wall), 0
+    awake, last = AwakeClock(wall), 0
     for _ in range(1000):
         wall.now += rng.choice([0, 1, NS // 100, NS, 100 * NS, -NS, -3600 * NS])
         told = awake.turn() if rng.random() < 0.5 else awake.now()

@@ -19,7 +19,7 @@ from strangers import RESETS, frame, reset, shaken
 from narrows.protocols.runtime import curve
 from narrows.protocols.runtime import sockets as door
 from narrows.protocols.runtime.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
-from narrows.protocols.runtime.curve import Curve, new_pair
+from narrows.protocols.runtime.curve import CurveKeys, new_pair
 from narrows.protocols.runtime.sockets import Peer, Sockets
 
 MOST = 8
@@ -345,7 +345,7 @@ def test_an_error_at_any_call_of_a_library_costs_a_message_at_most(
         unpack = staticmethod(raises(curve.EVENT.unpack))
 
     pair = new_pair()
-    keys = Curve(pair, lambda address: (pair, pair.public), lambda public: True) if keyed else None
+    keys = CurveKeys(pair, lambda address: (pair, pair.public), lambda public: True) if keyed else None
     found, wanted = set[bytes](), [b"%d" % number for number in range(6)]
     with closing(Sockets(connections=kept, curve=keys)) as server, ExitStack() as stack:
         member = stack.enter_context(closing(Sockets(curve=keys)))
@@ -376,7 +376,7 @@ def test_an_error_at_the_door_refuses_one_connection_and_no_other(
             raise OSError(5, "the list cannot be read")
         return True
 
-    curve_ = Curve(pair, lambda address: (pair, pair.public), admits)
+    curve_ = CurveKeys(pair, lambda address: (pair, pair.public), admits)
     with closing(Sockets(connections=kept, curve=curve_)) as server, ExitStack() as stack:
         address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
         members = [stack.enter_context(closing(Sockets(curve=curve_))) for _ in range(2)]

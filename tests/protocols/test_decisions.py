@@ -13,20 +13,20 @@ from kit.in_process import Cluster, Link
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import coordinator
-from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.above import ParentPlace
 from narrows.protocols.cluster.agreements import Agreements
 from narrows.protocols.cluster.attendance import FRESH_NS, Attendance
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase, Moves
-from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Roster
-from narrows.protocols.cluster.rounds import FIRST_STEP_NS, Rounds
+from narrows.protocols.cluster.generations import EVERY_LEAST_NS, CheckpointSchedule
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.moves import MOVE_LIFE, Resharding, ReshardPhase
+from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Members
+from narrows.protocols.cluster.rounds import FIRST_STEP_NS, Clocks
 from narrows.protocols.cluster.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import Wish
-from narrows.protocols.plan import BUFFERS_BYTES_MAX, Plan, TensorSpec, pack_arrays
+from narrows.protocols.plan import BUFFERS_BYTES_MAX, ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.settings import SHARDS_MAX, Settings
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
@@ -38,7 +38,7 @@ def run_of(**flags: Any) -> Run:
     return Run(Settings(**{"workers": 2, "shards": 2} | flags).validated(), 1, -1)
 
 
-def member(run: Run, rounds: Rounds | None = None) -> Seat:
+def member(run: Run, rounds: Clocks | None = None) -> Seat:
     seat = run.sit(m.Hello(f"{len(run.seats)}", "here"), b"", 0)
     seat.declare(run.changed(), 0, "")
     if rounds is not None:
@@ -59,7 +59,7 @@ def report(run: Run, shard: int, **said: Any) -> m.Report:
     return run.reports[shard]
 
 
-def push(rounds: Rounds, seat: Seat, clock: int, shards: int = 2, **said: Any) -> None:
+def push(rounds: Clocks, seat: Seat, clock: int, shards: int = 2, **said: Any) -> None:
     for shard in range(shards):
         rounds.heard(report(rounds.run, shard, arrived=((seat.worker, clock),), **said), 0)
 
@@ -67,7 +67,7 @@ def push(rounds: Rounds, seat: Seat, clock: int, shards: int = 2, **said: Any) -
 # Phases.
 
 
-@pytest.mark.parametrize(("phases", "life"), [(RunPhase, RUN_LIFE), (SeatPhase, SEAT_LIFE), (MovePhase, MOVE_LIFE)])
+@pytest.mark.parametrize(("phases", "life"), [(RunPhase, RUN_LIFE), (SeatPhase, SEAT_LIFE), (ReshardPhase, MOVE_LIFE)])
 def test_every_phase_is_reached_from_the_first(phases: Any, life: dict[Any, dict[str, Any]]) -> None:
     reached = {next(iter(phases))}
     for _ in phases:
@@ -85,7 +85,7 @@ def test_a_run_that_is_over_stays_so() -> None:
 
 
 def test_a_clock_closes_once_every_shard_has_the_update_of_every_member() -> None:
-    rounds = Rounds(run_of(sync="bsp"))
+    rounds = Clocks(run_of(sync="bsp"))
     first, second = member(rounds.run, rounds), member(rounds.run, rounds)
     rounds.run.move("start")
     rounds.open(0)
@@ -99,7 +99,7 @@ def test_a_clock_closes_once_every_shard_has_the_update_of_every_member() -> Non
 
 def test_the_update_of_who_left_is_in_the_next_set_if_all_shards_have_it() -> None:
     for shards, inside in ((2, ((0, 0), (1, 0))), (1, ((0, 0),))):
-        rounds = Rounds(run_of(sync="bsp"))
+        rounds = Clocks(run_of(sync="bsp"))
         first, second = member(rounds.run, rounds), member(rounds.run, rounds)
         rounds.run.move("start")
         rounds.open(0)
@@ -111,7 +111,7 @@ def test_the_update_of_who_left_is_in_the_next_set_if_all_shards_have_it() -> No
 
 
 def test_no_clock_closes_before_all_shards_have_published_the_one_before_nor_after_the_end() -> None:
-    rounds = Rounds(run_of(sync="bsp"))
+    rounds = Clocks(run_of(sync="bsp"))
     seat = member(rounds.run, rounds)
     rounds.run.move("start")
     rounds.open(0)
@@ -129,7 +129,7 @@ def test_no_clock_closes_before_all_shards_have_published_the_one_before_nor_aft
 )
 def test_who_keeps_a_clock_open_while_others_wait_is_named_once(flags: dict[str, Any], pushed: int) -> None:
     """A worker whose script hangs goes on to send heartbeats, so its lease does not run out."""
-    rounds = Rounds(run_of(**flags))
+    rounds = Clocks(run_of(**flags))
     first, second = member(rounds.run, rounds), member(rounds.run, rounds)
     rounds.run.move("start")
     rounds.open(0)
@@ -150,7 +150,7 @@ def test_who_keeps_a_clock_open_while_others_wait_is_named_once(flags: dict[str,
 
 
 def test_nobody_is_named_where_nobody_waits() -> None:
-    rounds = Rounds(run_of(sync="ssp", staleness=1))
+    rounds = Clocks(run_of(sync="ssp", staleness=1))
     first, _ = member(rounds.run, rounds), member(rounds.run, rounds)
     rounds.run.move("start")
     rounds.open(0)
@@ -159,7 +159,7 @@ def test_nobody_is_named_where_nobody_waits() -> None:
 
 
 def test_a_norm_is_that_of_all_shards() -> None:
-    rounds = Rounds(run_of(sync="bsp"))
+    rounds = Clocks(run_of(sync="bsp"))
     rounds.heard(report(rounds.run, 0, norms=((0, 9.0),)), 0)
     assert not rounds.decide(0)
     rounds.heard(report(rounds.run, 1, norms=((0, 16.0),)), 0)
@@ -169,9 +169,9 @@ def test_a_norm_is_that_of_all_shards() -> None:
 # Generations.
 
 
-def generations(run: Run, child: bool = False) -> Generations:
-    rounds = Rounds(run)
-    return Generations(run, rounds, Above(run, rounds, child))
+def generations(run: Run, child: bool = False) -> CheckpointSchedule:
+    rounds = Clocks(run)
+    return CheckpointSchedule(run, rounds, ParentPlace(run, rounds, child))
 
 
 def test_a_run_starts_with_workers_enough_and_the_first_weights_on_all_shards() -> None:
@@ -318,8 +318,8 @@ def test_a_stage_begins_again_with_all_its_workers_and_others_after_a_lease() ->
 
 def test_a_finish_is_of_all_and_one_after_the_other() -> None:
     run = run_of()
-    rounds = Rounds(run)
-    above = Above(run, rounds, True)
+    rounds = Clocks(run)
+    above = ParentPlace(run, rounds, True)
     above.take(b"place", 9)
     member(run, rounds), member(run, rounds)
     for finishing, finishes in (((0,), False), ((0, 1), True), ((0, 1), False)):
@@ -337,8 +337,8 @@ def test_a_finish_is_of_all_and_one_after_the_other() -> None:
 def test_a_worker_waits_for_a_place_above() -> None:
     run = run_of()
     seat, declare = run.sit(m.Hello("0", "here"), b"", 0), m.Declare(0, 1, b"")
-    assert not Above(run, Rounds(run), False).holds(seat, declare), "a root has no place to wait for"
-    above = Above(run, Rounds(run), True)
+    assert not ParentPlace(run, Clocks(run), False).holds(seat, declare), "a root has no place to wait for"
+    above = ParentPlace(run, Clocks(run), True)
     assert above.holds(seat, declare) and seat.phase is SeatPhase.WAITING and not above.released()
     above.take(b"place", 9)
     assert above.released() == {0: declare} and not above.released() and not above.holds(seat, declare)
@@ -349,7 +349,7 @@ def test_a_worker_waits_for_a_place_above() -> None:
 
 def test_a_meeting_is_closed_once_all_have_done_their_last_step() -> None:
     run = run_of(sync="gossip", shards=1)
-    meeting, first, second = Meeting(run), member(run), member(run)
+    meeting, first, second = GossipDirectory(run), member(run), member(run)
     assert meeting.epoch == 0
     run.move("start")
     assert meeting.epoch == run.epoch and meeting.end(first) and not meeting.end(first)
@@ -361,7 +361,7 @@ def test_a_meeting_is_closed_once_all_have_done_their_last_step() -> None:
 
 def test_a_roster_goes_to_who_knows_what_to_do_with_it_once() -> None:
     run = run_of(sync="gossip", shards=1)
-    meeting, first = Meeting(run), member(run)
+    meeting, first = GossipDirectory(run), member(run)
     member(run)
     run.move("start")
     first.ready_sent = True
@@ -420,7 +420,7 @@ def test_a_model_that_the_server_has_no_memory_for_is_refused_by_its_size(rows: 
     tables = (TableSpec("t", rows, 1, 0, 1.0, "Adagrad"),) if rows else ()
     for worker, size in enumerate((6, 5)):
         ours.handle(b"peer", m.Hello(f"{worker}", "here"), 0)
-        plan = Plan((TensorSpec("w", (size - rows,), "float32"),), "", ((0,),), tables=tables)
+        plan = ModelSpec((TensorSpec("w", (size - rows,), "float32"),), "", ((0,),), tables=tables)
         answers = said(ours.handle(b"peer", m.Declare(worker, ours.run.epoch, plan.packed()), 0))
         assert (len(ours.declared) == 1) == (size == 5)
         if size == 6:
@@ -522,8 +522,8 @@ def test_the_end_of_gossip_is_shown_with_no_module_buffers_of_before_it() -> Non
 
 def test_who_has_no_connection_is_waited_for_a_quarter_of_a_lease() -> None:
     run = run_of(lease=20.0)
-    rounds = Rounds(run)
-    roster = Roster(run, rounds, Above(run, rounds, False), Meeting(run), 1 << 30)
+    rounds = Clocks(run)
+    roster = Members(run, rounds, ParentPlace(run, rounds, False), GossipDirectory(run), 1 << 30)
     here, gone = (run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES + b"x", 0) for name in "ab")
     for seat in (here, gone):
         seat.declare(run.changed(), 0, "")
@@ -556,7 +556,7 @@ def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
 # Keys that move.
 
 
-def moving(members: int) -> tuple[Moves, list[Seat]]:
+def moving(members: int) -> tuple[Resharding, list[Seat]]:
     """A run of two shards whose members have been told to hold at clock 1, for a third shard."""
     ours = Coordinator(Settings(sync="bsp", workers=members, shards=2).validated(), 1)
     run, rounds, moves = ours.run, ours.rounds, ours.moves
@@ -577,16 +577,16 @@ def test_no_clock_closes_until_all_know_that_they_are_to_hold() -> None:
     moves.knows(first, moves.number)
     assert not moves.decide(0) and not moves.rounds.decide(0), "the second might push update 1"
     moves.knows(second, moves.number)
-    assert moves.decide(0) and moves.phase is MovePhase.HELD
+    assert moves.decide(0) and moves.phase is ReshardPhase.HELD
     assert moves.rounds.decide(0) and moves.rounds.min_clock == 1
     assert not moves.rounds.decide(0) and not moves.decide(0), "the shards have not published it"
 
 
-@pytest.mark.parametrize("phase", [MovePhase.TOLD, MovePhase.HELD])
-def test_keys_stay_where_nobody_trains_any_more(phase: MovePhase) -> None:
+@pytest.mark.parametrize("phase", [ReshardPhase.TOLD, ReshardPhase.HELD])
+def test_keys_stay_where_nobody_trains_any_more(phase: ReshardPhase) -> None:
     """Else the run would let nobody in, and wait for ever."""
     moves, (seat,) = moving(1)
-    if phase is MovePhase.HELD:
+    if phase is ReshardPhase.HELD:
         moves.knows(seat, moves.number)
         moves.decide(0)
     assert moves.phase is phase and moves.holds
@@ -615,11 +615,11 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
         assert moves.decide(0) == bool(shard)
         report(moves.run, shard, tried=1, checkpoints=kept)
     report(moves.run, 0, tried=1)
-    assert moves.phase is MovePhase.WRITING and moves.decide(0) and not moves.holds
+    assert moves.phase is ReshardPhase.WRITING and moves.decide(0) and not moves.holds
     (log,) = moves.tell()
     assert "shard 1 could not write" in str(log.values["text"]) and moves.run.shards == 2
     assert [word.message for word in moves.word(seat)] == []  # it is not ready
-    seat.ready_sent, moves.roster.plan = True, Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),))
+    seat.ready_sent, moves.roster.plan = True, ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),))
     assert [word.message for word in moves.word(seat)] == [m.Move(seat.worker, seat.epoch, 2, -1)]
 
 
@@ -628,10 +628,12 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
 
 def says(
     ours: Coordinator, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY, now_ns: int = 0
-) -> m.Room:
+) -> m.RemoteShardsGrant:
     """Join as a machine does, and return the answer."""
-    effects = ours.handle(b"guest", m.Join(token, f"host-{token}", shards, first, wish), now_ns)
-    rooms = [each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room)]
+    effects = ours.handle(b"guest", m.RemoteShardsOffer(token, f"host-{token}", shards, first, wish), now_ns)
+    rooms = [
+        each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.RemoteShardsGrant)
+    ]
     room = rooms[-1]  # who is no guest any more is told so, and answered
     assert {each.token for each in rooms} == {token}
     return room
@@ -647,9 +649,9 @@ class House:
         ours.run.move("start")
         for shard in range(2):
             report(ours.run, shard, checkpoints=(0,))
-            ours.lines[shard] = coordinator.Line(b"old")
+            ours.lines[shard] = coordinator.ShardLine(b"old")
 
-    def says(self, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY) -> m.Room:
+    def says(self, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY) -> m.RemoteShardsGrant:
         return says(self.ours, token, shards, first, wish, self.now_ns)
 
     def moves(self) -> None:
@@ -659,16 +661,16 @@ class House:
         for shard in range(run.shards, moves.target):
             here = replace(run.reports[0], shard=shard, host=moves.away.get(shard, ""))
             moves.offer(b"new", here)
-        for _ in MovePhase:
+        for _ in ReshardPhase:
             moves.knows(self.seat, moves.number)
-            if moves.phase is MovePhase.HELD:
+            if moves.phase is ReshardPhase.HELD:
                 push(self.ours.rounds, self.seat, moves.at, run.shards)
             at = self.ours.min_clock
             rows: dict[str, Any] = {"min_clock": at, "tried": at, "checkpoints": (at,), "epoch": run.epoch}
             for shard in range(run.shards):
                 report(run, shard, host=moves.away.get(shard, ""), **rows)
             self.ours._settle(self.now_ns)
-        assert moves.phase in (MovePhase.STILL, MovePhase.ASKED), "done, or the next one is due"
+        assert moves.phase in (ReshardPhase.STILL, ReshardPhase.ASKED), "done, or the next one is due"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -692,7 +694,9 @@ def test_a_machine_that_comes_as_the_run_ends_is_told_so_before_the_server_ends(
     house = House()
     assert not house.says("a").over and not house.says("b").over
     effects = [*house.ours.stop(0), *house.ours._settle(0)]
-    rooms = [each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room)]
+    rooms = [
+        each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.RemoteShardsGrant)
+    ]
     assert {room.token for room in rooms} == {"a", "b"}
     assert all(room.over and "the run is over" in room.text for room in rooms)
 
@@ -713,7 +717,7 @@ def test_a_move_to_a_machine_that_goes_is_called_off() -> None:
     house = House()
     house.says("a")
     room = house.says("a", wish=Wish.GO)
-    assert room.over and room.code == 0 and house.ours.moves.phase is MovePhase.STILL and not house.ours.moves.away
+    assert room.over and room.code == 0 and house.ours.moves.phase is ReshardPhase.STILL and not house.ours.moves.away
 
 
 def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
@@ -727,7 +731,7 @@ def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
     room = house.says("b", SHARDS_MAX)
     assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
     house, table = House(), TableSpec("t", 9, 1, 0, 1.0, "SGD")
-    house.ours.roster.adopt(Plan((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
+    house.ours.roster.adopt(ModelSpec((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
     room = house.says("a")
     assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "rows stay on their shards" in room.text
 
@@ -789,7 +793,7 @@ def test_a_coordinator_that_begins_anew_waits_for_the_machines_that_had_joined()
         ours = Coordinator(Settings(sync="bsp", shards=5).validated(), 1, away=away)
         for shard in range(5):
             report(ours.run, shard, checkpoints=(4,), host=away.get(shard, ""))
-            ours.lines[shard] = coordinator.Line(b"old")
+            ours.lines[shard] = coordinator.ShardLine(b"old")
         ours.tick(0)
         for token, first, shards in (("a", 2, 2), ("b", 4, 1)) if said else ():
             room = says(ours, token, shards, first, now_ns=20 * NS)
@@ -816,9 +820,9 @@ def test_a_report_of_a_machine_that_has_lost_its_shards_counts_no_more() -> None
 
 def attendance(child: bool = False, **flags: Any) -> Attendance:
     run = run_of(**flags)
-    rounds = Rounds(run)
-    above = Above(run, rounds, child)
-    return Attendance(run, rounds, above, Generations(run, rounds, above), Meeting(run))
+    rounds = Clocks(run)
+    above = ParentPlace(run, rounds, child)
+    return Attendance(run, rounds, above, CheckpointSchedule(run, rounds, above), GossipDirectory(run))
 
 
 def test_a_run_says_how_many_workers_have_joined_and_how_many_are_missing() -> None:
@@ -891,7 +895,7 @@ def test_a_console_has_it_after_a_while_and_then_less_often_and_a_page_at_each_c
 def test_each_member_is_told_with_its_heartbeats() -> None:
     cluster = Cluster(Settings(workers=3))
     link = Link(cluster, "one")
-    link.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed())
+    link.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed())
     link.call(lambda each, now: [each.beat(now)])
     assert link.member.waits == "1 of 3 workers joined; waiting for 2"
 
@@ -907,8 +911,8 @@ def test_a_run_of_gossip_goes_on_with_the_newest_round_of_a_majority() -> None:
         ([((0, 8),), (), ()], (-1, ())),
     ):
         run = run_of(sync="gossip", workers=3)
-        rounds = Rounds(run)
-        decision = Generations(run, rounds, Above(run, rounds, False))
+        rounds = Clocks(run)
+        decision = CheckpointSchedule(run, rounds, ParentPlace(run, rounds, False))
         decision.resumes = True
         for each in models[:2]:
             member(run, rounds).models = each
@@ -920,9 +924,9 @@ def test_a_run_of_gossip_goes_on_with_the_newest_round_of_a_majority() -> None:
 def test_calls_at_two_steps_do_not_wait_for_each_other() -> None:
     """As with a quorum, where a late worker's step counts the rounds that closed without it."""
     run = run_of(sync="local", workers=2, quorum=1)
-    rounds = Rounds(run)
-    above, first, second = Above(run, rounds, False), member(run, rounds), member(run, rounds)
-    agreements = Agreements(run, rounds, above, Meeting(run))
+    rounds = Clocks(run)
+    above, first, second = ParentPlace(run, rounds, False), member(run, rounds), member(run, rounds)
+    agreements = Agreements(run, rounds, above, GossipDirectory(run))
     agreements.hear(first, m.AgreeAsk(first.worker, first.epoch, 1, 20, 0, 2, 4.0, 1))
     assert not agreements.decide(0) and not agreements.answers(), "the other may come to that step"
     agreements.hear(second, m.AgreeAsk(second.worker, second.epoch, 1, 30, 0, 3, 8.0, 1))

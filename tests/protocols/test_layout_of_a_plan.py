@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.layout import Layout, parse
+from narrows.protocols.planning.layout import Deployment, parse
 
 
 def grid() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def grid() -> dict[str, Any]:
     }
 
 
-def read(change: Callable[[dict[str, Any]], Any] = lambda plan: None) -> Layout:
+def read(change: Callable[[dict[str, Any]], Any] = lambda plan: None) -> Deployment:
     plan = grid()
     change(plan)
     return parse(json.dumps(plan))

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.planning import flows, measured, visits
-from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES, Bounds
+from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES, ByteBudget
 from narrows.protocols.planning.flows import (
     AGAIN,
     BOTH,
@@ -28,25 +28,25 @@ from narrows.protocols.planning.flows import (
     STREAM_BYTES,
     Flow,
 )
-from narrows.protocols.planning.measured import Host, Link, Measured
+from narrows.protocols.planning.measured import MeasuredHost, MeasuredLink, MeasuredNetwork
 from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.probe import Probe, Say, Tell
+from narrows.protocols.planning.probe import PrintLine, ProbeDirector, SendToMachine
 from narrows.protocols.planning.probe_messages import (
-    Beat,
-    Dial,
-    End,
-    Join,
-    Listen,
-    Opened,
-    Report,
-    Steps,
+    ProbeBeat,
+    ProbeDial,
+    ProbeEnd,
+    ProbeJoin,
+    ProbeListen,
+    ProbeListening,
+    ProbeReport,
+    ProbeStepTime,
     decode,
     encode,
 )
-from narrows.protocols.summary import Row, Summary
+from narrows.protocols.summary import Summary, SummaryRow
 from narrows.protocols.wire import pack
 from narrows.ps.command import plan
-from narrows.ps.glance.history import History
+from narrows.ps.glance.history import RunHistory
 
 MB = 10**6
 
@@ -88,38 +88,40 @@ class Machines:
     def __init__(
         self, count: int, closed: str = "", known: frozenset[frozenset[str]] = frozenset(), cities: str = ""
     ) -> None:
-        self.probe = Probe(count, 20.0, 100 * MB, "secret", known)
+        self.probe = ProbeDirector(count, 20.0, 100 * MB, "secret", known)
         self.closed, self.dead, self.said, self.now_ns = closed, "", list[str](), 0
         self.city = {name: number for number, names in enumerate(cities.split()) for name in names}
         self.ended: list[str] = []
-        self.dials: list[Dial] = []
+        self.dials: list[ProbeDial] = []
 
-    def do(self, effects: list[Tell | Say]) -> None:
+    def do(self, effects: list[SendToMachine | PrintLine]) -> None:
         for effect in effects:
-            if isinstance(effect, Say):
+            if isinstance(effect, PrintLine):
                 self.said.append(effect.text)
             elif effect.peer.decode() != self.dead:
                 self.do(self.answer(effect.peer, effect.message))
 
-    def answer(self, peer: bytes, message: Any) -> list[Tell | Say]:
+    def answer(self, peer: bytes, message: Any) -> list[SendToMachine | PrintLine]:
         name = peer.decode()
         match message:
-            case Listen(token):
-                return self.probe.hear(peer, Opened(token, 7000), self.now_ns)
-            case Dial(token, host, first=first):
+            case ProbeListen(token):
+                return self.probe.hear(peer, ProbeListening(token, 7000), self.now_ns)
+            case ProbeDial(token, host, first=first):
                 self.dials.append(message)
                 if host in self.closed:
-                    return self.probe.hear(peer, Report(token, f"port 7000 of {host} is closed", pack([])), self.now_ns)
+                    return self.probe.hear(
+                        peer, ProbeReport(token, f"port 7000 of {host} is closed", pack([])), self.now_ns
+                    )
                 trial = self.probe.tries[token]
                 listener = self.probe.machines[trial.listener].peer
                 reports = [(listener, True), (peer, False)]
-                found: list[Tell | Say] = []
+                found: list[SendToMachine | PrintLine] = []
                 for who, listens in reports:
                     if who.decode() != self.dead:
                         packed = pack([flow.plain() for flow in seen(listens, first, self.times(trial))])
-                        found += self.probe.hear(who, Report(token, "", packed), self.now_ns)
+                        found += self.probe.hear(who, ProbeReport(token, "", packed), self.now_ns)
                 return found
-            case End():
+            case ProbeEnd():
                 self.ended.append(name)
         return []
 
@@ -136,15 +138,21 @@ class Machines:
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.do(self.probe.hear(name.encode(), Join(name, name, 1), self.now_ns))
-            self.do(self.probe.hear(name.encode(), Steps(0.5), self.now_ns))
+            self.do(self.probe.hear(name.encode(), ProbeJoin(name, name, 1), self.now_ns))
+            self.do(self.probe.hear(name.encode(), ProbeStepTime(0.5), self.now_ns))
 
     def passes(self, seconds: float) -> None:
         for _ in range(int(seconds)):
             self.now_ns += NS
             for machine in self.probe.machines:
                 if (name := machine.peer.decode()) != self.dead:
-                    self.do([e for e in self.probe.hear(name.encode(), Beat(0), self.now_ns) if isinstance(e, Say)])
+                    self.do(
+                        [
+                            e
+                            for e in self.probe.hear(name.encode(), ProbeBeat(0), self.now_ns)
+                            if isinstance(e, PrintLine)
+                        ]
+                    )
             self.do(self.probe.tick(self.now_ns))
 
 
@@ -229,10 +237,10 @@ def test_a_pair_without_a_report_ends() -> None:
 def test_who_is_refused_is_told_why() -> None:
     machines = Machines(3)
     machines.join("a")
-    assert "named a too" in machines.probe.hear(b"x", Join("a", "a", 1), 0)[0].message.why  # type: ignore[union-attr]
+    assert "named a too" in machines.probe.hear(b"x", ProbeJoin("a", "a", 1), 0)[0].message.why  # type: ignore[union-attr]
     machines.join("b", "c")
-    assert "3 machines are here" in machines.probe.hear(b"d", Join("d", "d", 1), 0)[0].message.why  # type: ignore[union-attr]
-    assert isinstance(machines.probe.hear(b"y", Beat(0), 0)[0].message, End)  # type: ignore[union-attr]
+    assert "3 machines are here" in machines.probe.hear(b"d", ProbeJoin("d", "d", 1), 0)[0].message.why  # type: ignore[union-attr]
+    assert isinstance(machines.probe.hear(b"y", ProbeBeat(0), 0)[0].message, ProbeEnd)  # type: ignore[union-attr]
 
 
 def test_those_who_came_begin_without_the_others() -> None:
@@ -246,26 +254,26 @@ def test_the_first_round_waits_for_all_steps_but_for_those_of_one_that_does_not_
     """A script may take 600 s, and the machines that wait for it are there."""
     machines = Machines(3)
     machines.join("a", "b")
-    machines.do(machines.probe.hear(b"c", Join("c", "c", 1), 0))
+    machines.do(machines.probe.hear(b"c", ProbeJoin("c", "c", 1), 0))
     machines.passes(600)
     assert machines.probe.began_ns is None and not machines.probe.failed and not machines.ended
-    machines.do(machines.probe.hear(b"c", Steps(2.5), machines.now_ns))
+    machines.do(machines.probe.hear(b"c", ProbeStepTime(2.5), machines.now_ns))
     assert machines.probe.over and [m.step_s for m in machines.probe.machines] == [0.5, 0.5, 2.5]
 
     hangs = Machines(3)
     hangs.join("a", "b")
-    hangs.do(hangs.probe.hear(b"c", Join("c", "c", 1), 0))
+    hangs.do(hangs.probe.hear(b"c", ProbeJoin("c", "c", 1), 0))
     hangs.passes(800)
     assert hangs.probe.over and len(hangs.probe.found) == 1 and "c: its steps were not timed within 720 s" in hangs.said
     for wrong in (math.nan, math.inf, -1.0):
         with pytest.raises(RemoteProtocolError):
-            machines.probe.hear(b"a", Steps(wrong), 0)
+            machines.probe.hear(b"a", ProbeStepTime(wrong), 0)
 
 
 def test_one_whose_script_fails_is_left_out_and_all_that_have_not_come() -> None:
     machines = Machines(4)
     machines.join("a", "b")
-    machines.do(machines.probe.hear(b"c", Join("c", "c", 1), 0))
+    machines.do(machines.probe.hear(b"c", ProbeJoin("c", "c", 1), 0))
     machines.do(machines.probe.without("c: its script made no step", 0, "c"))
     assert machines.probe.count == 3 and not machines.probe.over
     machines.do(machines.probe.without("3 s are over", 0))
@@ -308,7 +316,7 @@ def test_a_report_that_is_none_is_refused(rows: Any) -> None:
 def test_bytes_that_are_no_message_are_refused(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode([frame])
-    assert decode(encode(Join("a", "", 1))) == Join("a", "", 1)
+    assert decode(encode(ProbeJoin("a", "", 1))) == ProbeJoin("a", "", 1)
 
 
 def test_slow_start_is_no_part_of_a_rate_and_all_of_a_small_message() -> None:
@@ -389,7 +397,7 @@ def test_the_peak_of_a_slow_start_is_the_rate_of_the_link() -> None:
 
 
 def test_a_pair_may_send_what_its_first_visit_lets_expect_and_no_more_than_its_share() -> None:
-    bounds = Bounds(20.0, 1000 * MB)
+    bounds = ByteBudget(20.0, 1000 * MB)
     bounds.begin(3, 0)
     for pair, rate in (((0, 1), 2e6), ((1, 2), 20e6), ((0, 2), 9e9)):
         bounds.saw(pair, [rate, rate])
@@ -397,16 +405,16 @@ def test_a_pair_may_send_what_its_first_visit_lets_expect_and_no_more_than_its_s
     assert 2 * 2e6 / 8 * 10 < slow < 3 * (2 * 2e6 / 8 * 10) < fast < 150 * MB
     assert share == pytest.approx(1000 * MB / 3 - 2 * bounds.first, rel=1e-3)
     assert bounds.bytes <= 1000 * MB and bounds.bytes < 500 * MB
-    least = Bounds(20.0, 3 * LEAST_PAIR_BYTES)
+    least = ByteBudget(20.0, 3 * LEAST_PAIR_BYTES)
     least.begin(3, 0)
     least.saw((0, 1), [9e9, 9e9])
     assert least.first == LEAST_BYTES and 3 * (2 * least.first + least.costs[frozenset((0, 1))]) <= 3 * LEAST_PAIR_BYTES
 
 
-def of_two(names: tuple[str, str], unix_s: float) -> Measured:
-    found = Measured()
+def of_two(names: tuple[str, str], unix_s: float) -> MeasuredNetwork:
+    found = MeasuredNetwork()
     for name in names:
-        found.add_host(name, Host(unix_s, 1 << 30, 0.25 if name == "a" else 0.5))
+        found.add_host(name, MeasuredHost(unix_s, 1 << 30, 0.25 if name == "a" else 0.5))
     machines = Machines(2)
     machines.join(*names)
     for each in machines.probe.found:
@@ -428,9 +436,9 @@ def test_the_file_is_a_network_and_says_each_way() -> None:
 
 def test_the_newest_of_each_link_holds() -> None:
     one, two, newer = of_two(("a", "b"), 100.0), of_two(("b", "c"), 200.0), of_two(("a", "b"), 300.0)
-    newer.links["a", "b"] = Link(0.5, {MIB: 1e6}, 300.0)
+    newer.links["a", "b"] = MeasuredLink(0.5, {MIB: 1e6}, 300.0)
     for order in ((one, two, newer), (newer, two, one)):
-        merged = Measured()
+        merged = MeasuredNetwork()
         for each in order:
             merged.add(measured.parse(each.document()))
         assert merged.links["a", "b"].delay_s == 0.5 and merged.links["b", "c"].unix_s == 200.0
@@ -441,11 +449,11 @@ def test_the_newest_of_each_link_holds() -> None:
 def test_a_plan_takes_the_addresses_that_machines_were_measured_at(tmp_path: Path) -> None:
     """Their names may be known to nobody, and then the commands of the plan would end with 3."""
     found = of_two(("a", "b"), 100.0)
-    found.add_host("a", Host(200.0, address="10.0.0.7"))
-    found.add_host("b", Host(200.0, address="fd00::1"))
+    found.add_host("a", MeasuredHost(200.0, address="10.0.0.7"))
+    found.add_host("b", MeasuredHost(200.0, address="fd00::1"))
     document = found.document() | {"measured_unix_s": 100.0}
     again = measured.parse(document)
-    again.add_host("a", Host(300.0))  # seen again, by whom nothing was told of it
+    again.add_host("a", MeasuredHost(300.0))  # seen again, by whom nothing was told of it
     assert again.hosts["a"].address == "10.0.0.7"
     (tmp_path / "network.json").write_text(json.dumps(again.document()))
     for flags, hosts in (
@@ -470,7 +478,7 @@ def test_a_file_of_matrices_alone_can_be_merged() -> None:
     }
     found = measured.parse(matrices)
     found.add(of_two(("b", "c"), 100.0))
-    assert found.links["b", "a"] == Link(0.2, {MIB: 2e6}, 0.0)
+    assert found.links["b", "a"] == MeasuredLink(0.2, {MIB: 2e6}, 0.0)
     assert len(found.links) == 4
 
 
@@ -479,7 +487,7 @@ def test_prices_and_speeds_by_hand_are_kept_and_those_of_steps_made_anew() -> No
     assert first["compute"] == [1.0, 0.5]
     by_hand = {"compute": [1.0, 0.25], "price_per_byte": [[None, 1e-9], [2e-9, None]]}
     for order in (1, -1):
-        merged = Measured()
+        merged = MeasuredNetwork()
         for each in [first | by_hand, of_two(("a", "b"), 300.0).document()][::order]:
             merged.add(measured.parse(each))
         document = merged.document()
@@ -501,7 +509,7 @@ def test_a_file_that_is_none_is_refused(broken: dict[str, Any]) -> None:
 
 
 def test_what_a_run_has_measured_costs_nothing() -> None:
-    history = History()
+    history = RunHistory()
     history.take(
         {"event": "run", "seconds": 0.0, "mode": "ssp", "address": "tcp://root:5555", "local_steps": 1, "fragments": 1}
     )
@@ -509,12 +517,12 @@ def test_what_a_run_has_measured_costs_nothing() -> None:
         for rank, (host, rate) in enumerate((("leipzig", 1e6), ("leipzig", 3e6), ("oslo", 2e6))):
             summary = Summary(seconds=1.0 + clock, clock=clock, steps=clock, compute_seconds=0.2 * clock, bytes_up=clock * MB,
                               rate_up=rate, rate_down=2 * rate, round_trip_seconds=0.04)  # fmt: skip
-            row = Row((), host, "", summary).below(rank, host)
+            row = SummaryRow((), host, "", summary).below(rank, host)
             event = {"event": "summary", "seconds": 1.0 + clock, "clock": clock, "parameters": 5, "rows": [row.told()]}
             history.take(event)
     found = measured.of_run(history.frame(), "", 50.0)
     assert found.hosts["leipzig"].step_s == pytest.approx(0.2)
-    assert found.links["leipzig", "root"] == Link(0.02, {MIB: 24e6}, 50.0, {"measured_by": "run"})
+    assert found.links["leipzig", "root"] == MeasuredLink(0.02, {MIB: 24e6}, 50.0, {"measured_by": "run"})
     assert [*found.links["root", "leipzig"].rates.values()] == [48e6]
     assert found.pairs == {frozenset(("leipzig", "root")), frozenset(("oslo", "root"))}
     assert measured.table(found)[2].split() == [*found.hosts]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Tell
-from narrows.protocols.gossip.peers import RETRY_NS, Peers
+from narrows.protocols.effects import NS, SendToPeer
+from narrows.protocols.gossip.peers import RETRY_NS, GossipPeers
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.meter import LinkMeter
 
@@ -43,12 +43,12 @@ def offer(peer: int) -> m.Offer:
     return m.Offer(0, peer, 1, 0, 0, 0, 1, 0, 1, 0.5, False, RAW, bytes(4))
 
 
-def told(peers: Peers, now_ns: int) -> list[tuple[str, str]]:
-    return [(each.address, type(each.message).__name__) for each in peers.tick(now_ns) if isinstance(each, Tell)]
+def told(peers: GossipPeers, now_ns: int) -> list[tuple[str, str]]:
+    return [(each.address, type(each.message).__name__) for each in peers.tick(now_ns) if isinstance(each, SendToPeer)]
 
 
 def test_a_peer_that_is_linked_anew_is_told_again_with_the_next_tick_and_no_other() -> None:
-    peers = Peers(0, 10 * NS)
+    peers = GossipPeers(0, 10 * NS)
     members = tuple((worker, 1, worker, 0) for worker in range(3))
     peers.roster(m.Roster(0, 1, True, members, ("tcp://a:1", "tcp://b:1", "tcp://c:1")), NS)
     for peer in (1, 2):
@@ -58,5 +58,5 @@ def test_a_peer_that_is_linked_anew_is_told_again_with_the_next_tick_and_no_othe
     peers.repeat_soon("tcp://b:1")
     assert told(peers, NS + 2) == [("tcp://b:1", "Offer")] and told(peers, NS + 3) == []
     peers.repeat_soon()
-    assert told(peers, NS + 4) == [("tcp://b:1", "Offer"), ("tcp://c:1", "Offer"), ("tcp://c:1", "Adopt")]
+    assert told(peers, NS + 4) == [("tcp://b:1", "Offer"), ("tcp://c:1", "Offer"), ("tcp://c:1", "ModelRequest")]
     assert told(peers, NS + 5 + 2 * RETRY_NS)

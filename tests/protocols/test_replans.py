@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.moves import MovePhase, Moves
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.moves import Resharding, ReshardPhase
 from narrows.protocols.cluster.replans import Replans
-from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.roster import Members
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Run, Seat
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.errors import UsageError
-from narrows.protocols.plan import KEYS_MAX, Plan, TensorSpec
-from narrows.protocols.planning.present import Child, present, prices
+from narrows.protocols.plan import KEYS_MAX, ModelSpec, TensorSpec
+from narrows.protocols.planning.present import ChildRates, present, prices
 from narrows.protocols.planning.ways import BELOW, WAYS
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary
+from narrows.protocols.summary import Summary, SummaryRow
 from narrows.ps.coded import coded
 
 KEYS = 1_300_000
@@ -42,11 +42,11 @@ class Watched:
             "replan_after": 60.0,
         }
         run = Run(Settings(**known | flags).validated(), 1, -1)
-        self.rounds = rounds = Rounds(run)
-        above = Above(run, rounds, False)
-        roster = Roster(run, rounds, above, Meeting(run), KEYS_MAX)
-        roster.plan = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),))
-        self.moves = Moves(run, rounds, above, Generations(run, rounds, above), roster, {})
+        self.rounds = rounds = Clocks(run)
+        above = ParentPlace(run, rounds, False)
+        roster = Members(run, rounds, above, GossipDirectory(run), KEYS_MAX)
+        roster.plan = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),))
+        self.moves = Resharding(run, rounds, above, CheckpointSchedule(run, rounds, above), roster, {})
         self.replans = Replans(run, rounds, roster, self.moves, CODED)
         self.run, self.seats = run, list[Seat]()
         self.joins()
@@ -63,8 +63,8 @@ class Watched:
 
     def says(self, seat: Seat, rate: float, computing_s: float = 0.1, runs: str = "") -> None:
         told = Summary(steps=self.steps, compute_seconds=self.steps * computing_s, rate_up=rate, rate_down=rate)
-        rows = [Row((seat.rank,), "leipzig", runs, replace(told, round_trip_seconds=0.02))]
-        rows += [Row((seat.rank, 0), "below", "", told)] if runs else []
+        rows = [SummaryRow((seat.rank,), "leipzig", runs, replace(told, round_trip_seconds=0.02))]
+        rows += [SummaryRow((seat.rank, 0), "below", "", told)] if runs else []
         self.replans.heard(seat, tuple(rows))
 
     def goes(self, seconds: int) -> list[Log]:
@@ -95,7 +95,7 @@ def test_a_way_that_gains_for_long_enough_is_the_next_plan() -> None:
     assert text.startswith("plan 2: ssp, S = ") and "instead of ssp, S = 1, int4 would take 0." in text
     assert "the slowest link, to rank 1 (leipzig), has 5 Mbit/s up" in text and text.endswith("the run changes to it")
     settings = watched.moves.next
-    assert watched.moves.phase is MovePhase.ASKED and settings.plan_number == 2 and settings.mode().bound
+    assert watched.moves.phase is ReshardPhase.ASKED and settings.plan_number == 2 and settings.mode().bound
     assert str(present(settings, CODED)) == log.values["to"]
 
 
@@ -112,7 +112,7 @@ def test_what_was_measured_before_a_change_does_not_count_after_it() -> None:
     watched = Watched(sync="ssp", compress="int4")
     watched.links[1] = NARROW / 10
     (log,) = watched.goes(80)
-    watched.moves.phase = MovePhase.STILL
+    watched.moves.phase = ReshardPhase.STILL
     watched.run.shift(watched.moves.next, 9)
     watched.says(watched.seats[0], WIDE)
     assert watched.replans.plan == 2 and len(watched.replans.steps) == 1, "the other one has said nothing since"
@@ -127,7 +127,7 @@ def test_it_is_said_once_where_the_run_is_to_stay_as_it_is() -> None:
     watched.links[1] = NARROW
     (log,) = watched.goes(600)
     assert str(log.values["text"]).endswith("--replan change changes a running run to it") and not log.values["changes"]
-    assert watched.moves.phase is MovePhase.STILL
+    assert watched.moves.phase is ReshardPhase.STILL
     silent = Watched(sync="ssp", compress="int4", replan="off")
     silent.links[1] = NARROW
     assert silent.goes(600) == []
@@ -146,7 +146,7 @@ def test_what_takes_a_restart_is_said(flags: dict[str, Any], why: str) -> None:
     watched.links = [NARROW, NARROW]
     (log,) = watched.goes(100)
     assert "it takes a restart: " in str(log.values["text"]) and why in str(log.values["text"])
-    assert not log.values["changes"] and watched.moves.phase is MovePhase.STILL
+    assert not log.values["changes"] and watched.moves.phase is ReshardPhase.STILL
 
 
 def test_clusters_are_compared_by_what_those_below_them_compute() -> None:
@@ -179,7 +179,7 @@ def test_nothing_is_said_until_every_member_has_measured() -> None:
 
 def test_the_prices_are_those_of_a_plan() -> None:
     """A star of alike links: each is its own, and the server's port takes them all."""
-    one = Child(0.1, WIDE, WIDE, 0.02)
+    one = ChildRates(0.1, WIDE, WIDE, 0.02)
     for way, alone, many in zip(
         WAYS, prices([one], KEYS, CODED, WAYS), prices([one] * 9, KEYS, CODED, WAYS), strict=True
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from narrows.protocols.runtime import scratch
-from narrows.protocols.runtime.scratch import LOCK, Scratch
+from narrows.protocols.runtime.scratch import LOCK, ScratchFolder
 
 HOLDS = """
 import sys
@@ -43,11 +43,11 @@ def holder(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, left):
         (left / "shard-0.clock-7.safetensors").touch()
-        Scratch().close()
+        ScratchFolder().close()
         assert left.is_dir()  # it lives
         process.kill()
         process.wait()
-        ours = Scratch()
+        ours = ScratchFolder()
         assert [*tmp_path.iterdir()] == [Path(ours.path)]
         ours.close()
     assert not [*tmp_path.iterdir()]
@@ -77,5 +77,5 @@ def test_a_folder_of_the_user_stays_whatever_locks_it_has(content: bytes, tmp_pa
     mine.mkdir()
     (mine / ".lock").write_bytes(content)
     (mine / "model.safetensors").touch()
-    Scratch().close()
+    ScratchFolder().close()
     assert (mine / "model.safetensors").exists()

@@ -20,7 +20,7 @@ from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.member.session import Session
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.protocols.settings import Settings
-from narrows.protocols.timing import PATIENCE_MAX, Patience, Timing
+from narrows.protocols.timing import PATIENCE_MAX, RetryTimer, Timing
 from narrows.protocols.wire import FRAME_BYTES
 from narrows.worker import DistributedOptimizer
 
@@ -140,7 +140,7 @@ def test_a_push_beyond_the_window_is_our_own_fault() -> None:
 
 
 def test_patience_grows_with_what_a_link_takes_and_no_further() -> None:
-    patience = Patience(Timing())
+    patience = RetryTimer(Timing())
     size = 1_250_000  # 10 s at the slowest
     assert not patience.over(0, size, 15 * NS - 1) and patience.over(0, size, 15 * NS)
     patience.answered(0, size, 31 * NS)

@@ -20,7 +20,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import UnreachableError, UsageError
-from narrows.protocols.planning.probe_messages import Dial
+from narrows.protocols.planning.probe_messages import ProbeDial
 from narrows.protocols.runtime import pairs
 from narrows.protocols.runtime.hosts import endpoint, own_host, reached, unknown
 from narrows.protocols.runtime.sockets import (
@@ -35,13 +35,13 @@ from narrows.protocols.runtime.sockets import (
     Peer,
     Sockets,
 )
-from narrows.protocols.runtime.streams import MeasureError
+from narrows.protocols.runtime.streams import MeasurementError
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.process.life import totals
-from narrows.ps.process.machine import Process
-from narrows.ps.process.runner import Runner
-from narrows.worker.runner import Link
+from narrows.ps.process.machine import MachineFactory
+from narrows.ps.process.runner import ServerRunner
+from narrows.worker.runner import MemberLink
 
 LONG_MS = 10_000
 CLOSED = "tcp://127.0.0.1:1"
@@ -114,14 +114,14 @@ def test_an_address_of_ipv6_has_brackets_wherever_it_goes() -> None:
     with pairs.open_port("", 0) as listener:  # of ps-probe
         for host in ("::1", "127.0.0.1"):
             socket.create_connection((host, listener.getsockname()[1]), 5.0).close()
-    with pytest.raises(MeasureError, match="Connection refused"):
-        pairs.dial("[::1]", Dial("0" * 32, "", 1, 5.0, True, 0, 1, 1.0), threading.Event())
+    with pytest.raises(MeasurementError, match="Connection refused"):
+        pairs.dial("[::1]", ProbeDial("0" * 32, "", 1, 5.0, True, 0, 1, 1.0), threading.Event())
 
 
 def test_a_name_that_leads_nowhere_is_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     """Not after the time that a server may take to answer, and not as ports that are closed."""
     assert not unknown("127.0.0.1") and not unknown("[::1]") and not unknown("localhost")
-    link = Link("tcp://no.such.host.invalid:5555", "token", "here", b"", Timing(connect_ns=NS // 5))
+    link = MemberLink("tcp://no.such.host.invalid:5555", "token", "here", b"", Timing(connect_ns=NS // 5))
     why = "this machine knows no host no.such.host.invalid"
     with closing(link), pytest.raises(UnreachableError, match=rf"{why} .*; check the name"):
         until(lambda: link.take(0.1), "the end")
@@ -310,7 +310,7 @@ def test_what_is_no_address(address: str) -> None:
 
 
 def test_a_worker_says_what_it_drops_once(capfd: pytest.CaptureFixture[str]) -> None:
-    link = Link(CLOSED, "token", "here", b"")
+    link = MemberLink(CLOSED, "token", "here", b"")
     some: list[MemberEffect] = [Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 7)
     link.call(lambda member, now: some)
     until(lambda: link.drops.counts, "a message to be dropped")
@@ -321,9 +321,9 @@ def test_a_worker_says_what_it_drops_once(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
-    process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    process = MachineFactory(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
     with closing(Sockets()) as sockets:
-        runner = Runner(process, sockets, sockets.listen(process.bind))
+        runner = ServerRunner(process, sockets, sockets.listen(process.bind))
         runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2, 0)
         runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3), 0)
         totals(runner)
@@ -339,8 +339,8 @@ def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
     def state(payload: m.Buffer) -> m.State:
         return m.State(0, 0, 1, 0, 1, 0, 1, True, True, 0, 0, 0, (), 0, 0, payload)
 
-    process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
-    runner = Runner(process, server, server.listen(process.bind))
+    process = MachineFactory(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    runner = ServerRunner(process, server, server.listen(process.bind))
     runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))], 0)
     assert not runner.lending.any()
     runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))], 0)

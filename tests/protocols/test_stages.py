@@ -17,14 +17,14 @@ from narrows.compression.value_codings import EDGE_CODINGS
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import layout as layouts
 from narrows.protocols.planning.cost import Layout
-from narrows.protocols.planning.layout import Edge, parse
-from narrows.protocols.planning.levels import Prices, Work
+from narrows.protocols.planning.layout import StageEdge, parse
+from narrows.protocols.planning.levels import StepPrices, TrainingWork
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.stages import (
     BACKWARD,
     FORWARD,
     PARAMETER_MEMORY_BYTES,
-    Model,
+    PipelineModel,
     contiguous,
     covered,
     edges_money,
@@ -39,28 +39,30 @@ from narrows.ps.carried import carried
 from narrows.ps.coded import coded
 from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.staged import candidates
-from narrows.ps.pipelined import Part, Pipeline, step_s
-from narrows.ps.staged import LOSS_COST, Stager
+from narrows.ps.pipelined import SimulatedPipeline, StagePart, step_s
+from narrows.ps.staged import LOSS_COST, StagedPlanner
 
 CARRIED, CODED = carried(), coded()
 PIPELINE = ["--pipeline", "2", "--layers", "6", "--activation-bytes", "1e6", "--insecure"]
 
 
-def model(**given: Any) -> Model:
+def model(**given: Any) -> PipelineModel:
     sizes: dict[str, Any] = {"parameters": 1e6, "layers": 8, "step_s": 1.6, "micro_batches": 16, "cut_bytes": 1e5}
-    return Model(**(sizes | {"layer_memory_bytes": 0.0, "carried": CARRIED, "coded": CODED} | given))
+    return PipelineModel(**(sizes | {"layer_memory_bytes": 0.0, "carried": CARRIED, "coded": CODED} | given))
 
 
-def even(network: Network, stages: int, replicas: int, what: Model) -> Layout:
+def even(network: Network, stages: int, replicas: int, what: PipelineModel) -> Layout:
     return contiguous(network, what.job(stages, replicas, "dense"))
 
 
-def stager(network: Network, stages: int, replicas: int, what: Model, coding: str = "auto") -> Stager:
-    return Stager(network, what, what.job(stages, replicas, coding), coding)
+def stager(network: Network, stages: int, replicas: int, what: PipelineModel, coding: str = "auto") -> StagedPlanner:
+    return StagedPlanner(network, what, what.job(stages, replicas, coding), coding)
 
 
-def run(network: Network, layout: Layout, what: Model, edges: list[Edge]) -> Pipeline:
-    return Pipeline(Prices(network, Work(what.parameters, what.step_s, CODED)), layout, what, edges)
+def run(network: Network, layout: Layout, what: PipelineModel, edges: list[StageEdge]) -> SimulatedPipeline:
+    return SimulatedPipeline(
+        StepPrices(network, TrainingWork(what.parameters, what.step_s, CODED)), layout, what, edges
+    )
 
 
 # Virtual time.
@@ -70,7 +72,7 @@ def test_stages_without_links_take_what_1f1b_takes() -> None:
     """M + S - 1 micro-batches of the time of one: each of S stages has a quarter of the layers."""
     network, what = cities([4], 1000, 0), model(cut_bytes=0.0)
     network = replace(network, delay_s=np.zeros((4, 4)))
-    found = run(network, even(network, 4, 1, what), what, [Edge()] * 3)
+    found = run(network, even(network, 4, 1, what), what, [StageEdge()] * 3)
     assert (alone_s := found.alone()) == pytest.approx((16 + 3) * 0.025)
     assert sum(found.critical().values()) == pytest.approx(alone_s)
 
@@ -80,7 +82,7 @@ def test_a_covered_link_adds_its_round_trip_once_and_an_uncovered_one_more(codin
     """Two stages: (M + 1) micro-batches, and what the first activation and the last gradient take."""
     network, what = cities([1, 1], 100, 20), model()
     layout = even(network, 2, 1, what)
-    edges = covered(network, layout, what, [Edge(coding, coding)])
+    edges = covered(network, layout, what, [StageEdge(coding, coding)])
     tensor_s = 1e5 * CARRIED[coding][0].bytes / 12.5e6
     trip_s = 2 * (0.02 + tensor_s)
     assert edges[0].in_flight == np.ceil(trip_s / 0.05) == 1 + (coding == "dense") * (trip_s > 0.05)
@@ -89,7 +91,7 @@ def test_a_covered_link_adds_its_round_trip_once_and_an_uncovered_one_more(codin
     assert (alone_s := found.alone()) == pytest.approx(17 * 0.05 + trip_s + coding_s, rel=2e-3)
     critical = found.critical()
     assert sum(critical.values()) == pytest.approx(alone_s)
-    assert critical[Part(-1, 0, 1)] == pytest.approx(trip_s, rel=0.01)
+    assert critical[StagePart(-1, 0, 1)] == pytest.approx(trip_s, rel=0.01)
     slow = run(network, layout, what, [replace(edges[0], in_flight=0)])
     assert slow.alone() > 1.2 * alone_s
 
@@ -98,16 +100,16 @@ def test_a_link_that_is_full_decides() -> None:
     """Sixteen tensors pass it one after the other: 1e6 bytes take 0.8 s at 10 Mbit/s."""
     network, what = cities([1, 1], 10, 1), model(cut_bytes=1e6)
     layout = even(network, 2, 1, what)
-    found = run(network, layout, what, covered(network, layout, what, [Edge()]))
+    found = run(network, layout, what, covered(network, layout, what, [StageEdge()]))
     assert (alone_s := found.alone()) == pytest.approx(17 * 0.8, rel=0.02)
     part, taken_s = max(found.critical().items(), key=lambda item: item[1])
-    assert part == Part(-1, 0, 1) and taken_s > 0.9 * alone_s
+    assert part == StagePart(-1, 0, 1) and taken_s > 0.9 * alone_s
 
 
 def test_replicas_share_the_wire_between_two_places() -> None:
     network, what = cities([2, 2], 10, 1), model(cut_bytes=1e6)
     layout = even(network, 2, 2, what)
-    found = run(network, layout, what, covered(network, layout, what, [Edge()]))
+    found = run(network, layout, what, covered(network, layout, what, [StageEdge()]))
     assert found.alone() == pytest.approx(2 * 17 * 0.8, rel=0.05)
 
 
@@ -117,7 +119,7 @@ def test_exchanges_of_stages_are_simulated_in_every_mode(way: Any) -> None:
     of an exchange is hidden without a bound, and much with one."""
     network, what = cities([2, 2], 20, 10), model(micro_batches=4)
     layout = Layout(np.array([[0, 2], [1, 3]]), np.array([4, 4]))
-    edges = covered(network, layout, what, [Edge()])
+    edges = covered(network, layout, what, [StageEdge()])
     alone_s = run(network, layout, what, edges).alone()
     found = step_s(run(network, layout, what, edges), (0, 1), (way, way), (alone_s, alone_s), alone_s)
     assert found is not None and found >= 0.99 * alone_s
@@ -156,7 +158,7 @@ def test_a_coding_enters_the_price_and_what_is_in_flight() -> None:
     dense, int8 = (what.job(2, 1, coding).activation_bytes for coding in ("dense", "int8"))
     assert (dense, int8) == (32e6, 32e6 * 258 / 1024) and what.job(2, 1, "auto").activation_bytes == int8
     flying = [
-        covered(network, layout, what, [Edge(*pair)])[0].in_flight for pair in (("dense",) * 2, ("int8", "dense"))
+        covered(network, layout, what, [StageEdge(*pair)])[0].in_flight for pair in (("dense",) * 2, ("int8", "dense"))
     ]
     assert flying == [np.ceil(0.802 / 0.05), np.ceil((0.402 + 0.1 + 0.0008) / 0.05)]
 
@@ -202,7 +204,7 @@ def test_bytes_that_cost_money_are_coded() -> None:
 def test_money_is_bytes_by_price() -> None:
     network, what = cities([2, 2], 100, 5), model()
     network.price[:] = np.random.default_rng(0).uniform(0, 1e-9, (4, 4))
-    layout, edges = even(network, 2, 2, what), [Edge("int8", "dense", 1)]
+    layout, edges = even(network, 2, 2, what), [StageEdge("int8", "dense", 1)]
     expected = 0.0
     for a, b in zip(*layout.grid, strict=True):
         expected += 16 * 1e5 * (network.price[a, b] * 258 / 1024 + network.price[b, a])
@@ -353,12 +355,12 @@ def test_in_flight_covers_the_round_trip_of_the_slowest_pair() -> None:
     network, what = cities([2, 2], 20, 20), model()
     across, inside = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
     flying = [
-        covered(network, Layout(grid, np.array([4, 4])), what, [Edge()])[0].in_flight for grid in (across, inside)
+        covered(network, Layout(grid, np.array([4, 4])), what, [StageEdge()])[0].in_flight for grid in (across, inside)
     ]
     assert flying == [3, 1]
     for micro_batches, most in ((16, 16), (1000, 256)):
         quick = replace(what, step_s=1e-9, micro_batches=micro_batches)
-        assert covered(network, Layout(across, np.array([4, 4])), quick, [Edge()])[0].in_flight == most
+        assert covered(network, Layout(across, np.array([4, 4])), quick, [StageEdge()])[0].in_flight == most
 
 
 def test_fewer_replicas_are_planned_where_these_make_more_samples_a_second(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kit.seed import SEED
 
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member.figures import Figures
+from narrows.protocols.member.figures import MemberMetrics
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.summary import (
     COLUMNS,
@@ -18,8 +18,8 @@ from narrows.protocols.summary import (
     NAME_MAX,
     ROWS_BYTES_MAX,
     STALE,
-    Row,
     Summary,
+    SummaryRow,
     packed,
     unpacked,
 )
@@ -27,9 +27,9 @@ from narrows.protocols.wire import pack, unpack
 
 SOME = Summary(seconds=2.5, clock=7, steps=7, loss=-0.5, stale=(1, 6, *[0] * (len(STALE) - 1)), held_back=3.25)
 ROWS = (
-    Row((), "", "--sync bsp", SOME),
-    Row((0,), "leipzig", "", replace(SOME, loss=None)),
-    Row((0, 3), "leipzig", "", Summary()),
+    SummaryRow((), "", "--sync bsp", SOME),
+    SummaryRow((0,), "leipzig", "", replace(SOME, loss=None)),
+    SummaryRow((0, 3), "leipzig", "", Summary()),
 )
 # A value of every type that msgpack knows, and beyond the limits of those that are let in.
 INTRUDERS: tuple[Any, ...] = (
@@ -83,19 +83,19 @@ def test_bytes_that_were_changed_are_refused_or_taken_whole() -> None:
         except RemoteProtocolError as error:
             refused, said = refused + 1, said + str(error)
         else:
-            assert all(isinstance(row, Row) for row in rows)
+            assert all(isinstance(row, SummaryRow) for row in rows)
     assert 300 < refused < 3_000 and "\n" not in said, f"NARROWS_TEST_SEED={SEED}"
 
 
 def test_a_member_is_not_refused_for_what_it_has_counted() -> None:
     odd = Summary(loss=float("nan"), held_back=float("inf"), clock=-1, bytes_up=1 << 60, rate_up=-1.0)
-    ((row),) = unpacked(packed([Row((), "", "", odd)]))
+    ((row),) = unpacked(packed([SummaryRow((), "", "", odd)]))
     found = row.summary
     assert (found.loss, found.held_back, found.clock, found.bytes_up, found.rate_up) == (None, 0.0, 0, 1 << 53, 0.0)
 
 
 def test_a_heartbeat_is_bounded_and_says_what_it_leaves_out() -> None:
-    many = [ROWS[0], *(Row((rank,), "h" * NAME_MAX, "", SOME) for rank in range(2_000))]
+    many = [ROWS[0], *(SummaryRow((rank,), "h" * NAME_MAX, "", SOME) for rank in range(2_000))]
     told = packed(many)
     rows = unpacked(told)
     assert len(told) <= ROWS_BYTES_MAX and len(rows) > 60
@@ -109,13 +109,13 @@ def test_a_server_sees_its_own_ranks_and_hosts() -> None:
 
 
 def test_a_member_adds_what_its_link_does_and_says_nothing_of_itself_otherwise() -> None:
-    figures, meter = Figures(), LinkMeter()
+    figures, meter = MemberMetrics(), LinkMeter()
     assert figures.packed(meter, 1, 5) == b""
     for sent in range(0, 4_000_000_000, 500_000_000):
         meter.up.passed(sent, sent + 10_000_000)
         meter.down.passed(sent + 10_000_000, sent + 20_000_000)
         meter.up.passed(sent, sent + 110_000_000, 1_000_000)  # 0.1 s for 1 MB beside what an idle link takes
-    figures.rows = lambda: (Row((), "", "--sync bsp", SOME),)
+    figures.rows = lambda: (SummaryRow((), "", "--sync bsp", SOME),)
     figures.packed(meter, 2, 1_000_000_000)
     (row,) = unpacked(figures.packed(meter, 2, 3_500_000_000))
     assert row.summary.seconds == 2.5 and row.summary.loss == SOME.loss

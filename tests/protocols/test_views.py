@@ -7,28 +7,28 @@ from dataclasses import replace
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
+from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
 from narrows.protocols.keys import split
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.views import CUT_NS, LOST_NS, SAY_NS, STAY_NS, Views
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.member.views import CUT_NS, LOST_NS, SAY_NS, STAY_NS, FailoverView
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary
+from narrows.protocols.summary import Summary, SummaryRow
 from narrows.protocols.timing import SUMMARY_BYTES_PER_SECOND
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9
-PLAN = Plan((TensorSpec("w", (7,), "float32"),), "SGD", ((0,),)).packed()
+PLAN = ModelSpec((TensorSpec("w", (7,), "float32"),), "SGD", ((0,),)).packed()
 
 
-def known(view: int = 1, standby: str = THERE) -> Views:
+def known(view: int = 1, standby: str = THERE) -> FailoverView:
     """A member that was told of a view."""
-    ours = Views(WORKER, EPOCH)
-    ours.told(m.View(view, standby, True))
+    ours = FailoverView(WORKER, EPOCH)
+    ours.told(m.FailoverNotice(view, standby, True))
     return ours
 
 
-def turned() -> Views:
+def turned() -> FailoverView:
     ours = known()
     assert ours.tick(0, 1, LOST_NS + 1) and ours.turned
     return ours
@@ -38,7 +38,7 @@ def votes(effects: list[MemberEffect]) -> list[tuple[int | str, int, int]]:
     """(to whom, view, attempt)"""
     said = []
     for effect in effects:
-        if isinstance(effect, (Send, Tell)) and isinstance(effect.message, m.Vote):
+        if isinstance(effect, (Send, SendToPeer)) and isinstance(effect.message, m.FailoverVote):
             assert (effect.message.worker, effect.message.epoch) == (WORKER, EPOCH)
             to = effect.peer if isinstance(effect, Send) else effect.address
             assert not isinstance(to, bytes)
@@ -47,14 +47,14 @@ def votes(effects: list[MemberEffect]) -> list[tuple[int | str, int, int]]:
 
 
 def test_a_member_votes_for_the_server_that_it_hears() -> None:
-    ours = Views(WORKER, EPOCH)
-    assert votes(ours.told(m.View(2, THERE, True))) == [(0, 2, 0)] and ours.standby == THERE
-    assert votes(ours.told(m.View(1, "tcp://old:1", True))) == [(0, 2, 0)] and ours.standby == THERE
-    assert votes(ours.told(m.View(3, "", False))) == [(0, 3, 0)] and ours.standby == THERE, (
+    ours = FailoverView(WORKER, EPOCH)
+    assert votes(ours.told(m.FailoverNotice(2, THERE, True))) == [(0, 2, 0)] and ours.standby == THERE
+    assert votes(ours.told(m.FailoverNotice(1, "tcp://old:1", True))) == [(0, 2, 0)] and ours.standby == THERE
+    assert votes(ours.told(m.FailoverNotice(3, "", False))) == [(0, 3, 0)] and ours.standby == THERE, (
         "it is asked, and not decided"
     )
-    assert votes(ours.told(m.View(3, "", True))) == [(0, 3, 0)] and not ours.standby
-    assert votes(ours.told(m.View(3, THERE, True))) == [(0, 3, 0)] and ours.standby == THERE
+    assert votes(ours.told(m.FailoverNotice(3, "", True))) == [(0, 3, 0)] and not ours.standby
+    assert votes(ours.told(m.FailoverNotice(3, THERE, True))) == [(0, 3, 0)] and ours.standby == THERE
 
 
 def test_it_turns_to_the_standby_after_a_silence_and_says_so_twice_a_second() -> None:
@@ -76,7 +76,7 @@ def test_it_turns_soon_where_the_connections_to_all_shards_have_ended() -> None:
     single = known()
     single.cut = {0: 5}
     assert not single.tick(5, 1, LOST_NS + 5), "and so is the only one"
-    ours.hear(m.View(2, "", True, (1, 2)), CUT_NS + 9)
+    ours.hear(m.FailoverNotice(2, "", True, (1, 2)), CUT_NS + 9)
     assert not ours.cut, "that was another server"
 
 
@@ -88,7 +88,7 @@ def a_member(shards: int) -> Member:
     member.receive(0, m.Welcome("token", WORKER, 0, 1, EPOCH, settings.packed(), ports), 0)
     member.declare(PLAN, 0)
     member.receive(0, m.Ready(WORKER, EPOCH, 0, tuple(split(7, shards)), b""), 0)
-    member.receive(0, m.View(1, THERE, True), 0)
+    member.receive(0, m.FailoverNotice(1, THERE, True), 0)
     member.tick(0)
     return member
 
@@ -126,8 +126,8 @@ def test_a_summary_goes_once_a_second_and_those_of_many_below_take_no_more_of_th
     """Who looks at a run sees figures within two seconds (ps/glance/web.py)."""
     member = a_member(1)
     member.settings = replace(member.settings, lease=lease)
-    below = [Row((rank,), "x" * 20, "", Summary()) for rank in range(rows)]
-    member.figures.rows = lambda: (Row((), "", "", Summary()), *below)
+    below = [SummaryRow((rank,), "x" * 20, "", Summary()) for rank in range(rows)]
+    member.figures.rows = lambda: (SummaryRow((), "", "", Summary()), *below)
     said = list[int]()
     for tick in range(150):
         member.heard_ns = now_ns = tick * NS // 20
@@ -142,18 +142,22 @@ def test_a_summary_goes_once_a_second_and_those_of_many_below_take_no_more_of_th
 def test_who_has_turned_takes_nothing_of_the_server_but_that_it_goes_on_without_a_standby() -> None:
     for view, standby, decided in ((1, THERE, True), (2, "", False), (2, THERE, False), (1, "", False), (0, "", True)):
         ours = turned()
-        assert not ours.told(m.View(view, standby, decided)) and ours.turned and (ours.view, ours.standby) == (1, THERE)
+        assert (
+            not ours.told(m.FailoverNotice(view, standby, decided))
+            and ours.turned
+            and (ours.view, ours.standby) == (1, THERE)
+        )
     for view, standby in ((1, ""), (2, ""), (2, "tcp://next:1")):
         ours = turned()
-        assert votes(ours.told(m.View(view, standby, True))) == [(0, view, 0)]
+        assert votes(ours.told(m.FailoverNotice(view, standby, True))) == [(0, view, 0)]
         assert not ours.turned and (ours.view, ours.standby) == (view, standby)
 
 
 def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
     ours = turned()
     for view, attempt in ((1, 1), (3, 1), (2, 0), (2, 2)):
-        assert not ours.hear(m.Stay(view, attempt), 7) and ours.turned
-    assert not ours.hear(m.Stay(2, 1), 2 * LOST_NS) and not ours.turned
+        assert not ours.hear(m.KeepServing(view, attempt), 7) and ours.turned
+    assert not ours.hear(m.KeepServing(2, 1), 2 * LOST_NS) and not ours.turned
     assert not ours.tick(0, 1, 2 * LOST_NS + STAY_NS), "it was given back a moment ago"
     assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS + STAY_NS + 1), "the server is heard"
     assert votes(ours.tick(0, 1, 2 * LOST_NS + STAY_NS + 1)) == [(THERE, 2, 2)]
@@ -161,29 +165,33 @@ def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
 
 def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:
     ours = turned()
-    assert not ours.hear(m.View(2, "", True), 0) and not ours.hear(m.View(0, "", True, (5, 6)), 0) and ours.turned
-    assert ours.hear(m.View(2, "tcp://next:1", True, (5, 6)), 0) == [Turned(THERE, (5, 6))]
+    assert (
+        not ours.hear(m.FailoverNotice(2, "", True), 0)
+        and not ours.hear(m.FailoverNotice(0, "", True, (5, 6)), 0)
+        and ours.turned
+    )
+    assert ours.hear(m.FailoverNotice(2, "tcp://next:1", True, (5, 6)), 0) == [Turned(THERE, (5, 6))]
     assert not ours.turned and (ours.view, ours.standby) == (2, "tcp://next:1")
-    assert not ours.hear(m.View(3, "", True, (5, 6)), 0), "it has not turned"
+    assert not ours.hear(m.FailoverNotice(3, "", True, (5, 6)), 0), "it has not turned"
 
 
 def test_it_asks_the_standby_too_where_the_server_lacks_votes_and_stays_meanwhile() -> None:
     ours = known()
     for now in range(4):
-        ours.told(m.View(2, "", False))  # the server asks for a vote, again and again
+        ours.told(m.FailoverNotice(2, "", False))  # the server asks for a vote, again and again
         assert not ours.tick(now * NS, 1, now * NS) or now * NS > LOST_NS
     assert ours.asking and not ours.turned
-    assert votes(ours.told(m.View(2, "", False))) == [(0, 2, 0)], "its vote is with the server"
+    assert votes(ours.told(m.FailoverNotice(2, "", False))) == [(0, 2, 0)], "its vote is with the server"
     assert votes(ours.tick(4 * NS, 1, 4 * NS)) == [(THERE, 3, 1)], "which counts for nobody: the view is the one after"
-    assert not ours.hear(m.Stay(3, 1), 4 * NS) and ours.asking
-    assert ours.hear(m.View(2, "", True, (5,)), 4 * NS) == [Turned(THERE, (5,))] and not ours.listens
+    assert not ours.hear(m.KeepServing(3, 1), 4 * NS) and ours.asking
+    assert ours.hear(m.FailoverNotice(2, "", True, (5,)), 4 * NS) == [Turned(THERE, (5,))] and not ours.listens
 
 
 def test_it_asks_no_more_once_the_server_is_elected() -> None:
     ours = known()
     ours.tick(0, 1, 0)
-    ours.told(m.View(2, "", False))
+    ours.told(m.FailoverNotice(2, "", False))
     assert votes(ours.tick(LOST_NS + 1, 1, LOST_NS + 1)) == [(THERE, 3, 1)]
-    ours.told(m.View(2, "", True))
+    ours.told(m.FailoverNotice(2, "", True))
     assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS) and not ours.listens
-    assert not ours.hear(m.View(2, "", True, (5,)), 2 * LOST_NS)
+    assert not ours.hear(m.FailoverNotice(2, "", True, (5,)), 2 * LOST_NS)

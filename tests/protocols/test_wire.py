@@ -24,7 +24,7 @@ from kit.seed import SEED
 from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import covers, parts, split
-from narrows.protocols.plan import EXTENTS_MAX, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import EXTENTS_MAX, ModelSpec, NamedArray, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import (
     FIELDS_BYTES_MAX,
@@ -154,7 +154,7 @@ def test_every_annotation_of_a_message_has_a_check_and_a_strategy() -> None:
     used = {annotation for kind in m.KIND_OF for annotation in annotations_of(kind).values()}
     assert used <= set(m.CHECKS) and set(m.CHECKS) == set(VALUES) == set(PLAIN)
     assert len(set(m.KINDS.values())) == len(m.KINDS), "a number of its own for each kind"
-    between_peers = {m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping}
+    between_peers = {m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping}
     assert {kind for kind, number in m.KIND_OF.items() if 32 <= number < 48} == between_peers
 
 
@@ -341,7 +341,7 @@ def test_errors_are_short_whatever_was_sent() -> None:
 
 # Values that are packed inside a field.
 
-PLAN = Plan(
+PLAN = ModelSpec(
     (
         TensorSpec("a.weight", (3, 5), "float32"),
         TensorSpec("a.bias", (), "bfloat16"),
@@ -355,7 +355,7 @@ PLAN = Plan(
 )
 PACKED: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "pack": (unpack, pack([None, True, 1, -3, 0.5, "x", b"y", [1, [2]], {"k": [1]}])),
-    "plan": (Plan.unpacked, PLAN.packed()),
+    "plan": (ModelSpec.unpacked, PLAN.packed()),
     "settings": (Settings.unpacked, Settings(sync="ssp", staleness=2, compress="topk:0.01").validated().packed()),
     "arrays": (unpack_arrays, pack_arrays({"n": ("int64", (), b"12345678"), "mean": ("float32", (2,), b"12345678")})),
 }
@@ -363,9 +363,9 @@ PACKED: dict[str, tuple[Callable[[bytes], object], bytes]] = {
 
 def test_packed_fields_come_back() -> None:
     assert unpack(PACKED["pack"][1]) == [None, True, 1, -3, 0.5, "x", b"y", [1, [2]], {"k": [1]}]
-    assert Plan.unpacked(PLAN.packed()) == PLAN
+    assert ModelSpec.unpacked(PLAN.packed()) == PLAN
     for degree in (0.0, 0.25, 1.0):
-        assert Plan.unpacked(replace(PLAN, degree=degree).packed()).degree == degree
+        assert ModelSpec.unpacked(replace(PLAN, degree=degree).packed()).degree == degree
     assert (
         Settings.unpacked(PACKED["settings"][1]) == Settings(sync="ssp", staleness=2, compress="topk:0.01").validated()
     )
@@ -398,14 +398,14 @@ def test_buffers_may_hold_many_raw_bytes_and_tensors_few_dimensions() -> None:
     assert unpack_arrays(pack_arrays(arrays)) == arrays
     long = replace(PLAN, tensors=(TensorSpec("a", (1,) * (EXTENTS_MAX + 1), "float32"),), groups=((0,),))
     with pytest.raises(RemoteProtocolError, match="a plan is a list of tensors"):
-        Plan.unpacked(long.packed())  # a million of them are multiplied for minutes
+        ModelSpec.unpacked(long.packed())  # a million of them are multiplied for minutes
 
 
 def test_a_name_that_a_file_of_tensors_cannot_hold_is_refused() -> None:
     tensor = TensorSpec("__metadata__", (1,), "float32")
-    for plan in (Plan((tensor,), "", ((0,),)), replace(PLAN, aliases=(("__metadata__", 0),))):
+    for plan in (ModelSpec((tensor,), "", ((0,),)), replace(PLAN, aliases=(("__metadata__", 0),))):
         with pytest.raises(RemoteProtocolError, match="a plan is a list of tensors"):
-            Plan.unpacked(plan.packed())
+            ModelSpec.unpacked(plan.packed())
     with pytest.raises(RemoteProtocolError, match="module buffers"):
         unpack_arrays(pack_arrays({"__metadata__": ("uint8", (1,), b"1")}))
 
@@ -633,11 +633,11 @@ def test_named_arrays_come_back(shapes: dict[str, tuple[str, list[int]]]) -> Non
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6))
 def test_a_plan_lays_tensors_end_to_end(shapes: list[list[int]]) -> None:
     specs = tuple(TensorSpec(f"t{i}", tuple(shape), "float32") for i, shape in enumerate(shapes))
-    plan = Plan(specs, "", (tuple(range(len(specs))),))
+    plan = ModelSpec(specs, "", (tuple(range(len(specs))),))
     sizes = [int(np.prod(shape, dtype=int)) for shape in shapes]
     assert plan.offsets() == [0, *np.cumsum(sizes).tolist()] and plan.size == sum(sizes)
     if plan.size:
-        assert Plan.unpacked(plan.packed()) == plan
+        assert ModelSpec.unpacked(plan.packed()) == plan
 
 
 OTHER = (TensorSpec("a.weight", (3, 6), "float32"), *PLAN.tensors[1:])
@@ -646,20 +646,20 @@ OTHER = (TensorSpec("a.weight", (3, 6), "float32"), *PLAN.tensors[1:])
 @pytest.mark.parametrize(
     ("joiner", "names"),
     [
-        (Plan(OTHER, "SGD", PLAN.groups, 0.5), ["a.weight", "[3, 6]", "[3, 5]"]),
-        (Plan(PLAN.tensors[:2], "SGD", PLAN.groups, 0.5), ["2 tensors", "'b'"]),
-        (Plan((*PLAN.tensors, TensorSpec("c", (1,), "float32")), "SGD", PLAN.groups, 0.5), ["4 tensors", "'c'"]),
-        (Plan(PLAN.tensors, "Adam", PLAN.groups, 0.5), ["optimizer", "Adam", "SGD"]),
-        (Plan(PLAN.tensors, "SGD", ((0, 1, 2),), 0.5), ["parameter groups"]),
-        (Plan(PLAN.tensors, "SGD", PLAN.groups, 0.0), ["max_grad_norm", "0.5"]),
-        (Plan((*PLAN.tensors[:1], TensorSpec("a.bias", (), "float32"), PLAN.tensors[2]), "SGD", PLAN.groups, 0.5),
+        (ModelSpec(OTHER, "SGD", PLAN.groups, 0.5), ["a.weight", "[3, 6]", "[3, 5]"]),
+        (ModelSpec(PLAN.tensors[:2], "SGD", PLAN.groups, 0.5), ["2 tensors", "'b'"]),
+        (ModelSpec((*PLAN.tensors, TensorSpec("c", (1,), "float32")), "SGD", PLAN.groups, 0.5), ["4 tensors", "'c'"]),
+        (ModelSpec(PLAN.tensors, "Adam", PLAN.groups, 0.5), ["optimizer", "Adam", "SGD"]),
+        (ModelSpec(PLAN.tensors, "SGD", ((0, 1, 2),), 0.5), ["parameter groups"]),
+        (ModelSpec(PLAN.tensors, "SGD", PLAN.groups, 0.0), ["max_grad_norm", "0.5"]),
+        (ModelSpec((*PLAN.tensors[:1], TensorSpec("a.bias", (), "float32"), PLAN.tensors[2]), "SGD", PLAN.groups, 0.5),
          ["a.bias", "bfloat16", "float32"]),
         (replace(PLAN, frozen=(("base", "1f"), ("head", "3f"))), ["frozen parameter 'head'", "not sent"]),
         (replace(PLAN, frozen=PLAN.frozen[1:]), ["frozen parameter 'base'"]),
     ],
     ids=["shape", "fewer", "more", "optimizer", "groups", "norm", "dtype", "frozen", "unfrozen"],
 )  # fmt: skip
-def test_a_joiner_with_another_model_is_told_the_first_difference(joiner: Plan, names: list[str]) -> None:
+def test_a_joiner_with_another_model_is_told_the_first_difference(joiner: ModelSpec, names: list[str]) -> None:
     PLAN.check_same(PLAN)
     with pytest.raises(IncompatibleError) as caught:
         PLAN.check_same(joiner)

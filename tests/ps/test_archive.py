@@ -14,26 +14,26 @@ from narrows.protocols import messages as m
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import split
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process import archive, checkpoints
-from narrows.ps.process.archive import Archive, Away, What
-from narrows.ps.process.writer import Writer
+from narrows.ps.process.archive import ArchiveClient, ArchiveJob, RemoteArchive
+from narrows.ps.process.writer import CheckpointWriter
 
 SIZE, CLOCK = 3000, 7
-PLAN = Plan((TensorSpec("w", (SIZE,), "float32"),), "", ((0,),))
+PLAN = ModelSpec((TensorSpec("w", (SIZE,), "float32"),), "", ((0,),))
 VALUES = np.arange(SIZE, dtype=np.float32)
 
 
 class Lossy:
     """In the place of `Sockets`: what is asked is answered by an archive, some of it never, some twice, in any order."""
 
-    def __init__(self, there: Archive, rng: random.Random, answers: list[m.FileAnswer]) -> None:
+    def __init__(self, there: RemoteArchive, rng: random.Random, answers: list[m.FileAnswer]) -> None:
         self.there, self.rng, self.answers = there, rng, answers  # of all connections: some come late
 
     def send(self, to: str, frames: Sequence[Buffer]) -> None:
         ask = decode([bytes(frame) for frame in frames])
-        assert isinstance(ask, m.FileAsk) and to == "tcp://there:1"
+        assert isinstance(ask, m.FileRequest) and to == "tcp://there:1"
         for _ in range(self.rng.choice((0, 1, 1, 2))):
             self.answers.append(self.there.answer(ask))
 
@@ -48,18 +48,18 @@ class Lossy:
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "there")
+def there(tmp_path: Path) -> RemoteArchive:
+    return RemoteArchive(tmp_path / "there")
 
 
 @pytest.fixture
-def away(there: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Away:
-    """The `Away` of shard 2."""
+def away(there: RemoteArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArchiveClient:
+    """The `ArchiveClient` of shard 2."""
     monkeypatch.setattr(archive, "AGAIN_S", 0.0)
     monkeypatch.setattr(archive, "PART_BYTES", 1000)
     (tmp_path / "here").mkdir()
     dial: Callable[[], Any] = lambda: Lossy(there, random.Random(1), [])  # noqa: E731
-    return Away(tmp_path / "here", 2, "tcp://there:1", dial)
+    return ArchiveClient(tmp_path / "here", 2, "tcp://there:1", dial)
 
 
 def facts(shards: int, clock: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def write(folder: Path, shards: int, clock: int, which: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
-    shards: int, there: Archive, away: Away
+    shards: int, there: RemoteArchive, away: ArchiveClient
 ) -> None:
     write(there.folder, shards, CLOCK, range(shards))
     begin, end = split(SIZE, 3)[2]
@@ -86,8 +86,8 @@ def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
     assert not list(away.folder.iterdir()), "nothing is left here"
 
 
-def test_what_it_writes_is_with_the_others_and_nowhere_else(there: Archive, away: Away) -> None:
-    writer = Writer(away.folder, 2, away)
+def test_what_it_writes_is_with_the_others_and_nowhere_else(there: RemoteArchive, away: ArchiveClient) -> None:
+    writer = CheckpointWriter(away.folder, 2, away)
     begin, end = split(SIZE, 3)[2]
     kept: m.Ints = ()
     for clock in range(5):
@@ -105,9 +105,9 @@ def test_what_it_writes_is_with_the_others_and_nowhere_else(there: Archive, away
     assert away.sound(3) == (0, 2, 3, 4) and checkpoints.newest(there.folder, 3) == 4
 
 
-def test_a_disk_that_refuses_there_is_named_here(there: Archive, away: Away) -> None:
+def test_a_disk_that_refuses_there_is_named_here(there: RemoteArchive, away: ArchiveClient) -> None:
     there.folder.write_text("no folder")
-    writer = Writer(away.folder, 2, away)
+    writer = CheckpointWriter(away.folder, 2, away)
     writer.write(CLOCK, {"x": VALUES, "p": VALUES}, facts(3, CLOCK))
     writer.wait()
     written = writer.take()
@@ -115,13 +115,13 @@ def test_a_disk_that_refuses_there_is_named_here(there: Archive, away: Away) -> 
     assert not list(away.folder.iterdir())
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_of_one_sentence(away: Away) -> None:
+def test_a_checkpoint_that_is_not_there_is_an_error_of_one_sentence(away: ArchiveClient) -> None:
     with pytest.raises(NarrowsError, match="is missing"):
         away.load(3, CLOCK)
 
 
 def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_that(
-    away: Away, monkeypatch: pytest.MonkeyPatch
+    away: ArchiveClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archive, "QUIET_S", 0.0)
     monkeypatch.setattr(Lossy, "send", lambda *words: None)
@@ -130,13 +130,13 @@ def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_that(
 
 
 @pytest.mark.parametrize("name", ["", "../../x", "0123456789abcde/", "0123456789abcdef0"])
-def test_a_file_that_is_coming_has_no_name_but_its_own(name: str, there: Archive) -> None:
-    answer = there.answer(m.FileAsk(1, What.WRITE, 2, 3, CLOCK, 0, -1, name, b"x"))
+def test_a_file_that_is_coming_has_no_name_but_its_own(name: str, there: RemoteArchive) -> None:
+    answer = there.answer(m.FileRequest(1, ArchiveJob.WRITE, 2, 3, CLOCK, 0, -1, name, b"x"))
     assert "16 hex digits" in answer.text and not list(there.folder.iterdir())
 
 
-def test_a_file_that_is_not_whole_is_kept_under_no_name(there: Archive) -> None:
+def test_a_file_that_is_not_whole_is_kept_under_no_name(there: RemoteArchive) -> None:
     for offset in (0, 2):
-        assert not there.answer(m.FileAsk(1, What.WRITE, 2, 3, CLOCK, offset, -1, "0" * 16, b"x")).text
-    assert "is not whole" in there.answer(m.FileAsk(2, What.KEEP, 2, 3, CLOCK, 4, -1, "0" * 16, b"")).text
+        assert not there.answer(m.FileRequest(1, ArchiveJob.WRITE, 2, 3, CLOCK, offset, -1, "0" * 16, b"x")).text
+    assert "is not whole" in there.answer(m.FileRequest(2, ArchiveJob.KEEP, 2, 3, CLOCK, 4, -1, "0" * 16, b"")).text
     assert checkpoints.clocks(there.folder, 2) == ()

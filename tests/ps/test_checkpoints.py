@@ -25,20 +25,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.settings import Settings
 from narrows.ps.command.serve import begin_anew, ended
 from narrows.ps.process import checkpoints
 from narrows.ps.process import model as model_file
 from narrows.ps.process.checkpoints import KEPT, clocks, newest, path_of, read, write, write_file
 from narrows.ps.process.model import buffers, merge
-from narrows.ps.process.writer import Writer
+from narrows.ps.process.writer import CheckpointWriter
 from narrows.worker import DistributedOptimizer, clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 14
-PLAN = Plan(
+PLAN = ModelSpec(
     (
         TensorSpec("a", (2, 3), "float32"),
         TensorSpec("half", (5,), "bfloat16"),
@@ -521,7 +521,7 @@ def test_a_plain_model_loads_what_a_run_leaves(sync: str, tmp_path: Path) -> Non
 
 def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
     """Whatever names an array has now, and had then: what is on disk is what was given."""
-    writer = Writer(tmp_path, 0)
+    writer = CheckpointWriter(tmp_path, 0)
     facts = {"publication": 0, "shards": 1, "plan": b"", "buffers": b"", "epoch": 0}
     one, two, longer = (np.full(size, value, np.float32) for size, value in ((9, 1.0), (9, 2.0), (20, 3.0)))
     rounds: list[dict[str, Array]] = [
@@ -547,7 +547,7 @@ def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
 
 def test_the_memory_of_the_first_copy_is_there_before_it_is_needed(tmp_path: Path) -> None:
     x, m = (np.full(100, value, np.float32) for value in (1.0, 2.0))
-    writer = Writer(tmp_path, 0)
+    writer = CheckpointWriter(tmp_path, 0)
     writer.prepare({"x": x, "p": x, "m": m})
     writer.wait()
     assert writer.take() is None

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
 from narrows.protocols.member import views
 from narrows.protocols.wire import decode, encode
 from narrows.ps import feed
@@ -16,20 +16,20 @@ from narrows.ps.copies import (
     DEPOSE_NS,
     GIVE_UP_NS,
     SAY_NS,
-    Original,
+    ReplicationPrimary,
     lost_after,
 )
-from narrows.ps.events import Event, Kind
-from narrows.ps.feed import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, Member
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.feed import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, ReplicatedMember
 from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 from narrows.ps.standby import Standby
 
 LOST_NS = 2 * NS
 LIFE = 7
 THERE, OTHER = "tcp://there:1", "tcp://other:1"
 STANDBY, SIBLING = b"standby", b"sibling"
-TICK = Event(Kind.TICK, 5)
+TICK = MachineEvent(EventKind.TICK, 5)
 
 
 @dataclass
@@ -49,19 +49,21 @@ class Machine:
     incarnation: int = LIFE
     viewed: int = 0
     before: str = ""
-    members: list[Member] = field(default_factory=list)
-    handled: list[Event] = field(default_factory=list)
+    members: list[ReplicatedMember] = field(default_factory=list)
+    handled: list[MachineEvent] = field(default_factory=list)
 
 
 def original(
-    machine: Machine | None = None, parts: int = 1, siblings: Siblings | None = None, before: str = ""
-) -> Original:
+    machine: Machine | None = None, parts: int = 1, siblings: PeerShards | None = None, before: str = ""
+) -> ReplicationPrimary:
     """The original of shard 0, whose machine takes two bytes for each part."""
-    siblings = siblings or Siblings(1, LOST_NS)
-    return Original(0, machine or Machine(), 4711, LOST_NS, lambda: bytes(range(2 * parts)), siblings, 100, before)
+    siblings = siblings or PeerShards(1, LOST_NS)
+    return ReplicationPrimary(
+        0, machine or Machine(), 4711, LOST_NS, lambda: bytes(range(2 * parts)), siblings, 100, before
+    )
 
 
-def copied(machine: Machine, siblings: Siblings | None = None) -> Original:
+def copied(machine: Machine, siblings: PeerShards | None = None) -> ReplicationPrimary:
     """One whose standby has all that has happened, at time 0."""
     ours = original(machine, siblings=siblings)
     ours.receive(STANDBY, copy(-1), 0)
@@ -70,11 +72,11 @@ def copied(machine: Machine, siblings: Siblings | None = None) -> Original:
     return ours
 
 
-def copy(have: int, machine: int = -1, parts: int = 0, address: str = THERE, life: int = LIFE) -> m.Copy:
-    return m.Copy(0, have, life, machine, parts, address)
+def copy(have: int, machine: int = -1, parts: int = 0, address: str = THERE, life: int = LIFE) -> m.ReplicationFollow:
+    return m.ReplicationFollow(0, have, life, machine, parts, address)
 
 
-def happen(ours: Original, event: Event = TICK, size: int = 0) -> list[CopyEffect]:
+def happen(ours: ReplicationPrimary, event: MachineEvent = TICK, size: int = 0) -> list[CopyEffect]:
     """An event whose message has a payload of `size` bytes."""
     effects = ours.note(event, [b"", bytes(size)])
     assert isinstance(ours.machine, Machine)
@@ -82,26 +84,28 @@ def happen(ours: Original, event: Event = TICK, size: int = 0) -> list[CopyEffec
     return [*effects]
 
 
-def sent(effects: list[CopyEffect], kind: type[m.Message] = m.Copied) -> list[m.Message]:
-    return [each.message for each in effects if isinstance(each, (Send, Tell)) and isinstance(each.message, kind)]
+def sent(effects: list[CopyEffect], kind: type[m.Message] = m.ReplicationEntry) -> list[m.Message]:
+    return [each.message for each in effects if isinstance(each, (Send, SendToPeer)) and isinstance(each.message, kind)]
 
 
 def events(effects: list[CopyEffect]) -> list[int]:
-    return [each.number for each in sent(effects) if isinstance(each, m.Copied) and not each.parts]
+    return [each.number for each in sent(effects) if isinstance(each, m.ReplicationEntry) and not each.parts]
 
 
 def parts(effects: list[CopyEffect]) -> list[int]:
-    return [each.part for each in sent(effects) if isinstance(each, m.Copied) and each.parts]
+    return [each.part for each in sent(effects) if isinstance(each, m.ReplicationEntry) and each.parts]
 
 
 def serves(effects: list[CopyEffect]) -> list[tuple[int, str]]:
     return [(each.view, each.standby) for each in effects if isinstance(each, Serve)]
 
 
-def told(effects: list[CopyEffect]) -> list[tuple[bytes, m.View]]:
+def told(effects: list[CopyEffect]) -> list[tuple[bytes, m.FailoverNotice]]:
     sends = [each for each in effects if isinstance(each, Send)]
     return [
-        (each.peer, each.message) for each in sends if isinstance(each.message, m.View) and isinstance(each.peer, bytes)
+        (each.peer, each.message)
+        for each in sends
+        if isinstance(each.message, m.FailoverNotice) and isinstance(each.peer, bytes)
     ]
 
 
@@ -127,7 +131,7 @@ def test_a_machine_comes_in_parts_so_many_at_a_time_and_then_each_event(small: N
     effects = ours.receive(STANDBY, copy(-1), 0)
     assert parts(effects) == list(range(PARTS_AHEAD))
     first = sent(effects)[1]
-    assert isinstance(first, m.Copied) and (first.life, first.number, first.parts) == (LIFE, 3, 40)
+    assert isinstance(first, m.ReplicationEntry) and (first.life, first.number, first.parts) == (LIFE, 3, 40)
     assert bytes(first.payload) == bytes([2, 3])
     assert not happen(ours), "it has no machine yet"
     assert parts(ours.receive(STANDBY, copy(-1, 3, 10), 1)) == list(range(PARTS_AHEAD, PARTS_AHEAD + 10))
@@ -145,16 +149,16 @@ def test_an_event_goes_with_its_message() -> None:
     machine = Machine()
     ours = copied(machine)
     message = m.Push(1, 2, 3, 0, 1, 0, 4, 1, b"", 0, bytes(16))
-    event = Event(Kind.BELOW, 9, b"peer", message)
+    event = MachineEvent(EventKind.BELOW, 9, b"peer", message)
     (effect,) = ours.note(event, encode(message))
-    assert isinstance(effect, Send) and effect.peer == STANDBY and isinstance(effect.message, m.Copied)
+    assert isinstance(effect, Send) and effect.peer == STANDBY and isinstance(effect.message, m.ReplicationEntry)
     assert effect.message.frames == 2 and ours.feed.tail_bytes == len(effect.message.header) + 16
     assert decode([effect.message.header, effect.message.payload]) == message
     ours.again(event)
     assert ours.feed.tail[0] == ours.feed.tail[1]
     machine.happened += 1
     (effect,) = ours.note(TICK, [])
-    assert isinstance(effect, Send) and isinstance(effect.message, m.Copied) and effect.message.frames == 0
+    assert isinstance(effect, Send) and isinstance(effect.message, m.ReplicationEntry) and effect.message.frames == 0
 
 
 def test_parts_that_were_lost_are_sent_again_after_as_long_as_they_may_take(small: None) -> None:
@@ -197,7 +201,7 @@ def test_a_standby_that_begins_anew_gets_the_machine_as_it_is(small: None) -> No
             and not ours.feed.tail_bytes
             and not ours.feed.copied(9 * NS)
         )
-        assert {each.number for each in sent(effects) if isinstance(each, m.Copied)} == {machine.happened}
+        assert {each.number for each in sent(effects) if isinstance(each, m.ReplicationEntry)} == {machine.happened}
         happen(ours)
         assert not parts(ours.receive(STANDBY, copy(-1, machine.happened - 1, 1), 9 * NS + AGAIN_NS))
         assert not parts(ours.receive(STANDBY, copy(-1, machine.happened - 1, 1), 10 * NS + AGAIN_NS - 1)), (
@@ -271,14 +275,14 @@ def test_a_process_that_goes_on_by_its_journal_keeps_what_the_standby_lacks() ->
 
 def test_a_shard_takes_newer_views_alone() -> None:
     ours = original(Machine(view=3))
-    assert [serves(ours.hear_view(m.View(view, THERE, True))) for view in (2, 3, 4)] == [[], [], [(4, THERE)]]
-    assert not ours.receive(THERE.encode(), m.View(3, "", True), 0)
-    (stop,) = ours.receive(THERE.encode(), m.View(4, "", True), 0)
+    assert [serves(ours.hear_view(m.FailoverNotice(view, THERE, True))) for view in (2, 3, 4)] == [[], [], [(4, THERE)]]
+    assert not ours.receive(THERE.encode(), m.FailoverNotice(3, "", True), 0)
+    (stop,) = ours.receive(THERE.encode(), m.FailoverNotice(4, "", True), 0)
     assert isinstance(stop, Stop) and stop.code == m.RefuseCode.SERVER_LOST
 
 
-def vote(ours: Original, worker: int, view: int, attempt: int = 0, name: bytes = b"") -> list[CopyEffect]:
-    return ours.receive(name or Seat(worker).peer, m.Vote(worker, 1, view, attempt), 0)
+def vote(ours: ReplicationPrimary, worker: int, view: int, attempt: int = 0, name: bytes = b"") -> list[CopyEffect]:
+    return ours.receive(name or Seat(worker).peer, m.FailoverVote(worker, 1, view, attempt), 0)
 
 
 def test_a_vote_counts_of_a_member_under_its_name_and_for_no_later_view() -> None:
@@ -292,15 +296,15 @@ def test_a_vote_counts_of_a_member_under_its_name_and_for_no_later_view() -> Non
 
 
 def test_who_has_turned_to_us_is_told_our_ports_once_all_shards_are_there() -> None:
-    siblings = Siblings(2, LOST_NS)
+    siblings = PeerShards(2, LOST_NS)
     ours = original(Machine(view=3), siblings=siblings)
     assert not vote(ours, 0, 4, attempt=1)
-    siblings.hear(SIBLING, m.Copying(1, 2, THERE, 4712), 0)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 2, THERE, 4712), 0)
     assert not vote(ours, 0, 4, attempt=1)
-    siblings.hear(SIBLING, m.Copying(1, 3, THERE, 4712), 0)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 3, THERE, 4712), 0)
     assert not vote(ours, 0, 4), "who has not turned needs none"
     ((peer, view),) = told(vote(ours, 0, 4, attempt=1))
-    assert peer == Seat(0).peer and view == m.View(3, "", True, (4711, 4712))
+    assert peer == Seat(0).peer and view == m.FailoverNotice(3, "", True, (4711, 4712))
 
 
 def test_more_than_half_of_each_roster_that_the_standby_may_have_elect() -> None:
@@ -377,7 +381,7 @@ def test_a_standby_whose_connection_has_ended_is_lost_soon() -> None:
     missed_ns = NS + CUT_NS + 1
     assert not told(ours.tick(missed_ns))
     asked = told(ours.tick(missed_ns + AGAIN_NS))
-    assert asked == [(Seat(0).peer, m.View(2, "", False))] and not ours.tick(missed_ns + AGAIN_NS + 1)
+    assert asked == [(Seat(0).peer, m.FailoverNotice(2, "", False))] and not ours.tick(missed_ns + AGAIN_NS + 1)
     vote(ours, 0, 2)
     assert serves(ours.tick(missed_ns + AGAIN_NS + 2)) == [(2, "")], "at once"
 
@@ -392,13 +396,13 @@ def test_a_standby_that_was_lost_before_it_had_all_leaves_room_for_another() -> 
 
 
 def test_other_shards_hear_of_a_view_with_the_next_tick() -> None:
-    siblings = Siblings(2, LOST_NS)
+    siblings = PeerShards(2, LOST_NS)
     ours = copied(Machine(view=1, members=[Seat(0)]), siblings)
-    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 5), 0)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 5), 0)
     assert serves(ours.tick(SAY_NS)) == [(100, THERE)]
     assert isinstance(ours.machine, Machine)
     ours.machine.view, ours.machine.standby = 100, THERE
-    assert (SIBLING, m.View(100, THERE, True)) in told(ours.tick(SAY_NS + 1))
+    assert (SIBLING, m.FailoverNotice(100, THERE, True)) in told(ours.tick(SAY_NS + 1))
 
 
 def test_it_says_so_twice_a_second() -> None:
@@ -406,7 +410,7 @@ def test_it_says_so_twice_a_second() -> None:
     assert told(ours.tick(SAY_NS)) and not told(ours.tick(2 * SAY_NS - 1)) and told(ours.tick(2 * SAY_NS))
     vote(ours, 0, 1)
     assert told(ours.tick(3 * SAY_NS)), "its vote does not say that it knows who was elected"
-    begun = copied(Machine(members=[Seat(0)]), Siblings(2, LOST_NS))
+    begun = copied(Machine(members=[Seat(0)]), PeerShards(2, LOST_NS))
     assert not begun.tick(SAY_NS), "the first view needs no vote"
     alone = original(Machine(view=0, members=[Seat(0)]))
     assert not alone.tick(SAY_NS)
@@ -420,9 +424,9 @@ def test_the_one_before_is_told_for_a_while() -> None:
     count = 0
     for turn in range(1, DEPOSE_NS // SAY_NS + 5):
         for effect in ours.tick(turn * SAY_NS):
-            if isinstance(effect, Tell):
+            if isinstance(effect, SendToPeer):
                 count += 1
-                assert effect == Tell(OTHER, m.View(2, "", True))
+                assert effect == SendToPeer(OTHER, m.FailoverNotice(2, "", True))
     assert count == DEPOSE_NS // SAY_NS
 
 
@@ -431,22 +435,22 @@ def test_who_was_killed_while_it_took_over_learns_from_its_journal_in_whose_plac
     ours = original(machine)
     assert not ours.before
     machine.view, machine.before = 2, OTHER  # as its journal is done again
-    assert Tell(OTHER, m.View(2, "", True)) in ours.tick(SAY_NS)
+    assert SendToPeer(OTHER, m.FailoverNotice(2, "", True)) in ours.tick(SAY_NS)
 
 
 def test_other_shards_tell_shard_0() -> None:
     machine = Machine(view=1)
-    ours = Original(1, machine, 4712, LOST_NS, bytes, Siblings(2, LOST_NS))
+    ours = ReplicationPrimary(1, machine, 4712, LOST_NS, bytes, PeerShards(2, LOST_NS))
     (said,) = ours.tick(SAY_NS)
-    assert said == Send(COORDINATOR, m.Copying(1, 1, "", 4712))
+    assert said == Send(COORDINATOR, m.ReplicationProgress(1, 1, "", 4712))
     ours.receive(STANDBY, copy(-1), SAY_NS)
     ours.receive(STANDBY, copy(0), SAY_NS)
     (said,) = ours.tick(2 * SAY_NS)
-    assert said == Send(COORDINATOR, m.Copying(1, 1, THERE, 4712))
+    assert said == Send(COORDINATOR, m.ReplicationProgress(1, 1, THERE, 4712))
 
 
 def test_a_standby_stands_by_once_all_shards_are_copied_and_know_the_view() -> None:
-    siblings = Siblings(2, LOST_NS)
+    siblings = PeerShards(2, LOST_NS)
     ours = copied(Machine(), siblings)
     for view, there, heard_ns, now_ns, wanted in (
         (0, "", 0, SAY_NS, []),
@@ -454,32 +458,32 @@ def test_a_standby_stands_by_once_all_shards_are_copied_and_know_the_view() -> N
         (0, OTHER, 2 * LOST_NS, 2 * LOST_NS, []),  # its standby is the one that came when ours was lost
         (0, THERE, 2 * LOST_NS, 2 * LOST_NS, [(100, THERE)]),  # the first view of this life
     ):
-        siblings.hear(SIBLING, m.Copying(1, view, there, 4712), heard_ns)
+        siblings.hear(SIBLING, m.ReplicationProgress(1, view, there, 4712), heard_ns)
         ours.receive(STANDBY, copy(0), now_ns)
         ours.said_ns = 0
         assert serves(ours.tick(now_ns)) == wanted
     ours.machine.view, ours.said_ns = 100, 0
     effects = ours.tick(2 * LOST_NS)
-    assert not serves(effects) and (SIBLING, m.View(100, "", True)) in told(effects), (
+    assert not serves(effects) and (SIBLING, m.FailoverNotice(100, "", True)) in told(effects), (
         "that shard does not know the view"
     )
-    siblings.hear(SIBLING, m.Copying(1, 100, THERE, 4712), 2 * LOST_NS)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 100, THERE, 4712), 2 * LOST_NS)
     ours.said_ns = 0
     effects = ours.tick(2 * LOST_NS)
     assert serves(effects) == [(101, THERE)] and SIBLING not in dict(told(effects))
 
 
 def test_a_shard_0_that_begins_from_a_checkpoint_catches_up_with_the_views_of_the_others() -> None:
-    siblings = Siblings(2, LOST_NS)
+    siblings = PeerShards(2, LOST_NS)
     ours = original(siblings=siblings)
     ours.receive(STANDBY, copy(-1), 0)
     for theirs, wanted in ((0, []), (40, [(100, "")]), (100, [(101, "")])):
-        siblings.hear(SIBLING, m.Copying(1, theirs, "", 4712), 0)
+        siblings.hear(SIBLING, m.ReplicationProgress(1, theirs, "", 4712), 0)
         ours.said_ns = 0
         assert serves(ours.tick(SAY_NS)) == wanted
 
 
-def standing(members: int = 2) -> tuple[Original, Machine]:
+def standing(members: int = 2) -> tuple[ReplicationPrimary, Machine]:
     """A standby stands by since view 1."""
     machine = Machine(view=1, standby=THERE, members=[Seat(worker) for worker in range(members)])
     return copied(machine), machine
@@ -488,7 +492,7 @@ def standing(members: int = 2) -> tuple[Original, Machine]:
 def test_members_hear_of_a_standby_that_has_all_and_the_console_once_they_know() -> None:
     ours, machine = standing()
     effects = ours.tick(SAY_NS)
-    assert told(effects) == [(Seat(worker).peer, m.View(1, THERE, True)) for worker in range(2)]
+    assert told(effects) == [(Seat(worker).peer, m.FailoverNotice(1, THERE, True)) for worker in range(2)]
     assert not any(isinstance(effect, Log) for effect in effects)
     vote(ours, 0, 1)
     assert not any(isinstance(effect, Log) for effect in ours.tick(2 * SAY_NS))
@@ -513,10 +517,10 @@ def test_who_has_left_hears_of_it_until_the_standby_knows() -> None:
 def test_new_members_hear_of_it_at_once() -> None:
     ours, machine = standing(1)
     ours.tick(SAY_NS)
-    assert told(ours.tick(SAY_NS + 1)) == [(Seat(0).peer, m.View(1, THERE, True))]
+    assert told(ours.tick(SAY_NS + 1)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))]
     assert not ours.tick(SAY_NS + 2)
     machine.members.append(Seat(1))
-    assert told(ours.tick(SAY_NS + 3)) == [(Seat(1).peer, m.View(1, THERE, True))]
+    assert told(ours.tick(SAY_NS + 3)) == [(Seat(1).peer, m.FailoverNotice(1, THERE, True))]
     del machine.members[1]
     ours.tick(SAY_NS + 4)
     machine.members.append(Seat(1))
@@ -530,7 +534,7 @@ def test_new_members_hear_of_it_at_once() -> None:
     ours.feed.heard_ns = -LOST_NS
     assert not ours.tick(SAY_NS + 7), "it may be lost"
     ours.feed.heard_ns = 0
-    ours.siblings = Siblings(2, LOST_NS)
+    ours.siblings = PeerShards(2, LOST_NS)
     assert not ours.tick(SAY_NS + 8)
 
 
@@ -544,7 +548,9 @@ def test_a_server_goes_on_without_its_standby_once_most_members_agree() -> None:
     missed_ns = LOST_NS + SAY_NS
     assert not ours.tick(missed_ns), "it may be there again"
     effects = ours.tick(missed_ns + AGAIN_NS)
-    assert told(effects) == [(Seat(worker).peer, m.View(2, "", False)) for worker in range(3)] and not serves(effects)
+    assert told(effects) == [(Seat(worker).peer, m.FailoverNotice(2, "", False)) for worker in range(3)] and not serves(
+        effects
+    )
     vote(ours, 0, 2)
     assert not serves(ours.tick(missed_ns + AGAIN_NS + SAY_NS))
     vote(ours, 1, 2)
@@ -578,24 +584,24 @@ def test_a_server_that_hears_neither_its_standby_nor_its_members_ends() -> None:
 
 
 def test_a_view_waits_until_all_shards_have_come_to_it() -> None:
-    machine, siblings = Machine(view=1, standby=THERE, members=[Seat(0)]), Siblings(2, LOST_NS)
+    machine, siblings = Machine(view=1, standby=THERE, members=[Seat(0)]), PeerShards(2, LOST_NS)
     ours = copied(machine, siblings)
-    siblings.hear(SIBLING, m.Copying(1, 0, THERE, 4712), 0)
-    assert told(ours.tick(SAY_NS)) == [(SIBLING, m.View(1, THERE, True))], "members are not told"
-    siblings.hear(SIBLING, m.Copying(1, 1, "", 4712), SAY_NS)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 0, THERE, 4712), 0)
+    assert told(ours.tick(SAY_NS)) == [(SIBLING, m.FailoverNotice(1, THERE, True))], "members are not told"
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, "", 4712), SAY_NS)
     assert not ours.tick(2 * SAY_NS) and ours.missed_ns
-    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 4712), SAY_NS)
-    assert told(ours.tick(3 * SAY_NS)) == [(Seat(0).peer, m.View(1, THERE, True))] and not ours.missed_ns
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 4712), SAY_NS)
+    assert told(ours.tick(3 * SAY_NS)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))] and not ours.missed_ns
 
 
 def test_siblings_are_shards_of_this_server() -> None:
-    siblings = Siblings(3, LOST_NS)
+    siblings = PeerShards(3, LOST_NS)
     for shard in (-1, 0, 3):
-        siblings.hear(SIBLING, m.Copying(shard, 1, THERE, 5), 0)
+        siblings.hear(SIBLING, m.ReplicationProgress(shard, 1, THERE, 5), 0)
     assert not siblings.known
-    siblings.hear(SIBLING, m.Copying(2, 1, THERE, 6), 0)
+    siblings.hear(SIBLING, m.ReplicationProgress(2, 1, THERE, 6), 0)
     assert not siblings.whole(0, THERE) and not siblings.at(1)
-    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 5), 0)
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 5), 0)
     assert siblings.whole(LOST_NS, THERE) and not siblings.whole(LOST_NS + 1, THERE) and not siblings.whole(0, OTHER)
     assert siblings.at(1) and not siblings.at(0)
     assert siblings.ports(4) == (4, 5, 6) and siblings.newest == 1
@@ -607,10 +613,10 @@ def test_siblings_are_shards_of_this_server() -> None:
 class Following:
     """A standby of shard 0, with what it has handled."""
 
-    def __init__(self, machine: Machine | None = None, siblings: Siblings | None = None) -> None:
+    def __init__(self, machine: Machine | None = None, siblings: PeerShards | None = None) -> None:
         self.machine = machine or Machine(view=1, standby=THERE, members=[Seat(0), Seat(1)])
         self.thawed: list[bytes] = []
-        siblings = siblings or Siblings(1, LOST_NS)
+        siblings = siblings or PeerShards(1, LOST_NS)
         self.standby = Standby(
             0, "tcp://here:1", THERE, 4711, LOST_NS, siblings, self.thaw, self.machine.handled.append
         )
@@ -620,15 +626,18 @@ class Following:
         return self.machine
 
     def part(self, part: int, of: int = 1, number: int = 4, life: int = LIFE, payload: bytes = b"x") -> None:
-        self.standby.receive(m.Copied(life, number, part, of, b"", 0, b"", payload), 0)
+        self.standby.receive(m.ReplicationEntry(life, number, part, of, b"", 0, b"", payload), 0)
 
     def event(self, number: int, life: int = LIFE, now_ns: int = 0) -> None:
-        self.standby.receive(m.Copied(life, number, 0, 0, TICK.described(), 0, b"", b""), now_ns)
+        self.standby.receive(m.ReplicationEntry(life, number, 0, 0, TICK.described(), 0, b"", b""), now_ns)
 
     def vote(
         self, worker: int, view: int = 2, attempt: int = 1, now_ns: int = LOST_NS + 1, name: bytes = b""
     ) -> list[m.Message]:
-        return sent(self.standby.vote(name or Seat(worker).peer, m.Vote(worker, 1, view, attempt), now_ns), m.Stay)
+        return sent(
+            self.standby.vote(name or Seat(worker).peer, m.FailoverVote(worker, 1, view, attempt), now_ns),
+            m.KeepServing,
+        )
 
 
 def test_a_standby_takes_each_event_once_and_in_its_order() -> None:
@@ -649,11 +658,13 @@ def test_a_standby_puts_a_machine_together() -> None:
         ours.part(part, 3, payload=payload)
     assert ours.standby.coming == 2 and not ours.thawed
     (said,) = ours.standby.acknowledge(1)
-    assert said == Tell("tcp://here:1", m.Copy(0, -1, LIFE, 4, 2, THERE)) and not ours.standby.acknowledge(2), "once"
+    assert said == SendToPeer(
+        "tcp://here:1", m.ReplicationFollow(0, -1, LIFE, 4, 2, THERE)
+    ) and not ours.standby.acknowledge(2), "once"
     ours.part(2, 3, payload=b"c")
     assert ours.thawed == [b"abc"] and ours.standby.coming == 0
     (said,) = ours.standby.acknowledge(3)
-    assert said == Tell("tcp://here:1", m.Copy(0, 4, LIFE, -1, 0, THERE))
+    assert said == SendToPeer("tcp://here:1", m.ReplicationFollow(0, 4, LIFE, -1, 0, THERE))
     for part in range(3):
         ours.part(part, 3)
         ours.part(part, 3, number=3)
@@ -688,7 +699,7 @@ def test_a_standby_begins_anew_with_a_new_life_of_its_server() -> None:
     ours.part(0, 2, number=2, life=LIFE + 1)
     assert ours.standby.have == -1 and ours.standby.machine is None
     (said,) = ours.standby.acknowledge(1)
-    assert said == Tell("tcp://here:1", m.Copy(0, -1, LIFE + 1, 2, 1, THERE))
+    assert said == SendToPeer("tcp://here:1", m.ReplicationFollow(0, -1, LIFE + 1, 2, 1, THERE))
     ours.standby.heard_ns = -1
     ours.part(0, number=52)
     ours.event(51)
@@ -698,21 +709,23 @@ def test_a_standby_begins_anew_with_a_new_life_of_its_server() -> None:
     assert ours.standby.have == 3
     ours.event(4, LIFE + 2)
     assert ours.standby.machine is None and ours.standby.acknowledge(2) == [
-        Tell("tcp://here:1", m.Copy(0, -1, LIFE + 2, -1, 0, THERE))
+        SendToPeer("tcp://here:1", m.ReplicationFollow(0, -1, LIFE + 2, -1, 0, THERE))
     ]
 
 
 def test_a_vote_for_a_standby_counts_where_the_server_is_lost() -> None:
     ours = Following()
     ours.part(0)
-    assert ours.vote(0, now_ns=LOST_NS) == [m.Stay(2, 1)] and not ours.standby.votes
-    assert ours.vote(0) == [m.Stay(2, 1)] and not ours.standby.votes, "of an attempt that was given back"
+    assert ours.vote(0, now_ns=LOST_NS) == [m.KeepServing(2, 1)] and not ours.standby.votes
+    assert ours.vote(0) == [m.KeepServing(2, 1)] and not ours.standby.votes, "of an attempt that was given back"
     assert ours.vote(0, attempt=2) == [] and ours.standby.votes == {0: 2}
     for worker, view, name in ((1, 3, b""), (1, 1, b""), (2, 2, b""), (1, 2, b"another")):
         assert ours.vote(worker, view, name=name) == [] and ours.standby.votes == {0: 2}, "not given back either"
-    assert ours.vote(0, attempt=3, now_ns=0) == [m.Stay(2, 3)] and not ours.standby.votes, "the server is there again"
-    assert ours.vote(0, attempt=2, now_ns=0) == [m.Stay(2, 2)] and ours.standby.void[0] == 3
-    assert ours.vote(0, attempt=3) == [m.Stay(2, 3)] and not ours.standby.votes
+    assert ours.vote(0, attempt=3, now_ns=0) == [m.KeepServing(2, 3)] and not ours.standby.votes, (
+        "the server is there again"
+    )
+    assert ours.vote(0, attempt=2, now_ns=0) == [m.KeepServing(2, 2)] and ours.standby.void[0] == 3
+    assert ours.vote(0, attempt=3) == [m.KeepServing(2, 3)] and not ours.standby.votes
     ours.machine.standby = OTHER
     assert ours.vote(1) == [] and not ours.standby.votes, "of which nobody knows that it stands by"
 
@@ -748,22 +761,22 @@ def test_a_standby_serves_with_the_votes_of_half() -> None:
 
 
 def test_a_standby_serves_with_all_its_shards_in_one_view() -> None:
-    siblings = Siblings(2, LOST_NS)
+    siblings = PeerShards(2, LOST_NS)
     ours = Following(siblings=siblings)
     ours.part(0)
     ours.vote(0)
     for view, there, wanted in ((1, "", []), (0, THERE, []), (2, THERE, []), (1, THERE, [(2, "")])):
-        siblings.hear(SIBLING, m.Copying(1, view, there, 4712), LOST_NS)
+        siblings.hear(SIBLING, m.ReplicationProgress(1, view, there, 4712), LOST_NS)
         assert elected(ours) == wanted
 
 
 def test_a_shard_of_a_standby_follows_its_shard_0() -> None:
     ours = Following()
-    assert not ours.standby.hear_view(m.View(2, "", True))
+    assert not ours.standby.hear_view(m.FailoverNotice(2, "", True))
     ours.part(0)
     ours.event(5)
-    assert not ours.standby.hear_view(m.View(1, "", True)) and not ours.machine.handled
-    assert serves(ours.standby.hear_view(m.View(2, "", True))) == [(2, "")] and ours.machine.handled == [TICK]
+    assert not ours.standby.hear_view(m.FailoverNotice(1, "", True)) and not ours.machine.handled
+    assert serves(ours.standby.hear_view(m.FailoverNotice(2, "", True))) == [(2, "")] and ours.machine.handled == [TICK]
 
 
 def test_a_standby_says_twice_a_second_how_far_it_is() -> None:
@@ -773,12 +786,13 @@ def test_a_standby_says_twice_a_second_how_far_it_is() -> None:
     assert not ours.standby.tick(SAY_NS - 1)
     effects = ours.standby.tick(SAY_NS)
     assert effects == [
-        Tell("tcp://here:1", m.Copy(1, -1, -1, -1, 0, THERE)), Send(COORDINATOR, m.Copying(1, 0, "", 4711)),
-    ]  # fmt: skip
+        SendToPeer("tcp://here:1", m.ReplicationFollow(1, -1, -1, -1, 0, THERE)),
+        Send(COORDINATOR, m.ReplicationProgress(1, 0, "", 4711)),
+    ]
     assert not ours.standby.tick(SAY_NS + 1)
     ours.part(0)
-    assert Send(COORDINATOR, m.Copying(1, 1, THERE, 4711)) in ours.standby.tick(2 * SAY_NS)
+    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, THERE, 4711)) in ours.standby.tick(2 * SAY_NS)
     ours.standby.owes = True
     ours.standby.acknowledge(3 * SAY_NS - 1)
     ours.machine.standby = OTHER
-    assert Send(COORDINATOR, m.Copying(1, 1, "", 4711)) in ours.standby.tick(3 * SAY_NS)
+    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, "", 4711)) in ours.standby.tick(3 * SAY_NS)

@@ -29,21 +29,21 @@ from narrows.protocols.errors import (
     UnreachableError,
 )
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.runtime.connections import Connection
-from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.curve import HandshakeFailure
 from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
-from narrows.ps.events import Event, Kind
+from narrows.ps.events import EventKind, MachineEvent
 from narrows.ps.feed import CUT_NS
-from narrows.ps.inbox import Inbox
-from narrows.ps.planned import Means, Planned
+from narrows.ps.inbox import PushAssembler
+from narrows.ps.planned import MeanFactory, ModelShard
 from narrows.ps.process import asking
-from narrows.ps.process.follower import PLACE_NS, Follower
-from narrows.ps.process.gate import Gate
-from narrows.ps.process.machine import Process, emit, release
+from narrows.ps.process.follower import PLACE_NS, StandbyRunner
+from narrows.ps.process.gate import AccessControl
+from narrows.ps.process.machine import MachineFactory, emit, release
 from narrows.ps.process.pickling import frozen
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
@@ -52,7 +52,7 @@ from narrows.ps.store import assume_lent
 SECRET = "secret-x"
 ORIGINAL, FIRST, OTHER = "tcp://127.0.0.1:9", "tcp://127.0.0.1:8", "tcp://127.0.0.1:7"
 OURS, WORKER = SECRET.encode() + b"1", b"a" * m.NAME_BYTES + b"x"
-TICK = Event(Kind.TICK, 5)
+TICK = MachineEvent(EventKind.TICK, 5)
 LEASE_NS = int(Settings().lease * NS)
 
 
@@ -99,9 +99,11 @@ class Life:
         self.wire, self.time = Wire(), Time()
         settings = Settings(shards=2).validated()
         first = FIRST if index else ""
-        process = Process(index, settings, "tcp://127.0.0.1:0", first, 1, "", False, secret=SECRET, follows=ORIGINAL)
-        gate = Gate("", "", SECRET, first, ORIGINAL)
-        self.follower = Follower(process, cast(Sockets, self.wire), 4711, gate)
+        process = MachineFactory(
+            index, settings, "tcp://127.0.0.1:0", first, 1, "", False, secret=SECRET, follows=ORIGINAL
+        )
+        gate = AccessControl("", "", SECRET, first, ORIGINAL)
+        self.follower = StandbyRunner(process, cast(Sockets, self.wire), 4711, gate)
         self.follower.clock = cast(Any, self.time)
         assert self.follower.standby.heard_ns > 0, "the time of its original begins now"
         self.follower.standby.heard_ns = 0
@@ -112,12 +114,12 @@ class Life:
         settings = Settings(shards=2).validated()
         index = self.follower.process.index
         coordinator = Coordinator(settings, 7) if not index else None
-        server = Server(Shard(index, settings, 1, 5, (), Means(coordinator=coordinator)), coordinator)
+        server = Server(Shard(index, settings, 1, 5, (), MeanFactory(coordinator=coordinator)), coordinator)
         server.view, server.standby = 1, self.standby.address if stands_by else ""
         return frozen(server, assume_lent)
 
     def has_all(self) -> None:
-        self.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", self.machine()))
+        self.hear(ORIGINAL, m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", self.machine()))
         assert self.standby.stands_by
 
     def hear(self, peer: Peer, message: m.Message) -> None:
@@ -147,7 +149,7 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_it_takes_events_of_its_original_alone() -> None:
     life = Life(1)
-    machine = m.Copied(1, 4, 0, 1, b"", 0, b"", life.machine())
+    machine = m.ReplicationEntry(1, 4, 0, 1, b"", 0, b"", life.machine())
     for peer in (FIRST, OTHER, OURS):
         life.hear(peer, machine)
         assert life.standby.machine is None
@@ -226,7 +228,7 @@ def test_a_machine_that_calls_names_or_lacks_something_is_refused_and_runs_nothi
     for name, packed in forged(tmp_path).items():
         life = Life()
         with pytest.raises(NarrowsError, match="none"):
-            life.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", packed))
+            life.hear(ORIGINAL, m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", packed))
         assert life.standby.machine is None and not (tmp_path / "called").exists(), name
 
 
@@ -235,29 +237,33 @@ def test_a_machine_that_calls_names_or_lacks_something_is_refused_and_runs_nothi
 def test_a_machine_whose_arrays_do_not_fit_its_keys_is_refused(name: str, wrong: Any) -> None:
     """Kernels would read and write beyond them."""
     settings = Settings().validated()
-    server = Server(Shard(0, settings, 1, 5, (), Means(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7))
-    server.shard.planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), Inbox(0, settings.mode()), 0, Means())
+    server = Server(
+        Shard(0, settings, 1, 5, (), MeanFactory(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7)
+    )
+    server.shard.planned = ModelShard(
+        0, settings, ModelSpec.unpacked(PLANS[0.0]), PushAssembler(0, settings.mode()), 0, MeanFactory()
+    )
     setattr(server.shard.planned.store, name, wrong)
     life = Life()
     with pytest.raises(NarrowsError, match="float32"):
-        life.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", frozen(server, assume_lent)))
+        life.hear(ORIGINAL, m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", frozen(server, assume_lent)))
 
 
 def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pytest.CaptureFixture[str]) -> None:
     life = Life(1)
     life.has_all()
-    life.hear(ORIGINAL, m.View(2, "", True))
+    life.hear(ORIGINAL, m.FailoverNotice(2, "", True))
     assert not life.follower.serves
     for said in (True, False):  # once
-        life.hear(WORKER, m.Copying(1, 1, "there:1", 5))
+        life.hear(WORKER, m.ReplicationProgress(1, 1, "there:1", 5))
         assert not life.standby.siblings.known
         assert ("comes from the shards of this server alone" in capfd.readouterr().out) == said
-    life.hear(ORIGINAL, m.Copying(1, 1, "there:1", 5))
+    life.hear(ORIGINAL, m.ReplicationProgress(1, 1, "there:1", 5))
     assert not life.standby.siblings.known
     known = life.follower.gate.connections.named[OURS] = Connection(-1, -1, OURS, refused=9)
-    life.hear(OURS, m.Copying(1, 1, "there:1", 5))
+    life.hear(OURS, m.ReplicationProgress(1, 1, "there:1", 5))
     assert life.standby.siblings.known and not known.refused
-    life.hear(FIRST, m.View(2, "", True))
+    life.hear(FIRST, m.FailoverNotice(2, "", True))
     assert [serve.view for serve in life.follower.serves] == [2]
 
 
@@ -274,9 +280,9 @@ def test_members_are_answered() -> None:
     life.hear(WORKER, m.Hello("token", "here"))
     ((to, refusal),) = life.wire.sent
     assert to == WORKER and isinstance(refusal, m.Refuse) and f"give --server {ORIGINAL}" in refusal.text
-    life.hear(WORKER, m.Vote(0, 1, 2, 1))
-    assert life.wire.sent[1] == (WORKER, m.Stay(2, 1)), "the server lives"
-    life.hear(ORIGINAL, m.Vote(0, 1, 2, 2))
+    life.hear(WORKER, m.FailoverVote(0, 1, 2, 1))
+    assert life.wire.sent[1] == (WORKER, m.KeepServing(2, 1)), "the server lives"
+    life.hear(ORIGINAL, m.FailoverVote(0, 1, 2, 2))
     life.hear(ORIGINAL, m.Hello("token", "here"))
     assert len(life.wire.sent) == 2
 
@@ -324,7 +330,7 @@ def test_it_stops_with_its_parent(said: bytes, stdin: int) -> None:
 def test_it_serves_once_half_of_the_members_say_so(stdin: int, capfd: pytest.CaptureFixture[str]) -> None:
     life = Life(1)
     life.has_all()
-    life.wire.turns += [lambda: [(FIRST, m.View(2, "", True))]]
+    life.wire.turns += [lambda: [(FIRST, m.FailoverNotice(2, "", True))]]
     assert life.loop() and not life.wire.watched
     assert f"serves in the place of {ORIGINAL}, from clock 0 on" in capfd.readouterr().out
 
@@ -396,7 +402,7 @@ def test_what_a_server_tells_is_checked() -> None:
 @pytest.mark.parametrize(("answers", "error", "text"), [
     ([m.Refuse(5, -1, 0, "no room")], IncompatibleError, "no room"),
     ([], UnreachableError, "no server answered"),
-    ([Why.REFUSED], AuthenticationError, "the keys there are others"),
+    ([HandshakeFailure.REFUSED], AuthenticationError, "the keys there are others"),
 ])  # fmt: skip
 def test_who_is_not_told_says_why(
     answers: list[Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
@@ -411,7 +417,7 @@ def test_who_is_not_told_says_why(
 
 def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other messages are ignored."""
-    answers = [m.Copied(1, 0, 0, 1, b"", 0, b"", b""), m.Original(pack(TOLD))]
+    answers = [m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", b""), m.ReplicationBegin(pack(TOLD))]
     monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
     assert asking.ask("--standby", ORIGINAL, "") == TOLD
 
@@ -419,16 +425,16 @@ def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 class Answering(Wire):
     """Answers one after the other, or says why it is refused."""
 
-    def __init__(self, answers: list[Any], curve: object, failed: Callable[[str, Why, str], None]) -> None:
+    def __init__(self, answers: list[Any], curve: object, failed: Callable[[str, HandshakeFailure, str], None]) -> None:
         super().__init__()
         self.answers, self.failed = deque(answers), failed
 
     def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
-        assert self.sent[-1] == (ORIGINAL, m.Copy(-1, -1))
+        assert self.sent[-1] == (ORIGINAL, m.ReplicationFollow(-1, -1))
         if not self.answers:
             return []
         answer = self.answers.popleft()
-        if isinstance(answer, Why):
+        if isinstance(answer, HandshakeFailure):
             self.failed(ORIGINAL, answer, "")
             return []
         return [(ORIGINAL, encode(answer))]

@@ -13,10 +13,10 @@ from kit.merging import TrueGain
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.sampling import SAMPLE, sample_of
 from narrows.protocols.modes import GAIN_MAX
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import FirstWeights, FloatArray, Fold, Load
-from narrows.ps.gain import GONE, PLAIN, WINDOW, Gain, Merging
+from narrows.ps.changes import FloatArray, Fold, LoadArrays, SetFirstWeights
+from narrows.ps.gain import GONE, PLAIN, WINDOW, Gain, MergeFactors
 from narrows.ps.store import Store
 
 KEYS = 40
@@ -116,7 +116,7 @@ def test_a_fold_into_a_store_is_measured_as_it_is_folded() -> None:
     """The store tells of each update what it did to x, also where several are in one fold; who has left is not measured."""
     gain, true, updates = Gain(KEYS, 0.0), TrueGain(0.0), noise(2)
     store = Store(100, 100 + KEYS, barrier=False, gain=gain)
-    store.apply(FirstWeights(raw_pieces(np.ones(KEYS, np.float32), 100, [(100, 100 + KEYS)])))
+    store.apply(SetFirstWeights(raw_pieces(np.ones(KEYS, np.float32), 100, [(100, 100 + KEYS)])))
     for clock in range(3 * WINDOW):
         given = [updates(worker, clock) for worker in range(3)]
         pieces = [raw_pieces(update, 100, [(100, 110), (110, 100 + KEYS)]) for update in given]
@@ -216,7 +216,7 @@ def test_who_joined_has_a_window_of_its_own_before_it_is_measured() -> None:
 def test_a_window_changes_what_is_folded_after_it_and_not_its_own_last_update() -> None:
     gain, updates, seen = Gain(KEYS, 0.0), noise(8), list[float]()
     store = Store(0, KEYS, barrier=False, gain=gain)
-    store.apply(FirstWeights(raw_pieces(np.zeros(KEYS, np.float32), 0, [(0, KEYS)])))
+    store.apply(SetFirstWeights(raw_pieces(np.zeros(KEYS, np.float32), 0, [(0, KEYS)])))
     for clock in range(WINDOW + 1):
         for worker in range(2):
             update, before = updates(worker, clock), store.x.copy()
@@ -287,17 +287,19 @@ def test_a_run_that_goes_on_without_its_fixed_gain_has_the_measured_one() -> Non
 def test_a_store_keeps_its_gain_in_a_checkpoint() -> None:
     def store(gain: Gain) -> Store:
         made = Store(0, KEYS, barrier=False, gain=gain)
-        made.apply(FirstWeights(raw_pieces(np.zeros(KEYS, np.float32), 0, [(0, KEYS)])))
+        made.apply(SetFirstWeights(raw_pieces(np.zeros(KEYS, np.float32), 0, [(0, KEYS)])))
         return made
 
     unmeasured = store(Gain(KEYS, 0.0))
     assert "gain" not in unmeasured.arrays()
     gain = together(Both(), noise(15), [0.5, 0.5], WINDOW).gain
     again = store(Gain(KEYS, 0.0))
-    again.apply(Load(store(gain).arrays(), 7))
+    again.apply(LoadArrays(store(gain).arrays(), 7))
     assert again.publication == 7 and gain.factor > 1.05
     assert again.gain.factor == pytest.approx(gain.factor, rel=1e-6)
-    again.apply(Load(unmeasured.arrays(), 8))  # from above, or of a run that had measured nothing: no news of the gain
+    again.apply(
+        LoadArrays(unmeasured.arrays(), 8)
+    )  # from above, or of a run that had measured nothing: no news of the gain
     assert again.gain.factor == pytest.approx(gain.factor, rel=1e-6)
 
 
@@ -325,7 +327,7 @@ AHEAD: list[tuple[dict[str, Any], float, float]] = [
 
 def gain_of(degree: float, **flags: Any) -> Gain:
     settings = Settings(**flags).validated()
-    plan = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),), degree=degree)
+    plan = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),), degree=degree)
     return Gain.of(settings, settings.mode(), plan, KEYS)
 
 
@@ -335,13 +337,13 @@ def test_how_far_each_mode_looks_ahead(flags: dict[str, Any], degree: float, ahe
     assert (gain.size, gain.degree, gain.fixed, gain.factor) == (KEYS, degree, 0.0, 1.0)
     for gain.factor in (1.0, 1.3):
         assert gain.merging(2) == gain.merging(7) == pytest.approx((gain.factor, gain.factor * ahead, 0.0))
-        assert gain.merging(1) == Merging(gain.factor, gain.factor, 0.0), "it has all its updates itself"
+        assert gain.merging(1) == MergeFactors(gain.factor, gain.factor, 0.0), "it has all its updates itself"
     assert gain_of(degree, sync="ssp").merging(1) == PLAIN
 
 
 def test_what_is_said_is_the_gain_that_is_and_no_more_than_a_worker_takes() -> None:
     gain = gain_of(0.0, sync="ssp", update_gain=1.25)
     gain.agreement = 0.7
-    assert gain.fixed == 1.25 and gain.merging(2) == Merging(1.25, 1.875, 0.7)
+    assert gain.fixed == 1.25 and gain.merging(2) == MergeFactors(1.25, 1.875, 0.7)
     for most in (gain_of(0.0, sync="ssp", update_gain=GAIN_MAX), gain_of(0.0, sync="ssp", look_ahead=1e3)):
         assert most.merging(2).ahead == GAIN_MAX

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
 from narrows.protocols.runtime.output import open_record
-from narrows.protocols.summary import Row, Summary, unpacked
+from narrows.protocols.summary import Summary, SummaryRow, unpacked
 from narrows.protocols.wire import pack
 from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
@@ -37,13 +37,13 @@ from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
 from narrows.ps.glance import metrics, reading, web
 from narrows.ps.glance.cells import CELLS, LEVELS
-from narrows.ps.glance.history import History
-from narrows.ps.glance.reading import Record, frames
+from narrows.ps.glance.history import RunHistory
+from narrows.ps.glance.reading import RecordReader, frames
 from narrows.ps.glance.screen import screen, strip
-from narrows.ps.glance.watch import Watch, site_address
+from narrows.ps.glance.watch import RunWatch, site_address
 from narrows.ps.glance.web import FILES, VISITORS_MAX
 from narrows.worker.command.cli import command as ps_worker
-from narrows.worker.command.recording import Recording
+from narrows.worker.command.recording import WorkerRecord
 
 # The history.
 
@@ -76,7 +76,7 @@ def test_whom_a_run_waits_for_is_shown_while_it_does() -> None:
 
 
 def test_a_run_that_has_not_begun_has_a_frame() -> None:
-    for history in (History(), history_of()):
+    for history in (RunHistory(), history_of()):
         frame = history.frame(3.0)
         assert (frame["clock"], frame["loss"], frame["members"], frame["seconds"]) == (0, None, [], 3.0)
 
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> 
     losses = [float("nan"), 2.0, float("inf"), float("nan"), 1.0]
     lines = [step | {"seconds": at, "clock": at, "loss": loss, "held_back": loss} for at, loss in enumerate(losses, 1)]
     (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in [RUN, *lines[:4]]))
-    read = Record(str(tmp_path / "record"))
+    read = RecordReader(str(tmp_path / "record"))
     read.read()
     frame = read.history.frame()
     assert json.loads(json.dumps(frame, allow_nan=False))["loss"] is None and frame["members"][0]["held_back"] == 2.0
@@ -229,7 +229,7 @@ def test_the_death_of_a_city_is_not_told_as_a_loss_that_is_not_finite(other: dic
 def test_figures_of_two_heartbeats_never_add_up_to_infinity(name: str, value: float) -> None:
     """A heartbeat is refused, or what is made of it is JSON, and the sums of a scrape are finite."""
     figures: dict[str, Any] = {"steps": 9, "samples": 9, "updates": 9, "bytes_up": 9, name: value}
-    row = Row((), "", "", Summary(**figures))
+    row = SummaryRow((), "", "", Summary(**figures))
     plain = [list(each) if type(each) is tuple else each for each in astuple(row.summary)]
     with contextlib.suppress(RemoteProtocolError):
         (heard,) = unpacked(pack([[[], "", "", *plain]]))
@@ -245,7 +245,7 @@ def test_figures_of_two_heartbeats_never_add_up_to_infinity(name: str, value: fl
 
 
 def test_a_record_has_null_for_a_number_that_is_not_finite(tmp_path: Path) -> None:
-    watch, recording = Watch(), Recording(str(tmp_path / "of a worker"), print)
+    watch, recording = RunWatch(), WorkerRecord(str(tmp_path / "of a worker"), print)
     watch.record = open_record(str(tmp_path / "of a server"), print)
     values: dict[str, Any] = {"loss": float("nan"), "all": [1.0, float("inf")]}
     watch.note("value", values)
@@ -271,7 +271,7 @@ def test_skipped_steps_are_an_event_and_a_figure(tmp_path: Path) -> None:
     skip = {"event": "skipped", "local_rank": 1, "rank": 5, "clock": 1, "tensor": "'0.bias'"}
     lines = [RUN, step | {"seconds": 1, "clock": 1}, skip | {"seconds": 2}, step | {"seconds": 2, "clock": 2}]
     (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    read = Record(str(tmp_path / "record"))
+    read = RecordReader(str(tmp_path / "record"))
     read.read()
     assert read.history.frame()["members"][0]["skipped"] == 1
 
@@ -294,7 +294,7 @@ def test_time_left_is_that_of_the_slowest() -> None:
 
 
 def test_a_long_run_stays_small_and_whole() -> None:
-    history = History()
+    history = RunHistory()
     for beat in range(20_000):
         history.take(summary(BEAT_S * (beat + 1), 0, beat + 1))
         history.take({"event": "above", "seconds": BEAT_S * (beat + 1), "text": f"{beat} {'x' * 1000}"})
@@ -330,17 +330,17 @@ def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(RUN) + "\n" + line + "\n")
         with pytest.raises(UsageError, match=r"record\.jsonl: line 2 is none of a record"):
-            Record(str(file)).read()
+            RecordReader(str(file)).read()
     with pytest.raises(UsageError, match="No such file"):
-        Record(str(tmp_path / "none")).read()
+        RecordReader(str(tmp_path / "none")).read()
 
 
 # The page, and metrics.
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    watch = Watch()
+def watch() -> Iterator[RunWatch]:
+    watch = RunWatch()
     watch.open_sites("0", "127.0.0.1:0", False)
     for event in (RUN, *beats(20, 0, 10), *beats(20, 1, 10)):
         watch.history.take(event)
@@ -357,7 +357,7 @@ def get(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
             return error.code, dict(error.headers), error.read()
 
 
-def test_each_file_of_the_page_is_served_and_nothing_else(watch: Watch) -> None:
+def test_each_file_of_the_page_is_served_and_nothing_else(watch: RunWatch) -> None:
     page, metrics = (site.url for site in watch.sites)
     for path, (name, kind) in FILES.items():
         status, headers, body = get(page.rstrip("/") + path)
@@ -370,19 +370,19 @@ def test_each_file_of_the_page_is_served_and_nothing_else(watch: Watch) -> None:
         urllib.request.urlopen(page, data=b"x", timeout=10)
 
 
-def test_the_console_says_who_may_look(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_console_says_who_may_look(watch: RunWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     for site in watch.sites:
         assert "no key" not in site.told
         monkeypatch.setattr(site, "server_address", ("0.0.0.0", site.server_address[1]))
         assert site.told.endswith("HTTP asks for no key: whoever reaches this address reads it")
 
 
-def test_a_page_of_another_name_is_not_told(watch: Watch) -> None:
+def test_a_page_of_another_name_is_not_told(watch: RunWatch) -> None:
     assert get(watch.sites[0].url + "frame.json", Host="evil.example:80")[0] == 403
     assert get(watch.sites[0].url + "frame.json", Host="localhost:80")[0] == 200
 
 
-def test_the_stream_has_the_frame_and_ends_with_the_run(watch: Watch) -> None:
+def test_the_stream_has_the_frame_and_ends_with_the_run(watch: RunWatch) -> None:
     stream = frames(watch.sites[0].url)
     first = next(stream)
     assert first["clock"] == watch.history.frame()["clock"] and first["members"][1]["path"] == [1]
@@ -395,7 +395,7 @@ def test_the_stream_has_the_frame_and_ends_with_the_run(watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("asks", [b"", b"GET /events", b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_visitors_are_bounded_and_lock_nobody_out(asks: bytes, watch: Watch) -> None:
+def test_visitors_are_bounded_and_lock_nobody_out(asks: bytes, watch: RunWatch) -> None:
     """Who has asked for nothing makes room first, and then who came first."""
     host, port = watch.sites[0].server_address[:2]
     with contextlib.ExitStack() as stack:
@@ -418,7 +418,7 @@ def test_visitors_are_bounded_and_lock_nobody_out(asks: bytes, watch: Watch) -> 
                 pass
 
 
-def test_an_error_in_an_answer_is_told_once(watch: Watch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_an_answer_is_told_once(watch: RunWatch, capfd: pytest.CaptureFixture[str]) -> None:
     site = watch.sites[0]
     assert site.frames is not None
 
@@ -432,7 +432,7 @@ def test_an_error_in_an_answer_is_told_once(watch: Watch, capfd: pytest.CaptureF
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
-def test_prometheus_reads_the_metrics(watch: Watch) -> None:
+def test_prometheus_reads_the_metrics(watch: RunWatch) -> None:
     status, headers, body = get(watch.sites[1].url + "metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -496,10 +496,10 @@ def test_the_flag_may_stand_alone(words: str, dashboard: str, rest: tuple[str, .
     assert (found["dashboard"], found["command"]) == (dashboard, rest)
 
 
-def test_a_port_that_is_taken_is_named(watch: Watch) -> None:
+def test_a_port_that_is_taken_is_named(watch: RunWatch) -> None:
     port = watch.sites[0].server_address[1]
     with pytest.raises(UsageError, match=rf"--dashboard 127\.0\.0\.1:{port}: .*; name another port"):
-        Watch().open_sites(str(port), "", False)
+        RunWatch().open_sites(str(port), "", False)
 
 
 def test_commands_show_a_record(tmp_path: Path) -> None:

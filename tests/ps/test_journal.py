@@ -13,8 +13,8 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import encode, pack
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Means
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import MeanFactory
 from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
@@ -25,7 +25,7 @@ HELLO = m.Hello("a token", "here", b"")
 
 def server() -> Server:
     settings = Settings().validated()
-    means = Means(coordinator=Coordinator(settings, 7))
+    means = MeanFactory(coordinator=Coordinator(settings, 7))
     return Server(Shard(0, settings, 1, 5, (), means), means.coordinator)
 
 
@@ -37,13 +37,13 @@ def both() -> Iterator[tuple[int, int]]:
         os.close(file)
 
 
-def again(both: tuple[int, int]) -> tuple[Journal, list[Event]]:
+def again(both: tuple[int, int]) -> tuple[Journal, list[MachineEvent]]:
     journal = Journal(both, assume_lent)
     return journal, list(journal.events())
 
 
-def event(count: int) -> Event:
-    return Event(Kind.BELOW, count, b"a" * m.NAME_BYTES + b"x", HELLO)
+def event(count: int) -> MachineEvent:
+    return MachineEvent(EventKind.BELOW, count, b"a" * m.NAME_BYTES + b"x", HELLO)
 
 
 def filled(both: tuple[int, int], events: int) -> Journal:
@@ -57,9 +57,9 @@ def filled(both: tuple[int, int], events: int) -> Journal:
 
 def test_what_was_written_is_read(both: tuple[int, int]) -> None:
     journal = filled(both, 3)
-    journal.note(Event(Kind.WROTE, 9, values=(4, [1, 4], 17)), [])
+    journal.note(MachineEvent(EventKind.WROTE, 9, values=(4, [1, 4], 17)), [])
     found, events = again(both)
-    assert events == [event(0), event(1), event(2), Event(Kind.WROTE, 9, values=(4, [1, 4], 17))]
+    assert events == [event(0), event(1), event(2), MachineEvent(EventKind.WROTE, 9, values=(4, [1, 4], 17))]
     assert found.machine().shard.ledger == server().shard.ledger and found.end == journal.end
 
 
@@ -67,7 +67,7 @@ def test_what_was_written_is_read(both: tuple[int, int]) -> None:
 def test_an_event_that_is_none_is_what_a_peer_may_send(about: object) -> None:
     """A standby gets events over the network."""
     with pytest.raises(RemoteProtocolError, match="an event has a kind"):
-        Event.of(pack(about), [])
+        MachineEvent.of(pack(about), [])
 
 
 @pytest.mark.parametrize("bytes_less", [1, 20, 40])
@@ -134,7 +134,7 @@ def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
         nbytes = 1_000_001
 
     settings = Settings().validated()
-    large = Server(Large(0, settings, 1, 5, (), Means()), Coordinator(settings, 7))
+    large = Server(Large(0, settings, 1, 5, (), MeanFactory()), Coordinator(settings, 7))
     journal = Journal(both, assume_lent, 1_000_000)
     journal.begin(large)
     assert journal.trouble == "it would take 1,000,001 bytes, and may take 1,000,000"
@@ -151,7 +151,7 @@ def test_it_begins_anew_in_time(both: tuple[int, int]) -> None:
     journal.begin(server())
     assert not journal.due
     payload = bytes(BYTES_MIN)
-    journal.note(Event(Kind.BELOW, 1, b"x", HELLO), [*encode(HELLO), payload])
+    journal.note(MachineEvent(EventKind.BELOW, 1, b"x", HELLO), [*encode(HELLO), payload])
     assert journal.due
     journal.begin(server())
     assert sum(os.fstat(file).st_size for file in both) < 1 << 20

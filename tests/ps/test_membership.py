@@ -7,11 +7,11 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Log, Send, Stop
-from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Means
+from narrows.protocols.summary import Summary, SummaryRow
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import MeanFactory
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 
@@ -19,9 +19,9 @@ from narrows.ps.shard import Shard
 def cluster(stands: bool = False) -> tuple[Server, Coordinator, Member]:
     settings = Settings(sync="bsp").validated()
     coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
-    means = Means(child=True, member=member, coordinator=coordinator)
+    means = MeanFactory(child=True, member=member, coordinator=coordinator)
     server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1", stands=stands)
-    server.happen(Event(Kind.START, NS))
+    server.happen(MachineEvent(EventKind.START, NS))
     return server, coordinator, member
 
 
@@ -31,12 +31,12 @@ def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_
     cluster without workers says the same good-bye, and stays."""
     server, coordinator, member = cluster()
     assert server.membership is not None
-    server.happen(Event(Kind.ABOVE, NS, message=m.HeartbeatAck(-1, 0, 0, 0, 0, "")))  # somebody is there
+    server.happen(MachineEvent(EventKind.ABOVE, NS, message=m.HeartbeatAck(-1, 0, 0, 0, 0, "")))  # somebody is there
     told = server.membership.leave(NS) if done else member.leave(-1, NS)
     assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
     assert not coordinator.generations.at_rest
-    answer = Event(Kind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
-    assert server.happen(answer) == ([Stop()] if done else []) and member.phase is Phase.OVER
+    answer = MachineEvent(EventKind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
+    assert server.happen(answer) == ([Stop()] if done else []) and member.phase is MemberPhase.OVER
     assert server.happen(answer) == [], "an answer that comes twice is none"
 
 
@@ -52,7 +52,7 @@ def test_one_that_may_have_a_standby_does_not_gossip(stands: bool) -> None:
     """Other clusters would not find it where the standby is."""
     server, _, _ = cluster(stands)
     above = Settings(sync="gossip").validated()
-    server.happen(Event(Kind.ABOVE, 2 * NS, message=m.Welcome("token", 0, 0, 1, 1, above.packed(), (9,))))
+    server.happen(MachineEvent(EventKind.ABOVE, 2 * NS, message=m.Welcome("token", 0, 0, 1, 1, above.packed(), (9,))))
     assert server.membership is not None
     assert ("leave out --replicas" in server.membership.final.text) == stands
 
@@ -60,11 +60,11 @@ def test_one_that_may_have_a_standby_does_not_gossip(stands: bool) -> None:
 def test_a_cluster_does_not_join_a_server_with_shards_on_other_machines() -> None:
     settings = Settings(sync="bsp", push="update", shards=2).validated()
     coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
-    means = Means(child=True, member=member, coordinator=coordinator)
+    means = MeanFactory(child=True, member=member, coordinator=coordinator)
     server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1")
-    server.happen(Event(Kind.START, NS))
+    server.happen(MachineEvent(EventKind.START, NS))
     welcome = m.Welcome("token", 0, 0, 1, 3, settings.packed(), (1, 2), ("", "10.0.0.2"))
-    server.happen(Event(Kind.ABOVE, 2 * NS, message=welcome))
+    server.happen(MachineEvent(EventKind.ABOVE, 2 * NS, message=welcome))
     assert server.membership is not None and coordinator.over
     end = server.membership.final
     assert end.code == m.RefuseCode.INCOMPATIBLE and "end ps-serve --join there first" in end.text
@@ -78,8 +78,8 @@ def test_the_clocks_of_those_below_go_up_as_they_are_at_one_moment() -> None:
         seat = run.sit(m.Hello(f"token {rank}", f"host {rank}"), b"peer", NS)
         seat.declare(5, clock, "")
         rounds.enter(seat, NS)
-        deeper = Row((rank, 4), "", "", Summary(clock=7))
-        seat.rows = (Row((rank,), seat.host, "", Summary(clock=told, steps=told)), deeper) if told >= 0 else ()
+        deeper = SummaryRow((rank, 4), "", "", Summary(clock=7))
+        seat.rows = (SummaryRow((rank,), seat.host, "", Summary(clock=told, steps=told)), deeper) if told >= 0 else ()
     own, *below = member.figures.rows()
     assert own.path == () and server.membership is not None
     assert [(row.path, row.summary.clock) for row in below] == [((0,), 12), ((0, 4), 7), ((1,), 11), ((1, 4), 7)]

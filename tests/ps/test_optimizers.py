@@ -10,13 +10,13 @@ import pytest
 
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import ELEMENTWISE
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import pack
 from narrows.ps.optimizers import TorchOptimizer
 
 
 def server_side(kind: str) -> TorchOptimizer:
-    return TorchOptimizer(Plan((TensorSpec("weight", (2, 4), "float32"),), kind, ((0,),)), 0, 8)
+    return TorchOptimizer(ModelSpec((TensorSpec("weight", (2, 4), "float32"),), kind, ((0,),)), 0, 8)
 
 
 @pytest.mark.parametrize(("kind", "first", "later", "fits"), [

@@ -11,32 +11,32 @@ from simulation.actors import PLANS, PlainSGD
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Patience, Timing
+from narrows.protocols.timing import RetryTimer, Timing
 from narrows.protocols.wire import pack
-from narrows.ps.changes import FirstWeights
-from narrows.ps.inbox import Inbox
-from narrows.ps.planned import NEXT, STAGES, Means, Planned, Stage
-from narrows.ps.publications import Child, Sent
+from narrows.ps.changes import SetFirstWeights
+from narrows.ps.inbox import PushAssembler
+from narrows.ps.planned import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
+from narrows.ps.publications import PublicationChild, SentPublication
 from narrows.ps.shard import UNDECIDED
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
 
 
-def planned_of(**flags: Any) -> Planned:
+def planned_of(**flags: Any) -> ModelShard:
     """One shard with the weights that the run begins with, and one member."""
     settings = Settings(**flags).validated()
-    inbox = Inbox(0, settings.mode())
+    inbox = PushAssembler(0, settings.mode())
     ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True)
     inbox.members(ledger, 0)
-    means = Means(optimizer=PlainSGD)
-    planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), inbox, 0, means)
-    planned.apply([FirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
+    means = MeanFactory(optimizer=PlainSGD)
+    planned = ModelShard(0, settings, ModelSpec.unpacked(PLANS[0.0]), inbox, 0, means)
+    planned.apply([SetFirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
     return planned
 
 
-def push(planned: Planned, clock: int) -> None:
+def push(planned: ModelShard, clock: int) -> None:
     seat = planned.inbox.seats[0]
     begin, end = planned.turn(clock)
     (piece,) = raw_pieces(np.ones(end - begin, np.float32), begin, [(begin, end)])
@@ -53,12 +53,12 @@ def ledger_of(min_clock: int, **changes: Any) -> m.Ledger:
 
 
 def test_every_stage_has_its_turn() -> None:
-    assert set(STAGES) == set(Stage) == set(NEXT)
-    at, seen = Stage.FOLD, []
-    for _ in Stage:
+    assert set(STAGES) == set(ClockStage) == set(NEXT)
+    at, seen = ClockStage.FOLD, []
+    for _ in ClockStage:
         seen.append(at)
         at = NEXT[at]
-    assert seen == [*Stage] and at is Stage.FOLD
+    assert seen == [*ClockStage] and at is ClockStage.FOLD
 
 
 def test_a_checkpoint_is_written_before_the_clock_after_it_is_folded() -> None:
@@ -67,18 +67,18 @@ def test_a_checkpoint_is_written_before_the_clock_after_it_is_folded() -> None:
         push(planned, clock)
     ledger = ledger_of(2, checkpoint=1)
     assert planned.run(ledger, 0) == [Checkpoint(1)]
-    assert (planned.min_clock, planned.stage, planned.store.publication) == (1, Stage.CHECKPOINT, 1)
+    assert (planned.min_clock, planned.stage, planned.store.publication) == (1, ClockStage.CHECKPOINT, 1)
     assert planned.run(ledger, 0) == [] and planned.min_clock == 1, "whatever comes meanwhile"
     planned.has_written()
     assert planned.run(ledger, 0) == []
-    assert (planned.min_clock, planned.stage, planned.store.publication) == (2, Stage.FOLD, 2)
+    assert (planned.min_clock, planned.stage, planned.store.publication) == (2, ClockStage.FOLD, 2)
 
 
 def test_a_clock_waits_for_the_norm_over_all_shards() -> None:
     planned = planned_of(sync="bsp", shards=1)
-    planned.plan = Plan.unpacked(PLANS[1.5])
+    planned.plan = ModelSpec.unpacked(PLANS[1.5])
     push(planned, 0)
-    assert planned.run(ledger_of(1), 0) == [] and planned.stage is Stage.FOLD
+    assert planned.run(ledger_of(1), 0) == [] and planned.stage is ClockStage.FOLD
     assert planned.norms == {0: 7.0}
     planned.run(ledger_of(1, norms=((0, 3.0),)), 0)
     assert planned.min_clock == 1 and not planned.norms
@@ -87,7 +87,7 @@ def test_a_clock_waits_for_the_norm_over_all_shards() -> None:
 
 def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
     now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
-    child = Child(follow, Patience(Timing()), sent={4: Sent(10, now_ns, now_ns)})
+    child = PublicationChild(follow, RetryTimer(Timing()), sent={4: SentPublication(10, now_ns, now_ns)})
     child.said(replace(follow, clock=1), now_ns)
     assert 4 in child.sent, "it is on its way"
     child.repeat_soon()
@@ -97,11 +97,11 @@ def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
 
 def test_what_a_child_calls_lost_is_sent_again_at_once() -> None:
     now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
-    child = Child(follow, Patience(Timing()), sent={4: Sent(10, now_ns, now_ns)})
+    child = PublicationChild(follow, RetryTimer(Timing()), sent={4: SentPublication(10, now_ns, now_ns)})
     child.said(follow, now_ns)
     assert 4 in child.sent, "it is on its way"
     child.said(replace(follow, lost=True), now_ns)
     assert not child.sent and 4 in child.again
-    child.sent[4] = Sent(10, now_ns, now_ns)
+    child.sent[4] = SentPublication(10, now_ns, now_ns)
     child.said(follow, now_ns)
     assert 4 in child.sent, "it was said of what had been sent before"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from narrows.protocols.keys import overlaps, split
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import pack
 from narrows.ps.changes import OWED
 from narrows.ps.optimizers import TorchOptimizer
@@ -17,7 +17,7 @@ from narrows.ps.recut import recut
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = (5, 1, 0, 7, 3)
-PLAN = Plan(tuple(TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate(SIZES)), "", ((3, 0), (1, 2, 4)))
+PLAN = ModelSpec(tuple(TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate(SIZES)), "", ((3, 0), (1, 2, 4)))
 OPTIMIZERS: dict[str, Any] = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
     "AdamW": {"lr": 0.1, "amsgrad": True},
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def stepped(name: str, shards: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
     """Ranges and arrays of so many shards that made three steps along the same gradients; tensor 0 has none in the second."""
-    plan = Plan(PLAN.tensors, name, PLAN.groups)
+    plan = ModelSpec(PLAN.tensors, name, PLAN.groups)
     made = []
     for begin, end in split(plan.size, shards):
         optimizer, x = (

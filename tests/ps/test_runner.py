@@ -15,20 +15,20 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.runtime.sockets import Peer, Receipt
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Stage
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import ClockStage
 from narrows.ps.process import checkpoints
-from narrows.ps.process.journal import Journal, Replay, files
-from narrows.ps.process.machine import Process
-from narrows.ps.process.runner import Runner
+from narrows.ps.process.journal import Journal, JournalReplay, files
+from narrows.ps.process.machine import MachineFactory
+from narrows.ps.process.runner import ServerRunner
 
 WORKER = b"a" * m.NAME_BYTES + b"x"
 TEMPORARY = "shard 0: checkpoint of clock 2, in a temporary folder while the run lasts"
-PLAN = Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed()
+PLAN = ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed()
 
 
 class Nowhere:
@@ -54,10 +54,10 @@ class Life:
 
     def __init__(self, folder: Path, both: tuple[int, int]) -> None:
         settings = Settings(sync="bsp", push="update", checkpoint_every=0.001).validated()
-        self.process = Process(0, settings, "", "", 1 << 20, str(folder), False)
+        self.process = MachineFactory(0, settings, "", "", 1 << 20, str(folder), False)
         self.both, self.port, self.clock = both, Nowhere(), 0
-        self.runner = Runner(self.process, self.port, 5, both=both)
-        self.happens(Kind.START)
+        self.runner = ServerRunner(self.process, self.port, 5, both=both)
+        self.happens(EventKind.START)
         self.says(m.Hello("token", "here"))
         welcome = next(each for each in self.port.sent if isinstance(each, m.Welcome))
         self.says(m.Declare(0, welcome.epoch, PLAN))
@@ -66,10 +66,10 @@ class Life:
         self.says(m.FirstWeights(0, self.epoch, 0, 1, 0, 4, RAW, bytes(16)))
         self.push()
         for later in (NS, 2 * NS):
-            self.happens(Kind.TICK, later)
+            self.happens(EventKind.TICK, later)
 
-    def happens(self, kind: Kind, later_ns: int = 0) -> None:
-        self.runner.happen(Event(kind, self.runner.clock.now() + later_ns))
+    def happens(self, kind: EventKind, later_ns: int = 0) -> None:
+        self.runner.happen(MachineEvent(kind, self.runner.clock.now() + later_ns))
 
     def says(self, message: m.Message) -> None:
         self.runner.receive(WORKER, encode(message))
@@ -78,8 +78,8 @@ class Life:
         self.says(m.Push(0, self.epoch, self.clock, 0, 1, 0, 4, 1, b"", RAW, bytes(16)))
         self.clock += 1
 
-    def next(self) -> Runner:
-        return Runner(replace(self.process, replay=True), Nowhere(), 5, both=self.both)
+    def next(self) -> ServerRunner:
+        return ServerRunner(replace(self.process, replay=True), Nowhere(), 5, both=self.both)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
         os.close(file)
 
 
-def written(runner: Runner) -> None:
+def written(runner: ServerRunner) -> None:
     assert runner.disk.writer is not None
     runner.disk.writer.wait()
     runner.wrote()
@@ -109,27 +109,27 @@ def test_a_resumed_run_begins_after_the_one_before_though_the_clock_was_set_back
     assert before is not None and checkpoints.clocks(Path(life.process.checkpoint_dir), 0)
     day = 24 * 60 * 60 * 1000 << 10
     earlier = replace(life.process, first_epoch=max(1, life.process.first_epoch - day), resume=True)
-    after = Runner(earlier, Nowhere(), 5).server.coordinator
+    after = ServerRunner(earlier, Nowhere(), 5).server.coordinator
     assert after is not None and after.run.first_epoch > before.run.epoch + day
 
 
-@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("stage", ClockStage)
 def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_of_its_clock(
-    stage: Stage, life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: ClockStage, life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between FOLD and PUBLISH they have what belongs to the next one."""
     monkeypatch.setattr(life.runner.disk.writer, "write", lambda *words: None)  # killed before it was on disk
     life.push()
 
-    def staged(journal: Journal, server: Any, load: Any, note: Any, plain: Any = Journal.replay) -> Replay:
-        done: Replay = plain(journal, server, load, note)
+    def staged(journal: Journal, server: Any, load: Any, note: Any, plain: Any = Journal.replay) -> JournalReplay:
+        done: JournalReplay = plain(journal, server, load, note)
         server.shard.planned.stage = stage
         return done
 
     monkeypatch.setattr(Journal, "replay", staged)
     after = life.next()
     written(after)
-    again = stage in (Stage.FOLD, Stage.CHECKPOINT)
+    again = stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
     assert checkpoints.clocks(tmp_path, 0) == ((2,) if again else ())
     assert (after.server.shard.tried, after.server.shard.checkpoints) == (2, [2] if again else [])
 
@@ -141,7 +141,7 @@ def test_one_is_known_to_be_lost_though_the_journal_has_begun_anew_since_it_was_
     monkeypatch.setattr(life.runner.disk.writer, "write", lambda *words: None)
     life.push()
     life.runner.anew = True
-    life.happens(Kind.TICK)
+    life.happens(EventKind.TICK)
     after = life.next()
     written(after)
     assert after.server.shard.tried == 2 and checkpoints.clocks(tmp_path, 0) == (2,)

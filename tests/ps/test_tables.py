@@ -12,19 +12,19 @@ from safetensors.numpy import load_file
 from narrows.compression import PayloadError, codecs, rows
 from narrows.compression.errors import NonFinitePayloadError
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
 from narrows.ps.changes import FloatArray
 from narrows.ps.process import checkpoints, model
-from narrows.ps.tables import Tables
+from narrows.ps.tables import EmbeddingRows
 
 SPEC = TableSpec("t", 1000, 3, 5, 0.5, "SGD")
-PLAN = Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),), tables=(SPEC,))
+PLAN = ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),), tables=(SPEC,))
 RATES = pack([{"lr": 1.0}])
 
 
-def pushed(tables: Tables, at: list[int], value: float) -> tuple[float, codecs.Piece]:
+def pushed(tables: EmbeddingRows, at: list[int], value: float) -> tuple[float, codecs.Piece]:
     values = np.full((len(at), SPEC.dim), value, np.float32)
     payload = rows.encode(0, tables.tables[0].count, np.array(at, np.uint32), values)
     return 1.0, codecs.Piece(codecs.ROWS, 4, 4, payload)
@@ -43,7 +43,7 @@ def test_first_values_are_normal_and_follow_from_the_row_alone() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_none(value: float) -> None:
-    piece = pushed(Tables([SPEC]), [3], value)[1]
+    piece = pushed(EmbeddingRows([SPEC]), [3], value)[1]
     codecs.check(piece)
     with pytest.raises(NonFinitePayloadError):
         codecs.check(piece, finite=True)
@@ -52,7 +52,7 @@ def test_a_row_that_is_not_finite_is_none(value: float) -> None:
 
 
 def test_a_row_in_two_updates_is_summed_and_stepped_once() -> None:
-    tables = Tables([SPEC], 1, 2)
+    tables = EmbeddingRows([SPEC], 1, 2)
     tables.fold([pushed(tables, [3, 8], 0.25), pushed(tables, [8], 0.5)], RATES)
     tables.fold([pushed(tables, [3], 9.0)], b"")  # nobody has said how
     table = tables.tables[0]
@@ -70,7 +70,7 @@ def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: 
     )
     before = []
     for shard in range(2):
-        before.append(written := Tables(plan.tables, shard, 2))
+        before.append(written := EmbeddingRows(plan.tables, shard, 2))
         for value in (0.5, 0.25):
             written.fold([pushed(written, [0, 4, 499], value)], rates)
         facts = {"publication": 1, "shards": 2, "plan": plan.packed(), "buffers": b"", "epoch": 1}
@@ -81,7 +81,7 @@ def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: 
         wanted[shard::2] = each.tables[0].read(asked[: each.tables[0].count])
     for shard in range(shards):
         load, _ = checkpoints.read_for(tmp_path, shard, shards, 9, checkpoints.facts_of(tmp_path, 9))
-        loaded = Tables(plan.tables, shard, shards)
+        loaded = EmbeddingRows(plan.tables, shard, shards)
         loaded.load(load.arrays)
         assert loaded.tables[0].steps == 2
         found[shard::shards] = loaded.tables[0].read(asked[: loaded.tables[0].count])
@@ -90,7 +90,7 @@ def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: 
 
 @pytest.mark.parametrize("name", ["rows", "values", "steps"])
 def test_a_checkpoint_whose_rows_are_of_another_kind_is_none(name: str, tmp_path: Path) -> None:
-    tables, x = Tables([SPEC], 0, 1), np.zeros(4, np.float32)
+    tables, x = EmbeddingRows([SPEC], 0, 1), np.zeros(4, np.float32)
     tables.fold([pushed(tables, [7], 0.5)], RATES)
     arrays = {"x": x, "p": x, **tables.arrays()}
     arrays[f"table.0.{name}"] = arrays[f"table.0.{name}"].astype(np.float64)
@@ -103,7 +103,7 @@ def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> 
     """It is written a block at a time, out of the rows that each shard holds."""
     wanted = first([*range(SPEC.rows)])
     for shard in range(2):
-        tables = Tables([SPEC], shard, 2)
+        tables = EmbeddingRows([SPEC], shard, 2)
         tables.fold([pushed(tables, [0, 4, 499], 0.5)], RATES)
         wanted[[shard, 8 + shard, 998 + shard]] -= 0.5
         x = np.zeros(2, np.float32)

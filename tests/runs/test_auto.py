@@ -24,10 +24,10 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.member.meter import WINDOW_NS, LinkMeter
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Load, Publish
+from narrows.ps.changes import LoadArrays, Publish
 from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer
-from narrows.worker.session import Connected
+from narrows.worker.session import RunSession
 
 MBIT = 125e3  # bytes a second
 SPARSEST = ladder("auto")[-1].spec
@@ -273,7 +273,7 @@ def test_a_residual_outlives_a_change_of_compressor() -> None:
 def test_publications_of_any_coding_lead_to_the_same_state() -> None:
     """A child that follows them has p bit for bit, and one that lacks a dense one gets the whole state."""
     store = Store(0, 2_000, barrier=True, codings=ladder("auto").specs)
-    store.apply(Load({"x": np.zeros(2_000, np.float32), "p": np.zeros(2_000, np.float32)}, 0))
+    store.apply(LoadArrays({"x": np.zeros(2_000, np.float32), "p": np.zeros(2_000, np.float32)}, 0))
     followed = store.p.copy()
     values = np.random.default_rng(4)
     for spec in ("topk:0.11+sign", "int8", "dense", "cycle:0.15+sign", "fp16", "dense"):
@@ -339,7 +339,7 @@ def constant(model: torch.nn.Module) -> torch.Tensor:
 class Trainer:
     """One worker whose clocks each compute for a second, by its own account."""
 
-    def __init__(self, joined: Connected, rate: float) -> None:
+    def __init__(self, joined: RunSession, rate: float) -> None:
         self.session, self.link = joined, joined.link
         torch.manual_seed(1)
         self.model = torch.nn.Linear(300, 100, bias=False)

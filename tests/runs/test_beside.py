@@ -17,9 +17,9 @@ from kit.scripts import run
 from narrows.protocols.effects import Log
 from narrows.protocols.runtime.output import open_record
 from narrows.protocols.settings import Settings
-from narrows.ps.beside import EVERY, Beside
-from narrows.ps.command.cluster import Cluster
-from narrows.ps.looks import Look
+from narrows.ps.beside import EVERY, OutlierStats
+from narrows.ps.command.cluster import ShardSupervisor
+from narrows.ps.looks import UpdateSample
 from narrows.worker import DistributedOptimizer
 
 KEYS, WORKERS = 200, 4
@@ -39,7 +39,7 @@ def reference(newest: dict[int, Floats], worker: int) -> tuple[float, float]:
 @pytest.mark.parametrize("together", [True, False])
 def test_figures_are_those_of_the_definition(together: bool) -> None:
     rng = np.random.default_rng(5)
-    beside = Beside(0, KEYS)
+    beside = OutlierStats(0, KEYS)
     newest: dict[int, Floats] = {}
     sums = np.zeros((WORKERS, 2))
     for clock in range(EVERY):
@@ -47,7 +47,7 @@ def test_figures_are_those_of_the_definition(together: bool) -> None:
         for worker in range(WORKERS):
             update = (1 + rng.standard_normal(KEYS)) * (rng.random(KEYS) < 0.2) * rng.lognormal(0, 3)
             sent[worker] = update.astype(np.float32)
-        looks = [Look(worker, clock, 1.0, update) for worker, update in sent.items()]
+        looks = [UpdateSample(worker, clock, 1.0, update) for worker, update in sent.items()]
         factors = [0.0 if look.worker == LIAR else 0.5 if look.worker == 1 else 1.0 for look in looks]
         for turn in [looks] if together else [[look] for look in looks]:
             beside.saw(turn, factors if together else [factors[turn[0].worker]])
@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_definition(together: bool) -> None:
                 sums[look.worker] += reference(newest, look.worker)
     if not together:  # the first had nobody beside it yet
         assert [log.values["worker"] for log in beside.logs] == [1, 2, 3]
-        beside.saw([Look(0, EVERY, 1.0, newest[0])], [1.0])
+        beside.saw([UpdateSample(0, EVERY, 1.0, newest[0])], [1.0])
         sums[0] += reference(newest, 0)
         beside.logs.sort(key=lambda log: str(log.values["worker"]))
     for worker, log in enumerate(beside.logs):
@@ -103,7 +103,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
 
 
 def test_a_record_has_each_event_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(Settings(workers=3, robust="cosine").validated())
+    cluster = ShardSupervisor(Settings(workers=3, robust="cosine").validated())
     cluster.glance.record = open_record(str(tmp_path / "record.jsonl"), print)
     values = {"worker": 1, "shard": 0, "clock": 49, "cosine": 0.5, "overlap": 1.0, "left_out": 0, "shortened": 2}
     for told in (values, values | {"text": "worker 1: (it has left)"}):

@@ -19,12 +19,12 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log
 from narrows.protocols.gossip.gain import WINDOW
-from narrows.protocols.member.member import Phase
+from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import encode
-from narrows.ps.above import Kept, Place
-from narrows.ps.mixing import Mixing
+from narrows.ps.above import ParentSeat, ParentState
+from narrows.ps.mixing import ParentGossip
 from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
@@ -40,7 +40,7 @@ def script(worker: int) -> Array:
 
 def round_of(shard: Shard) -> int:
     """0 before it knows the clusters that it mixes with."""
-    return shard.above.driver.round if isinstance(shard.above, Mixing) else 0
+    return shard.above.driver.round if isinstance(shard.above, ParentGossip) else 0
 
 
 def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, list[Cluster], list[Array]]:
@@ -208,7 +208,7 @@ def nine_steps(silent: bool) -> Array:
             until(lambda: round_of(clusters[0].servers[0].shard) == 5, "five rounds", 20.0)
             for index in range(len(root.servers)):
                 root.heard[index] = lambda *told: []
-            assert pump(run, clusters, lambda: all(member.phase is Phase.ALONE for member in members), 60.0)
+            assert pump(run, clusters, lambda: all(member.phase is MemberPhase.ALONE for member in members), 60.0)
         go.set()
         everyone = clusters if silent else [root, *clusters]
         model = finished(run, everyone, *two)[0]
@@ -255,10 +255,10 @@ def test_a_cluster_that_leaves_with_its_last_ack_lost_keeps_nobody_from_ending()
 
 def test_a_peer_that_says_nonsense_before_it_is_known_is_dropped() -> None:
     """It asks for the model, which is not here yet, and offers none that is one, before the roster names it."""
-    place = Place(gossip(workers=2).validated(), 0, 1, 0, 0, (1,))
-    shard = Mixing(0, place, (0, 4), Kept(), None, Timing())
+    place = ParentSeat(gossip(workers=2).validated(), 0, 1, 0, 0, (1,))
+    shard = ParentGossip(0, place, (0, 4), ParentState(), None, Timing())
     shard.begin(0)
-    for message in (m.Adopt(1, 0), m.Offer(1, 0, 1, 0, 0, 0, 1, 0, 4, 9.0, True, RAW, bytes(16))):
+    for message in (m.ModelRequest(1, 0), m.Offer(1, 0, 1, 0, 0, 0, 1, 0, 4, 9.0, True, RAW, bytes(16))):
         assert shard.hear(message, 0) == []
     rows = tuple((worker, 1, worker, 0) for worker in range(2))
     roster = m.Roster(0, 1, False, rows, ("tcp://a:1", "tcp://b:1"), False)

@@ -17,13 +17,13 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, record, session, waiting
 from narrows.worker.command import console
-from narrows.worker.command.recording import Recording
-from narrows.worker.runner import Link
+from narrows.worker.command.recording import WorkerRecord
+from narrows.worker.runner import MemberLink
 from narrows.worker.telling import FIGURES
 
 
 def test_progress_goes_by_the_workers_that_are_there() -> None:
-    recording = Recording("", print)
+    recording = WorkerRecord("", print)
     recording.settings = {
         "sync": "ssp",
         "compress": "dense",
@@ -45,16 +45,16 @@ def test_progress_goes_by_the_workers_that_are_there() -> None:
 
 
 def test_the_last_line_counts_skipped_steps_by_rank() -> None:
-    recording = Recording("", print)
+    recording = WorkerRecord("", print)
     for local_rank, rank in ((0, 4), (1, 5), (1, 5)):
         recording.take(local_rank, {"event": "skipped", "rank": rank, "clock": 3, "tensor": "'0.bias'"})
     said = recording.done([0, 0])
     assert said.endswith("; 3 steps skipped, for a gradient that was not finite: 1 by rank 4, 2 by rank 5")
-    assert "skipped" not in Recording("", print).done([0])
+    assert "skipped" not in WorkerRecord("", print).done([0])
 
 
 def test_the_last_line_says_what_start_and_end_cost() -> None:
-    recording = Recording("", print)
+    recording = WorkerRecord("", print)
     recording.settings = {
         "sync": "ssp",
         "compress": "topk:0.01",
@@ -102,11 +102,11 @@ def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "say", said.append)
     link: Any = SimpleNamespace(take=take, run_clock=0, waits="")
     with pytest.raises(NarrowsError, match="waited 35 s for the others"):
-        waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others")
+        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others")
     assert said == [f"waiting for the others, {seconds} s so far ..." for seconds in (10, 20, 30)]
     now_s, link.waits = 0.0, "2 of 3 workers joined; waiting for 1"
     with pytest.raises(NarrowsError, match="waited 15 s for the others: 2 of 3 workers joined; waiting for 1"):
-        waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 15.0, "the others")
+        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 15.0, "the others")
     assert said[3:] == ["2 of 3 workers joined; waiting for 1, 10 s so far ..."]
 
 
@@ -123,7 +123,7 @@ def test_a_wait_for_workers_that_train_has_no_end_while_they_do(monkeypatch: pyt
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     monkeypatch.setattr(waiting, "say", lambda text: None)
     with pytest.raises(NarrowsError, match="waited 35 s"):
-        waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others", others=True)
+        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others", others=True)
     assert now_s == 1035.0
 
 
@@ -134,7 +134,7 @@ ODD = ("self", "kind", "what", "text", "values", "name", "index", "loss", "total
 def test_what_a_script_records_has_any_name_but_those_of_the_run(
     compress: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(str(tmp_path / "record"), print)
+    recording = WorkerRecord(str(tmp_path / "record"), print)
 
     def hear(event: str, /, **values: Any) -> None:
         recording.take(0, json.loads(json.dumps({"event": event, **values})))

@@ -24,7 +24,7 @@ from narrows.worker import DistributedOptimizer, engine, home, overlap
 from narrows.worker.engine import Engine
 from narrows.worker.flat import FlatModel
 from narrows.worker.home import home_of
-from narrows.worker.updates import Updates
+from narrows.worker.updates import UpdateStep
 
 STEPS = 50
 At = Callable[[int, "Script"], None]
@@ -141,7 +141,7 @@ def changes(number: int, script: Script) -> None:
     """As `auto` does, from lossy to lossless and back."""
     specs = {10: "int8", 20: "dense", 30: "topk:0.2"}
     sync = script.engine.sync
-    if number in specs and isinstance(sync, Updates):
+    if number in specs and isinstance(sync, UpdateStep):
         for replica in sync.shards.replicas:
             for _, feedback in replica.feedbacks:
                 feedback.change(parse(specs[number]))

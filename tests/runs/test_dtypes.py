@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.plan import DTYPES, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import DTYPES, ModelSpec, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.settings import Settings
 from narrows.ps.process import checkpoints, model
 from narrows.worker import DistributedOptimizer, Embedding, saved_state
@@ -224,9 +224,9 @@ def test_a_table_of_rows_that_are_no_real_numbers_is_refused() -> None:
 
 def test_a_plan_of_a_dtype_that_is_not_trained_is_refused() -> None:
     for dtype in ("int64", "float8_e5m2", "nothing"):
-        plan = Plan((TensorSpec("w", (2,), dtype),), "", ((0,),))
+        plan = ModelSpec((TensorSpec("w", (2,), dtype),), "", ((0,),))
         with pytest.raises(RemoteProtocolError, match=f"tensor 'w' is {dtype}: a parameter is float16"):
-            Plan.unpacked(plan.packed())
+            ModelSpec.unpacked(plan.packed())
 
 
 # Buffers and frozen parameters.

@@ -21,9 +21,9 @@ from narrows.protocols.cluster.coordinator import HAND_OVER_NS
 from narrows.protocols.effects import Send
 from narrows.protocols.saved import FOLDER, ROUND, round_file
 from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import Cluster as Served
+from narrows.ps.command.cluster import ShardSupervisor
 from narrows.worker import DistributedOptimizer, agree, gossip_checkpoints, rank, step_count, world_size
-from narrows.worker.gossip import Gossiping
+from narrows.worker.gossip import GossipStep
 from narrows.worker.gossip_checkpoints import GossipCheckpoints
 
 MODES: dict[str, dict[str, Any]] = {
@@ -371,7 +371,7 @@ def test_a_server_that_is_stopped_waits_for_no_worker_for_ever() -> None:
 
 
 def test_the_console_says_whose_model_it_is() -> None:
-    of = Served(Settings(sync="gossip"))
+    of = ShardSupervisor(Settings(sync="gossip"))
     assert of._whose(0).startswith("no worker has handed over its model: what the run began with")
     of.handed = {"last": False, "stopped": 1}
     assert of._whose(0) == "the model of a worker that was stopped"
@@ -379,7 +379,7 @@ def test_the_console_says_whose_model_it_is() -> None:
     assert of._whose(0) == "the mean of the models of 3 workers that were stopped"
     of.handed = {"last": True, "stopped": 1}
     assert of._whose(0) == "the model that the workers ended with"
-    assert Served(Settings(sync="bsp"))._whose(7) == "the model at clock 7"
+    assert ShardSupervisor(Settings(sync="bsp"))._whose(7) == "the model at clock 7"
 
 
 # Checkpoints of gossip: each worker has its own.
@@ -428,7 +428,7 @@ SPARSELY = Settings(sync="gossip", workers=3, shards=2, checkpoint_clocks=4)
 def drop(worker: int, optimizer: DistributedOptimizer) -> None:
     """As one that is killed, once its files are there."""
     sync = optimizer._engine.sync  # type: ignore[union-attr]
-    assert isinstance(sync, Gossiping) and sync.checkpoints is not None
+    assert isinstance(sync, GossipStep) and sync.checkpoints is not None
     sync.checkpoints.end()
 
 

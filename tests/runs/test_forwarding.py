@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narrows.worker.forwarding import Forwarding
+from narrows.worker.forwarding import LoggerForwarding
 
 
 class SummaryWriter:
@@ -57,7 +57,7 @@ def test_each_logger_that_is_open_gets_each_value(monkeypatch: pytest.MonkeyPatc
     module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
     closed, writer = SummaryWriter(), SummaryWriter()
     closed.all_writers = None
-    forwarding = Forwarding()
+    forwarding = LoggerForwarding()
     forwarding.forward({"loss": 0.5, "accuracy": 0.75}, 3)
     assert writer.rows == [("loss", 0.5, 3), ("accuracy", 0.75, 3)] and not closed.rows
     assert logged == [({"loss": 0.5, "accuracy": 0.75}, 3)]
@@ -71,7 +71,7 @@ def test_each_logger_that_is_open_gets_each_value(monkeypatch: pytest.MonkeyPatc
 def test_what_is_recorded_joins_the_row_of_wandb_that_the_script_has_open(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     module(monkeypatch, "wandb", run=run)
-    forwarding = Forwarding()
+    forwarding = LoggerForwarding()
     for step in (7, 8):
         forwarding.forward({"loss": step / 10}, step)  # row 0, and as nobody closed it, row 1
     assert run.rows == {0: {"loss": 0.7, "step_count": 7}, 1: {"loss": 0.8, "step_count": 8}}
@@ -85,5 +85,5 @@ def test_where_none_is_imported_nothing_is_done(monkeypatch: pytest.MonkeyPatch)
     for name in ("wandb", "mlflow", "torch.utils.tensorboard"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     before = set(sys.modules)
-    Forwarding().forward({"loss": 0.5}, 1)
+    LoggerForwarding().forward({"loss": 0.5}, 1)
     assert set(sys.modules) == before

@@ -17,7 +17,7 @@ from torch import nn
 
 from narrows.protocols.settings import Settings
 from narrows.worker import session
-from narrows.worker.command.recording import Recording
+from narrows.worker.command.recording import WorkerRecord
 from narrows.worker.degree import degree_of
 from narrows.worker.optimizers import as_one
 
@@ -169,7 +169,7 @@ def recorded(
         patch.setattr(session, "_tell", tell)
         told.append((0, {"event": "hello", "settings": {f: getattr(settings, f) for f in settings.__slots__}}))
         started.together(lambda worker: train(STEPS, make))
-    recording = Recording(str(path), print)
+    recording = WorkerRecord(str(path), print)
     for worker, event in told:
         recording.take(worker, event)
     recording.done([0] * settings.workers)

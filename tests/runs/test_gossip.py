@@ -29,12 +29,12 @@ from simulation.mirrors import Violation
 from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, Tell
+from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, SendToPeer
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.gossip.driver import Driver
-from narrows.protocols.gossip.exchanges import LAST, Exchanges
-from narrows.protocols.gossip.gain import WINDOW, Gain
-from narrows.protocols.gossip.peers import Peers
+from narrows.protocols.gossip.driver import GossipDriver
+from narrows.protocols.gossip.exchanges import LAST, GossipExchanges
+from narrows.protocols.gossip.gain import WINDOW, GossipGain
+from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.member.member import Member
 from narrows.protocols.settings import Settings
@@ -223,26 +223,26 @@ def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
 
 
 def test_a_gain_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    once = Gain.scaled
+    once = GossipGain.scaled
 
-    def twice(gain: Gain, moved: Array, members: int, sample: Any) -> Any:
+    def twice(gain: GossipGain, moved: Array, members: int, sample: Any) -> Any:
         return once(gain, moved, members, sample) * np.float32(gain.factor)
 
     def some_runs() -> None:
         for seed in range(20):
             Campaign(seed).run()
 
-    monkeypatch.setattr(Gain, "scaled", twice)
+    monkeypatch.setattr(GossipGain, "scaled", twice)
     with pytest.raises(Violation, match=r"mean has moved|moves beside mixes"):
         some_runs()
 
 
 DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
     "three on a ring, each of which keeps back a complete exchange of another round for one that the next keeps back": (
-        337, Exchanges, "_in_step", lambda exchanges, peer: True),
+        337, GossipExchanges, "_in_step", lambda exchanges, peer: True),
     "two that have no model, and ask each other: who has one is back under a later number": (
-        349, Driver, "has_none", lambda driver, peer: None),
-    "the same, and who has one is done": (866, Driver, "has_none", lambda driver, peer: None),
+        349, GossipDriver, "has_none", lambda driver, peer: None),
+    "the same, and who has one is done": (866, GossipDriver, "has_none", lambda driver, peer: None),
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def offer(**wrong: Any) -> m.Offer:
 @pytest.mark.parametrize("early", [False, True])
 def test_what_no_peer_says_ends_that_pair_alone(wrong: dict[str, Any], early: bool) -> None:
     """Also where it comes before the roster that names its sender: that must not end the session with the server."""
-    peers = Peers(0, LEASE_NS)
+    peers = GossipPeers(0, LEASE_NS)
     roster = m.Roster(0, 1, True, tuple((worker, 1, worker, 0) for worker in range(3)), ("0", "1", "2"))
     if early:
         assert peers.receive(offer(**wrong), 0) == []
@@ -339,27 +339,28 @@ def test_the_last_offer_is_a_model() -> None:
 
 def test_offers_made_before_a_rejoin_are_not_sent_after_it() -> None:
     """They would be in the way of the end: nobody acks what a worker says that is no more."""
-    peers = Peers(5, LEASE_NS)
+    peers = GossipPeers(5, LEASE_NS)
     peers.roster(m.Roster(5, 1, True, ((1, 1, 0, 0), (5, 1, 1, 1)), ("1", "5")), 0)
     assert peers.offer([offer(worker=0, peer=1)], 0) == [] and not peers.peers[1].sent
 
 
 def test_a_joiner_hears_from_a_peer_whose_owner_is_busy() -> None:
-    peers = Peers(0, LEASE_NS)
+    peers = GossipPeers(0, LEASE_NS)
     peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0)
-    told, asked = peers.receive(m.Adopt(1, 0), 0)
-    assert isinstance(told, Tell) and isinstance(told.message, m.OfferAck) and asked == AdoptAsked(1)
+    told, asked = peers.receive(m.ModelRequest(1, 0), 0)
+    assert isinstance(told, SendToPeer) and isinstance(told.message, m.OfferAck) and asked == AdoptAsked(1)
 
 
 def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
     """The peer is done, and says so every second."""
-    peers, asked = Peers(0, LEASE_NS), 0
+    peers, asked = GossipPeers(0, LEASE_NS), 0
     peers.roster(m.Roster(0, 1, True, ((0, 2, 0, 1), (1, 1, 1, 0)), ("0", "1")), 0)
     peers.adopt(1, 0)
     for second in range(60):
-        peers.receive(m.Ended(1, 0), second * NS)
+        peers.receive(m.GossipEnded(1, 0), second * NS)
         asked += sum(
-            isinstance(effect, Tell) and isinstance(effect.message, m.Adopt) for effect in peers.tick(second * NS)
+            isinstance(effect, SendToPeer) and isinstance(effect.message, m.ModelRequest)
+            for effect in peers.tick(second * NS)
         )
     assert asked == 2
 
@@ -473,7 +474,7 @@ def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
         updates = [
             (signal + (1 - shared) ** 0.5 * random.standard_normal(size)).astype(np.float32) for _ in range(workers)
         ]
-        gains = [Gain(at, degree) for _ in updates]
+        gains = [GossipGain(at, degree) for _ in updates]
         for _ in range(WINDOW):
             scaled = [
                 gain.scaled(update, workers, update[gain.at].astype(np.float64))
@@ -496,13 +497,13 @@ def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
 
 
 def test_updates_that_oppose_each_other_count_as_having_nothing_in_common() -> None:
-    one, other = Gain(np.arange(8), 0.0), Gain(np.arange(8), 0.0)
+    one, other = GossipGain(np.arange(8), 0.0), GossipGain(np.arange(8), 0.0)
     for _ in range(WINDOW):
         one.scaled(np.ones(8, np.float32), 4, np.ones(8, np.float64))
         other.scaled(-np.ones(8, np.float32), 4, -np.ones(8, np.float64))
     one.heard(other.tell(0))
     assert one.common == -1 and one.agreement == 0.5 and one.factor == 2
-    still = Gain(np.arange(8), 0.0)
+    still = GossipGain(np.arange(8), 0.0)
     for _ in range(WINDOW):
         still.scaled(np.zeros(8, np.float32), 4, np.zeros(8, np.float64))
     still.heard(still.tell(0))
@@ -688,7 +689,7 @@ def test_lost_offers_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with run(settings) as started_:
         count = [0]
 
-        def lost(tell: Tell) -> bool:
+        def lost(tell: SendToPeer) -> bool:
             count[0] += 1
             return isinstance(tell.message, (m.Offer, m.OfferAck)) and count[0] % 3 == 0
 
@@ -831,7 +832,7 @@ def test_nobody_speaks_for_a_peer_without_keys() -> None:
 
 
 def test_what_is_kept_of_workers_that_no_roster_names_has_a_bound_in_bytes() -> None:
-    peers = Peers(0, LEASE_NS)
+    peers = GossipPeers(0, LEASE_NS)
     for worker in range(1, 65):
         assert peers.receive(offer(worker=worker, payload=bytes(1 << 19)), 0) == []
     kept = [each if isinstance(each, m.Offer) else each[0] for each in peers.early]
@@ -843,7 +844,7 @@ def test_what_is_kept_of_workers_that_no_roster_names_has_a_bound_in_bytes() -> 
 
 def test_what_came_early_is_taken_from_its_peer_alone() -> None:
     """Of two messages under one number, before the roster: that of the pair counts."""
-    peers, name = Peers(0, LEASE_NS), m.pair_name(b"first", b"second")
+    peers, name = GossipPeers(0, LEASE_NS), m.pair_name(b"first", b"second")
     peers.receive(offer(payload=bytes(8)), 0, b"stranger-of-any-name")
     peers.receive(offer(), 0, name.encode() + b"12345678")
     _, *effects = peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1"), False, ("", name)), 0)
@@ -858,4 +859,4 @@ def forged(worker: Worker) -> list[m.Message]:
     mine, count = worker.session.link.member.worker, worker.engine.flat.size
     payload = np.full(count, 1e9, np.float32).tobytes()
     offer = m.Offer(99, mine, 1, 0, 0, 0, 1, 0, count, 0.5, True, RAW, payload)
-    return [offer, m.Adopt(99, mine), m.Ended(99, mine), m.LeaveAck("x"), m.Refuse(6, mine, 0, "the end")]
+    return [offer, m.ModelRequest(99, mine), m.GossipEnded(99, mine), m.LeaveAck("x"), m.Refuse(6, mine, 0, "the end")]

@@ -31,23 +31,23 @@ from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.compression.compressor import Chain
 from narrows.compression.value_codings import Section
 from narrows.protocols import messages as m
-from narrows.protocols.effects import MasterArrived, Send, ServerEffect, StateArrived, Tell
+from narrows.protocols.effects import MasterArrived, Send, SendToPeer, ServerEffect, StateArrived
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.modes import Mode
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode, pack
-from narrows.ps.changes import Fold, Load, Publish
-from narrows.ps.folding import Barrier
+from narrows.ps.changes import Fold, LoadArrays, Publish
+from narrows.ps.folding import FoldAtBarrier
 from narrows.ps.inbox import check_part
-from narrows.ps.mixing import Mixing
+from narrows.ps.mixing import ParentGossip
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer
-from narrows.worker.runner import Link
-from narrows.worker.updates import Updates
+from narrows.worker.runner import MemberLink
+from narrows.worker.updates import UpdateStep
 
 copyreg.pickle(
     memoryview, lambda view: (memoryview, (bytes(view),))
@@ -125,7 +125,7 @@ def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
         yield decode([bytes(frame) for frame in encode(copied)])
 
 
-UNCHANGING = (Plan, Mode, Settings, Timing, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
+UNCHANGING = (ModelSpec, Mode, Settings, Timing, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -143,7 +143,7 @@ def state_of(server: Server) -> tuple[Any, ...]:
     planned = shard.planned
     model: tuple[Any, ...] = ()
     if planned is not None:
-        held = planned.folding.held if isinstance(planned.folding, Barrier) else {}
+        held = planned.folding.held if isinstance(planned.folding, FoldAtBarrier) else {}
         children = {worker: (c.follow, sorted(c.sent), c.pull) for worker, c in planned.publications.children.items()}
         arrays = [array.tobytes() for array in planned.store.arrays().values()]
         model = (planned.plan, arrays, planned.stage, planned.upward.finishes, sorted(held), children)
@@ -152,7 +152,7 @@ def state_of(server: Server) -> tuple[Any, ...]:
     arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.rounds.progress.values()]
     above = shard.above
     mixes = []
-    if isinstance(above, Mixing):
+    if isinstance(above, ParentGossip):
         weights = b"" if not above.driver.has_model else above.driver.mixing.model.tobytes()
         mixes = [above.driver.phase, above.driver.round, sorted(above.driver.exchanges.pairs), weights]
     return model, seats, shard.min_clock, shard.trouble, who, arrived, mixes
@@ -219,7 +219,7 @@ class Hostile(Cluster):
         while queue:
             shard, effects = queue.popleft()
             for effect in effects:
-                if isinstance(effect, (Send, Tell)):
+                if isinstance(effect, (Send, SendToPeer)):
                     encode(effect.message)
                 if not isinstance(effect, Send) or isinstance(effect.peer, int):
                     continue
@@ -317,7 +317,7 @@ def test_a_state_that_overflows_is_published_whole(spec: str) -> None:
     """Finite updates may have a sum that is not: whoever trains sees it, as with a dense downlink, and the shard lives on."""
     store = Store(0, 1_000, barrier=False, codings=(spec,))
     zeros = np.zeros(1_000, np.float32)
-    store.apply(Load({"x": zeros, "p": zeros}, 0))
+    store.apply(LoadArrays({"x": zeros, "p": zeros}, 0))
     update = np.full(1_000, 3e38, np.float32)
     update[::3] = 1.0
     piece = Piece(RAW, 0, 1_000, update.tobytes())
@@ -356,7 +356,7 @@ def test_a_worker_takes_no_state_that_is_none(what: str, master: bool) -> None:
     with run(Settings(sync="ssp", compress="topk:0.5")):
         net = build()
         engine = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)._engine
-        assert engine is not None and isinstance(engine.sync, Updates)
+        assert engine is not None and isinstance(engine.sync, UpdateStep)
         (exchange,) = engine.sync.shards.exchanges
         pulled, size = engine.sync.arrays.pulled, engine.flat.size
         before, payload = pulled.copy(), np.ones(size, np.float32).tobytes()
@@ -376,7 +376,7 @@ def test_a_worker_whose_server_talks_nonsense_is_told_and_ends() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.setsockopt(zmq.LINGER, 0)
         port = server.bind_to_random_port("tcp://127.0.0.1")
-        link = Link(f"tcp://127.0.0.1:{port}", "token", "here", b"")
+        link = MemberLink(f"tcp://127.0.0.1:{port}", "token", "here", b"")
         assert server.poll(10_000)
         server.send_multipart([server.recv_multipart()[0], b"nonsense"])
         with pytest.raises(RemoteProtocolError, match=r"127\.0\.0\.1"):

@@ -16,8 +16,8 @@ from kit.seed import SEED
 
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.ps.folding import AtOnce
-from narrows.ps.hyper import FAR, Hypers, most_agreed
+from narrows.ps.folding import FoldAtOnce
+from narrows.ps.hyper import FAR, HyperparameterVote, most_agreed
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 STEPS = 8
@@ -62,7 +62,7 @@ def test_an_honest_schedule_is_never_touched(name: str, workers: int, apart: int
     """Members are so many clocks apart at most, and go on in any order."""
     rng = random.Random(f"{SEED} {name} {workers} {apart}")
     print(f"NARROWS_TEST_SEED={SEED}")
-    clocks, hypers = [0] * workers, Hypers()
+    clocks, hypers = [0] * workers, HyperparameterVote()
     while min(clocks) < TOTAL:
         worker = rng.choice([each for each in range(workers) if clocks[each] < min(clocks) + apart])
         own = said(**SCHEDULES[name](clocks[worker]))
@@ -73,7 +73,7 @@ def test_an_honest_schedule_is_never_touched(name: str, workers: int, apart: int
 @pytest.mark.parametrize("lie", LIES, ids=str)
 @pytest.mark.parametrize("others", [1, 3])
 def test_one_member_is_not_followed(lie: dict[str, Any], others: int) -> None:
-    hypers = Hypers()
+    hypers = HyperparameterVote()
     for worker in range(1, 1 + others):
         assert hypers.hold(worker, said()) == said()
     for _ in range(3):
@@ -110,7 +110,7 @@ def ended(settings: Settings, lies: Callable[[], bool]) -> tuple[Array, set[int]
             planned = server.shard.planned
             assert planned is not None
             pieces.append(store_of(server).x)
-            struck |= planned.folding.hypers.struck if isinstance(planned.folding, AtOnce) else set()
+            struck |= planned.folding.hypers.struck if isinstance(planned.folding, FoldAtOnce) else set()
     return np.concatenate(pieces), struck
 
 

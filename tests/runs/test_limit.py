@@ -10,8 +10,8 @@ from kit.liars import LIAR, NOISY, ended
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
-from narrows.ps.limit import FIRST, RECENT, Limit
-from narrows.ps.looks import Look
+from narrows.ps.limit import FIRST, RECENT, NormClip
+from narrows.ps.looks import UpdateSample
 
 WORKERS = 4
 
@@ -27,15 +27,15 @@ def reference(lengths: list[float], most: float) -> list[float]:
     return factors
 
 
-def look(worker: int, length: float, clock: int = 0) -> Look:
-    return Look(worker, clock, length, np.zeros(1, np.float32))
+def look(worker: int, length: float, clock: int = 0) -> UpdateSample:
+    return UpdateSample(worker, clock, length, np.zeros(1, np.float32))
 
 
 def test_the_rule_is_that_of_the_page() -> None:
     rng = np.random.default_rng(0)
     lengths = [float(x) for x in 0.05 * rng.lognormal(0, 1, 300)]
     lengths[5] = lengths[50] = lengths[200] = 1e9
-    limit = Limit(0, 2.0, lambda: 1.0)
+    limit = NormClip(0, 2.0, lambda: 1.0)
     found = [limit.factors([look(number % 3, length, number)])[0] for number, length in enumerate(lengths)]
     np.testing.assert_allclose(found, reference(lengths, 2.0), rtol=1e-12)
     assert len(limit.logs) == 3, "the first of each worker"
@@ -44,14 +44,14 @@ def test_the_rule_is_that_of_the_page() -> None:
 
 def test_a_set_is_looked_at_together() -> None:
     """The first clock too, when nothing is known yet."""
-    limit = Limit(0, 3.0, lambda: 1.0)
+    limit = NormClip(0, 3.0, lambda: 1.0)
     found = limit.factors([look(worker, length) for worker, length in enumerate([1.0, 1.1, 1e6, 0.9])])
     assert found[:2] == [1.0, 1.0] and found[3] == 1.0 and found[2] == pytest.approx(1.05 / 1e6)
     assert limit.factors([]) == []
 
 
 def test_a_run_whose_updates_all_grow_goes_on() -> None:
-    limit = Limit(0, 2.0, lambda: 1.0)
+    limit = NormClip(0, 2.0, lambda: 1.0)
     found = [limit.factors([look(0, 0.1 if number < RECENT else 10.0)])[0] for number in range(6 * RECENT)]
     assert found[RECENT] == pytest.approx(0.01) and found[-1] == 1.0
 

@@ -18,7 +18,7 @@ from narrows.protocols.cluster.generations import EVERY_LEAST_NS
 from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, moments, step_count
-from narrows.worker.moments import AHEAD, Moments
+from narrows.worker.moments import AHEAD, OptimizerStateFile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,7 +241,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     with run(Settings(sync="async")) as started:
         net, optimizer = wrapped(adamw)
         stepped(net, optimizer, 2)
-        assert started.sessions[0].moments is None and Moments.of(optimizer._engine, 0) is None
+        assert started.sessions[0].moments is None and OptimizerStateFile.of(optimizer._engine, 0) is None
 
 
 def test_what_the_user_has_in_the_folder_and_what_an_earlier_run_left_are_kept(folder: Path, said: list[str]) -> None:

@@ -24,9 +24,9 @@ from narrows.protocols.effects import Log, Moved, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.settings import Settings
-from narrows.ps.planned import Planned
+from narrows.ps.planned import ModelShard
 from narrows.ps.process import checkpoints
 from narrows.worker import DistributedOptimizer, clock, rank, step_count
 
@@ -116,7 +116,7 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     size = sum(parameter.numel() for parameter in build().parameters())
     pushed, folded, codecs = Counter[tuple[int, ...]](), Counter[tuple[int, ...]](), dict[int, int]()
     moved, summed = np.zeros(size), np.zeros(size, np.float32)
-    encode, push, accept = ArrayReplica.encode, Exchange.push, Planned.accept
+    encode, push, accept = ArrayReplica.encode, Exchange.push, ModelShard.accept
 
     def part(worker: int, at: int, piece: Any) -> tuple[int, ...]:
         return (worker, at, piece.begin, piece.end, crc32(piece.payload))
@@ -139,7 +139,7 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
 
     monkeypatch.setattr(ArrayReplica, "encode", encoding)
     monkeypatch.setattr(Exchange, "push", pushing)
-    monkeypatch.setattr(Planned, "accept", accepting)
+    monkeypatch.setattr(ModelShard, "accept", accepting)
     settings = Settings(sync="ssp", staleness=2, workers=2, shards=2, compress="topk:0.05+int8")
     trained(settings, tmp_path, moves)
     assert pushed == folded and set(folded.values()) == {1}
@@ -173,7 +173,7 @@ OVER_TWO = Settings(shards=2).validated().packed()
 def test_a_place_that_is_none_is_refused() -> None:
     member = Member("w", "here")
     member.join(0)
-    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
+    member.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
     assert member.receive(0, m.Move(3, 7, 1, 5), 0) == member.receive(0, m.Move(4, 8, 1, 5), 0) == []
@@ -189,7 +189,7 @@ def test_a_place_that_is_none_is_refused() -> None:
 def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itself() -> None:
     member = Member("w", "here")
     member.join(0)
-    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
+    member.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
     ranges = ((0, 2), (2, 4))

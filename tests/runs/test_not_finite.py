@@ -15,10 +15,10 @@ from narrows.compression import PayloadError, codecs, parse
 from narrows.compression.codecs import VOID, Piece, raw_pieces
 from narrows.protocols.effects import Log
 from narrows.protocols.settings import Settings
-from narrows.ps.inbox import Update
-from narrows.ps.limit import FAR, Far
-from narrows.ps.looks import Look, Looks
-from narrows.ps.screen import Check, Screen
+from narrows.ps.inbox import PushedUpdate
+from narrows.ps.limit import FAR, UnboundedNorms
+from narrows.ps.looks import UpdateSample, UpdateSampler
+from narrows.ps.screen import UpdateCheck, UpdateFilters
 
 WORKERS, STEPS = 4, 8
 KNOWN_AFTER = 4  # steps: updates that are folded as they come are held against some before them
@@ -67,7 +67,7 @@ def test_honest_runs_are_let_alone() -> None:
     """Whatever the first lengths are, however many are zero, and where all grow at once."""
 
     def left_out(lengths: Iterable[float], weights: float, gradients: bool, workers: int = 2) -> list[int]:
-        far = Far(lambda: weights, gradients)
+        far = UnboundedNorms(lambda: weights, gradients)
         far.members(range(workers))
         return [turn for turn, length in enumerate(lengths) if far.leaves_out([(turn % workers, length)])[0]]
 
@@ -89,7 +89,7 @@ def test_honest_runs_are_let_alone() -> None:
 def test_weights_that_cancel_out_say_nothing_beside_updates_that_counted() -> None:
     """As those of a shard of few keys may, right after keys have moved."""
     weights = [1.0]
-    far = Far(lambda: weights[0], gradients=False)
+    far = UnboundedNorms(lambda: weights[0], gradients=False)
     far.members(range(3))
     assert far.leaves_out([(0, 4.0)]) == far.leaves_out([(1, 3.0)]) == [False]
     weights[0] = 6e-8
@@ -98,7 +98,7 @@ def test_weights_that_cancel_out_say_nothing_beside_updates_that_counted() -> No
 
 
 def test_a_set_is_looked_at_together() -> None:
-    far = Far(lambda: 1.0, True)
+    far = UnboundedNorms(lambda: 1.0, True)
     far.members(range(3))
     assert far.leaves_out([(0, 1.0), (1, 1e30), (2, 3.0)]) == [False, True, False]
     assert not any(far.leaves_out([(0, 1e29), (1, 1e30), (2, 1e29)])), "all of them"
@@ -111,16 +111,18 @@ def test_a_set_is_looked_at_together() -> None:
 def test_it_is_named_once_and_counts_for_nothing() -> None:
     good, long = np.ones(10, np.float32), np.full(10, 1e30, np.float32)
     pieces = [raw_pieces(good, 0, [(0, 5), (5, 10)]), [Piece(VOID, 0, 5, b""), *raw_pieces(good[5:], 5, [(5, 10)])]]
-    parts = [Update(cast(Any, each)) for each in pieces]
-    cases: list[tuple[bool, list[Check]]] = [(False, []), (True, [Everything()])]
+    parts = [PushedUpdate(cast(Any, each)) for each in pieces]
+    cases: list[tuple[bool, list[UpdateCheck]]] = [(False, []), (True, [Everything()])]
     for look, checks in cases:
-        screen = Screen(0, Looks(0, 10), Far(lambda: 1.0, False), checks)
+        screen = UpdateFilters(0, UpdateSampler(0, 10), UnboundedNorms(lambda: 1.0, False), checks)
         found = [screen.factors([(w, clock, parts[w]) for w in range(2)]) for clock in range(3)]
         assert found == [[1.0, 0.0]] * 3 and screen.out == {1} and screen.void == {1: 3}
         (told,) = screen.take()
         assert "update 0 of worker 1 is not finite" in str(told.values["text"]) and not screen.take()
         assert screen.factors([(1, 3, parts[0])]) == [1.0] and not screen.out
-        assert screen.factors([(1, 4, Update(cast(Any, raw_pieces(long, 0, [(0, 10)]))))]) == [0.0 if look else 1.0]
+        assert screen.factors([(1, 4, PushedUpdate(cast(Any, raw_pieces(long, 0, [(0, 10)]))))]) == [
+            0.0 if look else 1.0
+        ]
 
 
 class Everything:
@@ -130,7 +132,7 @@ class Everything:
         self.logs: list[Log] = []
         self.struck: Counter[int] = Counter()
 
-    def factors(self, looks: Sequence[Look]) -> list[float]:
+    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
         return [1.0] * len(looks)
 
     def members(self, live: Container[int]) -> None:

@@ -25,10 +25,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 from narrows.compression.value_codings import EDGE_CODINGS, Key
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
-from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
+from narrows.protocols.planning.layout import Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.planning.stages import order
 from narrows.protocols.runtime.curve import new_pair
-from narrows.protocols.runtime.peers import Peers
+from narrows.protocols.runtime.peers import ChannelRunner
 from narrows.ps.command import stages as stages_of_hosts
 from narrows.ps.process import checkpoints
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, decode, encode
@@ -39,7 +39,7 @@ from narrows.worker.pipelining.subspace import Subspace, Writer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, ROWS, MICRO, LIMIT_S, LEASE_S = 12, 16, 8, 30.0, 20.0
-DENSE, INT8 = Edge(), Edge("int8", "int8")
+DENSE, INT8 = StageEdge(), StageEdge("int8", "int8")
 _registering = threading.Lock()  # torch keeps how a group is made for all threads
 
 
@@ -52,15 +52,17 @@ def addresses(count: int) -> list[str]:
         return [f"tcp://127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
 
 
-def peers_of(rank: int, where: list[str], plan: int = 7, lease_s: float = LEASE_S, **keys: Any) -> Peers:
-    return Peers(rank, where, [f"stage {i}" for i in range(len(where))], plan, lease_s, lambda text: None, **keys)
+def peers_of(rank: int, where: list[str], plan: int = 7, lease_s: float = LEASE_S, **keys: Any) -> ChannelRunner:
+    return ChannelRunner(
+        rank, where, [f"stage {i}" for i in range(len(where))], plan, lease_s, lambda text: None, **keys
+    )
 
 
 @contextmanager
 def group_of(
     rank: int,
     where: list[str],
-    edge: Edge = DENSE,
+    edge: StageEdge = DENSE,
     step: Callable[[], int] = lambda: 0,
     limit_s: float = LIMIT_S,
 ) -> Iterator[PipelineGroup]:
@@ -120,7 +122,7 @@ def of_whole() -> tuple[list[torch.Tensor], float]:
 
 
 def piped(
-    stages: int, schedule: Any, edge: Edge, told_of: Callable[[int, nn.Module], None] = lambda rank, module: None
+    stages: int, schedule: Any, edge: StageEdge, told_of: Callable[[int, nn.Module], None] = lambda rank, module: None
 ) -> tuple[list[torch.Tensor], float]:
     """Gradients of the model in so many stages, and its loss. `told_of`: it is given each stage before it runs."""
     where = addresses(stages)
@@ -291,7 +293,7 @@ def test_pickles_and_other_steps_are_refused() -> None:
 
 
 def trained(
-    rank: int, module: nn.Module, where: list[str], edge: Edge, rows: Sequence[int], keeps_ties: bool = False,
+    rank: int, module: nn.Module, where: list[str], edge: StageEdge, rows: Sequence[int], keeps_ties: bool = False,
     then: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """A step of a stage with so many rows after the other, and `then`."""
@@ -368,7 +370,7 @@ def test_what_a_script_sends_itself_is_not_coded() -> None:
 
 
 @pytest.mark.parametrize(("edge", "rows"), [(DENSE, 8), (INT8, 8), (INT8, 15)])
-def test_a_smaller_last_batch_is_told_with_both_shapes_and_what_to_do(edge: Edge, rows: int) -> None:
+def test_a_smaller_last_batch_is_told_with_both_shapes_and_what_to_do(edge: StageEdge, rows: int) -> None:
     where = addresses(2)
     other, said = ends(
         lambda rank: trained(rank, whole_model()[rank * 2 : (rank + 1) * 2], where, edge, [ROWS, rows]), 2
@@ -458,9 +460,9 @@ def test_two_hosts_tell_each_other_which_clocks_their_stages_have(tmp_path: Path
     """Stage 0 has clocks 10, 20 and 30, stage 1 has 20 and 40: both go back to 20."""
     first, second = addresses(2)
     ports = [int(address.rpartition(":")[2]) for address in (first, second)]
-    stages = [Stage(name, port) for name, port in zip("ab", ports, strict=True)]
-    processes = [Process(index, 0, name, 1 + index) for index, name in enumerate("ab")]
-    layout = Layout({"a": "127.0.0.1", "b": "127.0.0.1"}, stages, processes)
+    stages = [StageServer(name, port) for name, port in zip("ab", ports, strict=True)]
+    processes = [WorkerProcess(index, 0, name, 1 + index) for index, name in enumerate("ab")]
+    layout = Deployment({"a": "127.0.0.1", "b": "127.0.0.1"}, stages, processes)
     arrays, facts = (
         {"x": np.zeros(3, np.float32), "p": np.zeros(3, np.float32)},
         {"publication": 1, "plan": b"", "shards": 1},

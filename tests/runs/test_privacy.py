@@ -18,8 +18,8 @@ from narrows.compression import NonFiniteError
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer
-from narrows.worker.command.recording import Recording
-from narrows.worker.privacy import CHUNK, DELTA, ORDERS, Privacy
+from narrows.worker.command.recording import WorkerRecord
+from narrows.worker.privacy import CHUNK, DELTA, ORDERS, UpdatePrivacy
 
 CLIP, SIGMA, RATE = 0.02, 0.5, 0.1
 PLAIN: dict[str, Any] = {"update_gain": 1.0, "look_ahead": 0.0}
@@ -31,13 +31,13 @@ def test_an_update_is_clipped_over_all_shards_and_gets_noise(length: float) -> N
     whole = rng.standard_normal(3 * CHUNK + 5).astype(np.float32)
     whole *= np.float32(length / np.linalg.norm(whole.astype(np.float64)))
     cuts = [whole[:100].copy(), whole[100 : CHUNK + 300].copy(), whole[CHUNK + 300 :].copy()]
-    Privacy(1.0, 0.0).hide(cuts)
+    UpdatePrivacy(1.0, 0.0).hide(cuts)
     clipped = np.concatenate(cuts)
     expected = whole * min(1.0, 1.0 / length) if length else whole
     np.testing.assert_allclose(clipped, expected, rtol=1e-6)
     assert np.linalg.norm(clipped.astype(np.float64)) <= 1 + 1e-6
 
-    hidden = Privacy(1.0, 0.25, np.random.default_rng(1))
+    hidden = UpdatePrivacy(1.0, 0.25, np.random.default_rng(1))
     again = [whole[:CHUNK].copy(), whole[CHUNK:].copy()]
     hidden.hide(again)
     noise = np.concatenate(again) - clipped
@@ -52,14 +52,14 @@ def test_an_update_is_clipped_over_all_shards_and_gets_noise(length: float) -> N
 
 def test_two_workers_have_two_sources() -> None:
     one, other = (np.zeros(100, np.float32) for _ in range(2))
-    Privacy(1.0, 1.0).hide([one])
-    Privacy(1.0, 1.0).hide([other])
+    UpdatePrivacy(1.0, 1.0).hide([one])
+    UpdatePrivacy(1.0, 1.0).hide([other])
     assert not np.isclose(one, other).any()
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_what_has_no_length_is_not_sent(wrong: float) -> None:
-    hidden, values = Privacy(1.0, 1.0), np.array([1, wrong, 2], np.float32)
+    hidden, values = UpdatePrivacy(1.0, 1.0), np.array([1, wrong, 2], np.float32)
     with pytest.raises(NonFiniteError, match="its length is not finite"):
         hidden.hide([values])
     assert values[0] == 1 and values[2] == 2 and hidden.pushes == 0
@@ -86,7 +86,7 @@ def exact(sigma: float, pushes: int) -> float:
 @pytest.mark.parametrize(("sigma", "pushes"), [(1.0, 1), (2.0, 40), (20.0, 400), (100.0, 10)])
 def test_epsilon_is_that_of_opacus(sigma: float, pushes: int) -> None:
     accountants = pytest.importorskip("opacus.accountants")
-    hidden, theirs = Privacy(1.0, sigma), accountants.RDPAccountant()
+    hidden, theirs = UpdatePrivacy(1.0, sigma), accountants.RDPAccountant()
     assert hidden.epsilon() == 0.0
     for _ in range(pushes):
         hidden.hide([np.zeros(3, np.float32)])
@@ -97,15 +97,15 @@ def test_epsilon_is_that_of_opacus(sigma: float, pushes: int) -> None:
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> list[list[Array]]:
-    """The updates that leave `Privacy.hide`, in their order."""
+    """The updates that leave `UpdatePrivacy.hide`, in their order."""
     seen: list[list[Array]] = []
-    hide = Privacy.hide
+    hide = UpdatePrivacy.hide
 
-    def seeing(self: Privacy, update: list[Array]) -> None:
+    def seeing(self: UpdatePrivacy, update: list[Array]) -> None:
         hide(self, update)
         seen.append([values.copy() for values in update])
 
-    monkeypatch.setattr(Privacy, "hide", seeing)
+    monkeypatch.setattr(UpdatePrivacy, "hide", seeing)
     return seen
 
 
@@ -281,7 +281,7 @@ def test_epsilon_is_in_the_record_and_said_at_the_end(monkeypatch: pytest.Monkey
     pytest.importorskip("opacus")
     from narrows.worker import session
 
-    recording, told = Recording("", print), list[dict[str, Any]]()
+    recording, told = WorkerRecord("", print), list[dict[str, Any]]()
     noted: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(recording, "note", lambda event, **values: noted.append((event, values)))
     monkeypatch.setattr(session, "_tell", lambda event, **values: told.append({"event": event, **values}))

@@ -29,14 +29,14 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import run as cluster_run
-from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS, Rounds
+from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.keys import parts
 from narrows.protocols.settings import Settings
-from narrows.ps.folding import Barrier
+from narrows.ps.folding import FoldAtBarrier
 from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer
-from narrows.worker.updates import Updates
+from narrows.worker.updates import UpdateStep
 
 # The rule, in NumPy and milliseconds, as docs/design/quorum.md has it: updates that are there and in no round yet are open.
 # A round closes when every worker has one; or when `quorum` have, and the grace since the last of those is over, which is
@@ -131,7 +131,7 @@ class Timed(Cluster):
 
 def held_by(server: Server) -> dict[int, Any]:
     """Updates that wait for a set."""
-    assert server.shard.planned is not None and isinstance(server.shard.planned.folding, Barrier)
+    assert server.shard.planned is not None and isinstance(server.shard.planned.folding, FoldAtBarrier)
     return server.shard.planned.folding.held
 
 
@@ -276,8 +276,8 @@ def test_a_quorum_of_all_waits_for_all_and_so_does_none() -> None:
 
 
 def test_the_adaptive_grace_is_a_quarter_of_a_round_within_limits() -> None:
-    def rounds(**flags: Any) -> Rounds:
-        return Rounds(cluster_run.Run(Settings(sync="local", workers=4, quorum=2, **flags).validated(), 1, -1))
+    def rounds(**flags: Any) -> Clocks:
+        return Clocks(cluster_run.Run(Settings(sync="local", workers=4, quorum=2, **flags).validated(), 1, -1))
 
     machine = rounds(lease=20.0)
     machine.open(0)
@@ -370,7 +370,7 @@ def test_a_late_worker_goes_on_from_the_run() -> None:
             if worker == 2:
                 assert narrows.clock() == 0
                 rounds(1)  # waits for the set that takes its update
-                assert session.engine is not None and isinstance(session.engine.sync, Updates)
+                assert session.engine is not None and isinstance(session.engine.sync, UpdateStep)
                 told.append((session.engine.sync.shards.missed, narrows.clock()))
                 pushed.set()
             elif worker == 0:
@@ -421,16 +421,16 @@ def test_a_cluster_may_be_late_above(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = root.servers[0].coordinator
     assert coordinator is not None
     taken: dict[int, list[int]] = {0: [], 1: []}
-    close = Rounds._close
+    close = Clocks._close
 
-    def closes(rounds: Rounds, now_ns: int) -> None:
+    def closes(rounds: Clocks, now_ns: int) -> None:
         clock = rounds.min_clock
         close(rounds, now_ns)
         for worker, update in rounds.sets[clock] if rounds is root_rounds else ():
             taken[worker].append(update)
 
     root_rounds = coordinator.rounds
-    monkeypatch.setattr(Rounds, "_close", closes)
+    monkeypatch.setattr(Clocks, "_close", closes)
     first_done = threading.Event()
 
     with tree(root, *clusters) as started_:

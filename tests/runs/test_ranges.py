@@ -13,7 +13,7 @@ from kit.groups import groups
 from kit.in_process import Cluster
 from kit.scripts import Run, alone, build, distance, flat, loss_of, run, tree
 
-from narrows.protocols.cluster.ranges import Work
+from narrows.protocols.cluster.ranges import RangeLedger
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, ranges
@@ -59,7 +59,7 @@ def epochs_told(cluster: Cluster) -> list[str]:
     return [str(log.values["text"]) for log in cluster.logs if log.event == "epoch"]
 
 
-def work_of(started: Run) -> Work:
+def work_of(started: Run) -> RangeLedger:
     coordinator = started.cluster.servers[0].coordinator
     assert coordinator is not None
     return coordinator.ranges.work

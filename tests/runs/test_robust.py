@@ -18,15 +18,15 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
 from narrows.ps.command.serve import checked
-from narrows.ps.directions import AGREE, LEAST, RECENT, SHARE, SURE, Directions
+from narrows.ps.directions import AGREE, LEAST, RECENT, SHARE, SURE, CosineFilter
 from narrows.ps.gain import WINDOW, Gain
-from narrows.ps.inbox import Update
-from narrows.ps.limit import Far
-from narrows.ps.looks import Look, Looks
-from narrows.ps.mean import Trimmed
+from narrows.ps.inbox import PushedUpdate
+from narrows.ps.limit import UnboundedNorms
+from narrows.ps.looks import UpdateSample, UpdateSampler
+from narrows.ps.mean import TrimmedMean
 from narrows.ps.process import pickling
 from narrows.ps.process.pickling import _Pickler, _Unpickler
-from narrows.ps.screen import Screen
+from narrows.ps.screen import UpdateFilters
 from narrows.ps.store import assume_lent
 
 STEPS = 48
@@ -70,12 +70,12 @@ def unit() -> float:
     return 1.0
 
 
-def raw(values: Floats) -> Update:
-    return Update(cast(Any, raw_pieces(values, 0, [(0, values.size)])))
+def raw(values: Floats) -> PushedUpdate:
+    return PushedUpdate(cast(Any, raw_pieces(values, 0, [(0, values.size)])))
 
 
-def look(worker: int, clock: int, update: Floats) -> Look:
-    return Look(worker, clock, 1.0, update)
+def look(worker: int, clock: int, update: Floats) -> UpdateSample:
+    return UpdateSample(worker, clock, 1.0, update)
 
 
 def updates(values: Floats, begin: int, cuts: list[int]) -> list[tuple[float, list[Piece]]]:
@@ -92,7 +92,7 @@ def test_the_trimmed_mean_is_that_of_the_definition(workers: int, cut: float, mo
     monkeypatch.setattr("narrows.ps.mean.AT_ONCE", at_once)
     begin, size = 7, 2 * at_once + 100
     values = rng.standard_normal((workers, size)).astype(np.float32)
-    mean = Trimmed(begin, size, cut)
+    mean = TrimmedMean(begin, size, cut)
     terms = updates(values, begin, [begin + 1000, begin + at_once])
     np.testing.assert_allclose(mean.of(tuple(terms)), trimmed(values, cut), rtol=1e-5, atol=1e-6)
     mean.clear()
@@ -114,14 +114,14 @@ def test_one_of_four_moves_no_key_beyond_the_others() -> None:
     low, high = values[:3].min(0), values[:3].max(0)
     for lie in (1e30, -1e30, np.inf, -np.inf, np.nan):
         values[3] = lie
-        found = Trimmed(0, KEYS, 0.1).of(tuple(updates(values, 0, [])))
+        found = TrimmedMean(0, KEYS, 0.1).of(tuple(updates(values, 0, [])))
         assert (found >= low - 1e-5).all() and (found <= high + 1e-5).all(), lie
 
 
 def test_the_cosine_is_that_of_the_definition() -> None:
     rng = np.random.default_rng(1)
     true = rng.standard_normal(KEYS)
-    check = Directions(0)
+    check = CosineFilter(0)
     sent: list[tuple[int, Floats]] = []
     for clock in range(40):
         for worker in range(WORKERS):
@@ -146,7 +146,7 @@ def test_the_cosine_is_that_of_the_definition() -> None:
 def test_who_was_left_out_counts_once_too_many_have_left_to_judge_it() -> None:
     """Its weight and those of the others come to 1."""
     true = np.random.default_rng(3).standard_normal(KEYS).astype(np.float32)
-    screen = Screen(0, Looks(0, KEYS), Far(unit, False), [Directions(0)], alike=True)
+    screen = UpdateFilters(0, UpdateSampler(0, KEYS), UnboundedNorms(unit, False), [CosineFilter(0)], alike=True)
 
     def pushed(worker: int, clock: int) -> tuple[int, int, Any]:
         return worker, clock, raw(-true if worker == LIAR else true)
@@ -167,7 +167,7 @@ def test_one_voice_is_one_voice_whatever_it_sends(lie: str) -> None:
     rng = np.random.default_rng(2)
     true = rng.standard_normal(4096)
     kinds = {"long": -1e30 * true, "nothing": 0 * true, "constant": -true}
-    check = Directions(0)
+    check = CosineFilter(0)
     for clock in range(100):
         for worker in range(WORKERS):
             honest = true + 5 * rng.standard_normal(4096)
@@ -179,7 +179,7 @@ def test_noise_is_found_where_the_others_agree() -> None:
     """It opposes nobody, and leads nowhere."""
     rng = np.random.default_rng(4)
     true = rng.standard_normal(4096)
-    check = Directions(0)
+    check = CosineFilter(0)
     for clock in range(60):
         for worker in range(WORKERS):
             update = (worker != LIAR) * true + 2 * rng.standard_normal(4096)
@@ -193,7 +193,7 @@ def test_where_honest_updates_cancel_out_nobody_is_left_out() -> None:
     for workers in (3, 4, 8):
         pulls = rng.standard_normal((workers, 4096))
         pulls -= pulls.mean(0)
-        check = Directions(0)
+        check = CosineFilter(0)
         for clock in range(60):
             for worker in range(workers):
                 update = (pulls[worker] + 0.3 * rng.standard_normal(4096)).astype(np.float32)
@@ -294,14 +294,14 @@ def test_what_it_may_be() -> None:
 def test_what_is_known_of_a_worker_is_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that goes on where it was leaves out whom it left out."""
 
-    def send(screen: Screen, clock: int) -> list[float]:
+    def send(screen: UpdateFilters, clock: int) -> list[float]:
         rng, pushed = np.random.default_rng(clock), []
         for worker in range(WORKERS):
             values = (np.ones(KEYS) * (-1 if worker == LIAR else 1) + rng.standard_normal(KEYS)).astype(np.float32)
             pushed.append((worker, clock, raw(values)))
         return screen.factors(pushed)
 
-    screen = Screen(0, Looks(0, KEYS), Far(unit, False), [check := Directions(0)])
+    screen = UpdateFilters(0, UpdateSampler(0, KEYS), UnboundedNorms(unit, False), [check := CosineFilter(0)])
     for clock in range(LEAST + 2):
         send(screen, clock)
     monkeypatch.setattr(pickling, "FUNCTIONS", pickling.FUNCTIONS | {(__name__, "unit")})

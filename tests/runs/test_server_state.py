@@ -168,7 +168,7 @@ def test_where_a_clock_closes_meanwhile_all_is_asked_for_again(monkeypatch: pyte
     """As with a quorum: the other worker's update closes the clock."""
     said: list[str] = []
     monkeypatch.setattr(server_state, "say", said.append)
-    arrived, lies, asked = server_state.ServerState.arrived, [1], [0]
+    arrived, lies, asked = server_state.ServerOptimizerState.arrived, [1], [0]
 
     def later(self: Any, event: Any) -> None:
         arrived(self, event)
@@ -181,7 +181,7 @@ def test_where_a_clock_closes_meanwhile_all_is_asked_for_again(monkeypatch: pyte
     with run(Settings(sync="bsp")):
         wrapped = DistributedOptimizer(MAKES["momentum"](net), net)
         step(net, wrapped, 0)
-        monkeypatch.setattr(server_state.ServerState, "arrived", later)
+        monkeypatch.setattr(server_state.ServerOptimizerState, "arrived", later)
         assert wrapped.state_dict(servers=True)["narrows"] == {"clock": 1}
         twice, lies[0] = asked[0], 10**6
         assert not said and twice > 2 * server_state.AHEAD

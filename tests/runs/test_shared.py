@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, sampler, world_size
-from narrows.worker.gossip import Gossiping
+from narrows.worker.gossip import GossipStep
 
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
@@ -148,9 +148,9 @@ def test_who_ends_gossip_last_ends_with_the_buffers_of_who_ended_first(monkeypat
     # 1. Worker 1 leaves the hand-over to worker 0. 2. Worker 0 hands over, and leaves. 3. Worker 1 leaves.
     # 4. Worker 2 has seen both leave, hands over as well, and asks for the buffers.
     passed, *ended = (threading.Event() for _ in range(3))
-    hand_over = Gossiping._hand_over
+    hand_over = GossipStep._hand_over
 
-    def in_order(sync: Gossiping) -> None:
+    def in_order(sync: GossipStep) -> None:
         worker = rank()
         if worker != 1:
             assert (passed if worker == 0 else ended[1]).wait(30.0)
@@ -160,7 +160,7 @@ def test_who_ends_gossip_last_ends_with_the_buffers_of_who_ended_first(monkeypat
             passed.set()
             assert ended[0].wait(30.0)
 
-    monkeypatch.setattr(Gossiping, "_hand_over", in_order)
+    monkeypatch.setattr(GossipStep, "_hand_over", in_order)
     with run(Settings(**MODES["gossip"], workers=3)) as started:
 
         def work(worker: int) -> list[bytes]:

@@ -25,7 +25,7 @@ from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Load, Outer, Publish, Rebase
+from narrows.ps.changes import LoadArrays, OuterStep, Publish, Rebase
 from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer, step_count
 from narrows.worker.engine import Engine
@@ -293,7 +293,7 @@ def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
     store = Store(10, 16, barrier=True, outer=(1.0, 0.5))
     for keys in ((10, 12), (12, 16), (10, 12)):
         update = raw_pieces(np.ones(keys[1] - keys[0], np.float32), keys[0], [keys])
-        store.apply(Outer(((1.0, update),), keys))
+        store.apply(OuterStep(((1.0, update),), keys))
     assert store.momentum is not None
     np.testing.assert_array_equal(store.momentum, [1.5, 1.5, 1, 1, 1, 1])
     np.testing.assert_array_equal(store.x, [3.25, 3.25, 1.5, 1.5, 1.5, 1.5])
@@ -307,7 +307,7 @@ def test_who_follows_the_publications_of_fragments_has_the_published_state(specs
     """Whatever it has, and where what came from a server above has changed all keys."""
     size, fragments, random = 1200, 4, np.random.default_rng(2)
     store = Store(100, 100 + size, barrier=not at_once, codings=specs)
-    store.apply(Load({"x": np.zeros(size, np.float32), "p": np.zeros(size, np.float32)}, 0))
+    store.apply(LoadArrays({"x": np.zeros(size, np.float32), "p": np.zeros(size, np.float32)}, 0))
     history = {0: store.p.copy()}
     lengths = set()
     for turn in range(40):

@@ -15,7 +15,7 @@ from kit.trees import ABOVE, BELOW, STEPS, family, one_process, root_model, sgd
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Log
-from narrows.protocols.member.member import Phase
+from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.messages import TEXT_MAX, Hello
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, world_size
@@ -123,7 +123,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
         assert len(coordinator.declared) == 2
         with root.changed:
             below[1]._apply(0, below[1].servers[0].tick(below[1].now()))
-        assert len(coordinator.declared) == 1 and member.phase is Phase.OVER
+        assert len(coordinator.declared) == 1 and member.phase is MemberPhase.OVER
         before = coordinator.min_clock
         started.join(1)
         net = build(seed=9)

@@ -23,12 +23,12 @@ from kit.trees import ABOVE, BELOW, family, root_model
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.member.member import Phase
+from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.modes import WINDOW
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import OWED, Load
+from narrows.ps.changes import OWED, LoadArrays
 from narrows.ps.process.checkpoints import read
-from narrows.ps.pushing import Pushing
+from narrows.ps.pushing import ParentPush
 from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock
 
@@ -192,7 +192,7 @@ def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None
         first = Script(run, 0, lambda: steps(3))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
         shard = one.servers[0].shard
-        assert pump(run, [root, one, other], lambda: isinstance(shard.above, Pushing) and shard.above.finishing)
+        assert pump(run, [root, one, other], lambda: isinstance(shard.above, ParentPush) and shard.above.finishing)
         expire(one)
         pump(run, [root, one, other], lambda: False, 5.0)
         go.set()
@@ -208,7 +208,7 @@ def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> Non
         assert pump(run, [root, one, other], lambda: second.ended)
         run.sessions.pop(1).close(failed=True)
         member = member_of(other)
-        assert pump(run, [root, one, other], lambda: member.phase is Phase.OVER)
+        assert pump(run, [root, one, other], lambda: member.phase is MemberPhase.OVER)
         go.set()
         assert pump(run, [root, one, other], lambda: first.ended)
         run.join(1)
@@ -327,7 +327,7 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
             planned = server.shard.planned
             assert planned is not None
             arrays = planned.store.arrays()
-            planned.begin(Load(arrays | {OWED: np.ones_like(arrays["x"])}, 0))
+            planned.begin(LoadArrays(arrays | {OWED: np.ones_like(arrays["x"])}, 0))
             assert planned.above.kept.residual is not None and np.array_equal(planned.above.kept.residual, owes)
         run.sessions[0].close(failed=True)
         cluster.interrupt()

@@ -2,7 +2,7 @@
 
 - `Process` stands where ps/process/runner.py stands: it carries out effects and has no rule of its own.
 - `Worker` stands where worker/engine.py stands: it has the same `Exchange`, and numbers for a model.
-- `Host` is the cluster that they belong to, one alone (campaigns.py) or one of a tree (trees.py); `Watch` is
+- `MeasuredHost` is the cluster that they belong to, one alone (campaigns.py) or one of a tree (trees.py); `Watch` is
   told of all that they do.
 """
 
@@ -29,20 +29,20 @@ from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan, TensorSpec, pack_arrays
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.settings import Settings
 from narrows.protocols.tables import TableSpec, rows_of
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.changes import Load
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Means, Stage
+from narrows.ps.changes import LoadArrays
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import ClockStage, MeanFactory
 from narrows.ps.process import pickling
 from narrows.ps.process.checkpoints import KEPT
-from narrows.ps.process.journal import Replay
+from narrows.ps.process.journal import JournalReplay
 from narrows.ps.recut import recut
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
@@ -63,7 +63,7 @@ RATES = pack([{"lr": RATE}])
 HYPER = pack([RATES, []])
 TABLE = TableSpec("table", TABLE_ROWS, 1, 0, 0.0, "SGD")
 BUFFERS = pack_arrays({"mean": ("uint8", (1,), b"1")})
-_PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
+_PLAN = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
 PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5)}
 SCALED = replace(_PLAN, degree=0.0).packed()  # of an optimizer whose mean updates have a gain
 
@@ -82,7 +82,7 @@ pickling.OURS = (*pickling.OURS, f"{__package__}.")  # a machine of a test has p
 class PlainSGD:
     """The least server optimizer: x -= rate * gradient."""
 
-    def __init__(self, plan: Plan, begin: int, end: int) -> None:
+    def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
         pass
 
     def step(
@@ -167,7 +167,7 @@ class Disk:
         """Arrays and publication of one of so many shards. Raises FailsError for one that is torn or missing."""
         if not self._begins(shard, shards, clock):
             raise FailsError
-        count, plan = self.shards(clock), Plan.unpacked(self.files[0, clock][2])
+        count, plan = self.shards(clock), ModelSpec.unpacked(self.files[0, clock][2])
         if count == shards:
             return self.files[shard, clock][:2]
         ranges = split(plan.size, count)
@@ -252,7 +252,9 @@ class Watch(Protocol):
     def follow(self, process: Process) -> None: ...
     def saved(self, process: Process, clock: int) -> None: ...
     def loaded(self, process: Process, clock: int) -> None: ...
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None: ...
+    def server_event(
+        self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str
+    ) -> None: ...
 
 
 class Host(Protocol):
@@ -301,10 +303,10 @@ class Host(Protocol):
 class Shadow(Protocol):
     """Goes along with a process."""
 
-    def written(self, event: Event) -> None:
+    def written(self, event: MachineEvent) -> None:
         """It is about to happen."""
 
-    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None: ...
+    def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None: ...
     def changed(self) -> None:
         """By something that is no event."""
 
@@ -341,7 +343,7 @@ class Process:
                 coordinator.roster.adopt(disk.files[0, clock][2])
                 saved = [dict(disk.facts[each, clock][1]) for each in range(disk.shards(clock))]
                 coordinator.ranges.load(disk.facts[0, clock][0], clock, saved)
-        means = Means(
+        means = MeanFactory(
             optimizer=PlainSGD,
             child=bool(above),
             member=member,
@@ -360,7 +362,7 @@ class Process:
         self.leave = -1  # how many effects are still carried out, -1: all
         self.era = 0  # grows where what was being written does not count any more
         self.leapt_ns = -self.late_ns()
-        self.awake = Awake(self._wall)
+        self.awake = AwakeClock(self._wall)
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         shadow_of = type(self).shadow_of
@@ -374,7 +376,7 @@ class Process:
         return -(self.life + 1) * (self.index + 1) * CLOCKS_APART_NS
 
     def first(self) -> None:
-        self._happen(Event(Kind.START, self.now_ns))
+        self._happen(MachineEvent(EventKind.START, self.now_ns))
 
     @property
     def parent(self) -> str:
@@ -386,9 +388,9 @@ class Process:
         """The shard above."""
         return f"{self.run.parent.prefix}s{self.index}" if self.run.parent is not None else ""
 
-    def kind(self, source: str) -> Kind:
+    def kind(self, source: str) -> EventKind:
         """The kind of a message from there."""
-        return {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}.get(source, Kind.BELOW)
+        return {self.above: EventKind.ABOVE, self.first_port: EventKind.COORDINATOR}.get(source, EventKind.BELOW)
 
     @property
     def now_ns(self) -> int:
@@ -410,36 +412,36 @@ class Process:
         self.run.checker.heard(self, message)
         try:
             kind = self.kind(source)
-            peer = peer_of(source) if kind is Kind.BELOW else b""
-            self._happen(Event(kind, self.now_ns, peer, message), source)
+            peer = peer_of(source) if kind is EventKind.BELOW else b""
+            self._happen(MachineEvent(kind, self.now_ns, peer, message), source)
         except NarrowsError as error:
             raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
     def _strange(self, source: str, message: m.Message) -> None:
         """Handle a message of one who speaks as another: all that is checked shows whether the machine finds out."""
         try:
-            self._happen(Event(Kind.BELOW, self.now_ns, peer_of(source), message), source)
+            self._happen(MachineEvent(EventKind.BELOW, self.now_ns, peer_of(source), message), source)
         except NarrowsError as error:
             self.run.sim.struck["stranger refused"] += 1
             self._carry_out(self.server.refused(peer_of(source), error))
 
     def tick(self, now_ns: int) -> None:
         self.awake.turn()
-        self._happen(Event(Kind.TICK, self.now_ns))
+        self._happen(MachineEvent(EventKind.TICK, self.now_ns))
 
     def unreached(self, target: str, now_ns: int) -> None:
-        self._happen(Event(Kind.UNREACHED, self.now_ns, peer_of(target)), target)
+        self._happen(MachineEvent(EventKind.UNREACHED, self.now_ns, peer_of(target)), target)
 
     def linked(self) -> None:
         """The shard above is another process."""
         if self.run.sim.alive(self.up):
-            self._happen(Event(Kind.LINKED, self.now_ns, values=("",)))
+            self._happen(MachineEvent(EventKind.LINKED, self.now_ns, values=("",)))
 
     def stop(self, lasts_ns: int) -> None:
         """It does nothing for so long."""
         self.run.sim.stop(self.run.sim.now_ns + lasts_ns, self.port, self.up)
 
-    def _happen(self, event: Event, source: str = "") -> None:
+    def _happen(self, event: MachineEvent, source: str = "") -> None:
         """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
         self.events += 1
@@ -449,7 +451,7 @@ class Process:
         self.leave = kill.effects if kill is not None else -1
         if self.shadow is not None:
             self.shadow.written(event)
-        if event.kind is Kind.ABOVE and event.message is not None:
+        if event.kind is EventKind.ABOVE and event.message is not None:
             self.server.now_ns, self.server.happened = event.now_ns, self.server.happened + 1
             effects = self.server.handle_above(event.message, event.now_ns)  # `happen` would end the session quietly
         else:
@@ -511,7 +513,7 @@ class Process:
             return
         assert isinstance(self.shadow, Kept)
         done = self.shadow.again(self._serve, self._read_again, self._again)
-        self.awake = Awake(self._wall, self.server.now_ns)
+        self.awake = AwakeClock(self._wall, self.server.now_ns)
         run.checker.replayed(self)
         sim.start(self, self.port, self.up)
         if self.kills or type(self).shadow_of is not None:
@@ -521,24 +523,24 @@ class Process:
         self._go_on(done)
         run.replayed(self)
 
-    def _again(self, event: Event) -> None:
+    def _again(self, event: MachineEvent) -> None:
         """It is about to be done again."""
 
-    def _go_on(self, done: Replay) -> None:
+    def _go_on(self, done: JournalReplay) -> None:
         """With a machine to which all has been done again."""
         sim = self.run.sim
         if done.stop is not None:
             self.run.over = True
             return
         planned, clock = self.shard.planned, self.shard.writing
-        whole = planned is not None and planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
+        whole = planned is not None and planned.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
         if clock == self.shard.min_clock and whole:
             sim.struck["checkpoint once more"] += 1
             self._checkpoint(clock)
         elif clock >= 0:
             sim.struck["checkpoint given up"] += 1
             self._wrote(clock, self.era)
-        self._happen(Event(Kind.START, self.now_ns))
+        self._happen(MachineEvent(EventKind.START, self.now_ns))
 
     # Checkpoints.
 
@@ -574,7 +576,7 @@ class Process:
         """The machine is told."""
         if self.run.sim.alive(self.up) and era == self.era:
             kept = self.run.disk.clocks(self.index)
-            self._happen(Event(Kind.WROTE, self.now_ns, values=(clock, [*kept], 0)))
+            self._happen(MachineEvent(EventKind.WROTE, self.now_ns, values=(clock, [*kept], 0)))
 
     def _load(self, clock: int) -> None:
         self.writing, self.era = None, self.era + 1
@@ -592,7 +594,7 @@ class Process:
         if clock >= 0:
             assert self.shard.planned is not None
             shards = self.shard.settings.shards
-            load = Load(*self.run.disk.read(self.index, shards, clock))
+            load = LoadArrays(*self.run.disk.read(self.index, shards, clock))
             self.shard.planned.begin(load, recut=self.run.disk.shards(clock) != shards)
 
 
@@ -617,10 +619,10 @@ class Worker:
         self.steps = 0
         self.finishing = self.ended = False
         self.asked: set[int] = set()  # shards that were asked for the last model
-        self.tables = Plan.unpacked(run.plan).tables
+        self.tables = ModelSpec.unpacked(run.plan).tables
         self.rows_at, self.rows_due = -1, set[int]()  # the clock that rows were asked for, and which shards owe them
         self.leapt_ns = 0
-        self.awake = Awake(self._wall)
+        self.awake = AwakeClock(self._wall)
         run.sim.start(self, self.name)
         self._apply(self.member.join(self.awake.now()))
         self._apply(self.member.declare(run.plan, self.awake.now()))
@@ -860,7 +862,7 @@ class Worker:
 
     def _finish(self) -> None:
         """All is pushed: wait until it is in, take the shared model, leave."""
-        if self.member.phase is not Phase.RUNNING:
+        if self.member.phase is not MemberPhase.RUNNING:
             return
         if any(x.in_flight for x in self.exchanges):
             for shard, exchange in enumerate(

@@ -18,7 +18,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan
+from narrows.protocols.plan import ModelSpec
 from narrows.protocols.settings import Settings
 from narrows.protocols.tables import why_not
 from narrows.protocols.wire import decode, encode
@@ -237,7 +237,7 @@ class Run:
         self.settings = case.settings
         self.plan = SCALED if case.scaled else PLANS[case.max_grad_norm]
         if case.rows:
-            self.plan = replace(Plan.unpacked(self.plan), tables=(TABLE,)).packed()
+            self.plan = replace(ModelSpec.unpacked(self.plan), tables=(TABLE,)).packed()
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk(slow_ns=case.slow_ns)
         self.ranges = Work(self, case.epochs, case.settings.workers) if case.epochs else None

@@ -16,12 +16,12 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.gossip.driver import Driver, Phase, Says
+from narrows.protocols.gossip.driver import GossipDriver, GossipPhase, Says
 from narrows.protocols.gossip.exchanges import ARRIVED_MAX
-from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.mixing import Mixing
-from narrows.protocols.gossip.outer import Outer
-from narrows.protocols.gossip.peers import Peers
+from narrows.protocols.gossip.outer import OuterMomentum
+from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, partners
 from narrows.protocols.wire import decode, encode
 from simulation.mirrors import Violation
@@ -161,16 +161,23 @@ class Node:
         self.name, self.wire = f"{worker}", wire  # all that it sends passes this wire
         spec = net.spec
         compressor = None if spec == "dense" else parse(spec).contraction()
-        gain = None if net.degree is None else Gain(gossip_sample(COUNT), net.degree)
+        gain = None if net.degree is None else GossipGain(gossip_sample(COUNT), net.degree)
         self.mixing = Watched(
-            net.books, 0, COUNT, compressor, HOST, lambda: Memory(seed=worker), gain, net.outer and Outer(*net.outer)
+            net.books,
+            0,
+            COUNT,
+            compressor,
+            HOST,
+            lambda: Memory(seed=worker),
+            gain,
+            net.outer and OuterMomentum(*net.outer),
         )
         self.velocity: Array = np.zeros(COUNT, np.float32)  # of the outer step, as it should be
         self.driver = net.driver(net.topology, worker, bound, LEASE_NS, self.mixing)
         self.exchanges = self.driver.exchanges
         self.exchanges.alone = not net.serves
         self.exchanges.begin, self._begin = self._begins, self.exchanges.begin  # type: ignore[method-assign]
-        self.peers = Peers(worker, LEASE_NS)
+        self.peers = GossipPeers(worker, LEASE_NS)
         self.computing = self.finishing = False
         self.reached: Array = np.empty(0, np.float32)  # the model before the last round, which makes one of all
         self.reached_ns = 0
@@ -184,7 +191,7 @@ class Node:
         self._begin(number)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> GossipPhase:
         return self.driver.phase
 
     @property
@@ -236,7 +243,7 @@ class Node:
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
-            if isinstance(effect, e.Tell):
+            if isinstance(effect, e.SendToPeer):
                 self.net.send(self, effect)
                 continue
             if isinstance(effect, e.PeerLost):
@@ -253,7 +260,7 @@ class Node:
 
     def go_on(self) -> None:
         """Compute, or end after the last step."""
-        if self.phase in (Phase.ENDING, Phase.OVER) and not self.reached.size:
+        if self.phase in (GossipPhase.ENDING, GossipPhase.OVER) and not self.reached.size:
             before = self.mixing.last if self.mixing.averaged else self.mixing.model
             self.reached, self.reached_ns = before.copy(), self.net.now_ns
         if self.settled or (self.reached.size and not self.net.ends):
@@ -287,7 +294,7 @@ class Node:
             self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
 
 
-ENDING = (Phase.ENDING, Phase.OVER)
+ENDING = (GossipPhase.ENDING, GossipPhase.OVER)
 
 
 class Net:
@@ -295,7 +302,7 @@ class Net:
 
     serves = False  # a server introduces the nodes, and closes the run
     ends = True  # with the last round, of all pairs
-    driver: type[Driver] = Driver
+    driver: type[GossipDriver] = GossipDriver
 
     def __init__(
         self,
@@ -347,7 +354,7 @@ class Net:
         if node.alive and not (self.serves and node.exchanges.alone):
             node.take(node.peers.roster(roster, self.now_ns))
 
-    def send(self, sender: Node, effect: e.Tell) -> None:
+    def send(self, sender: Node, effect: e.SendToPeer) -> None:
         frames = [bytes(frame) for frame in encode(effect.message)]
         self.sim.lay(sender.name, effect.address, sender.wire)
         self.sim.send(sender.name, effect.address, decode(frames), sum(map(len, frames)))

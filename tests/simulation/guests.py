@@ -3,7 +3,7 @@ those of a move, and
 
     told at last   who has no shards any more is told so, and why; who is not lost loses nothing
 
-`Machine` stands where ps/command/joining.py stands: it starts and ends processes as `Room` says.
+`Machine` stands where ps/command/joining.py stands: it starts and ends processes as `RemoteShardsGrant` says.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Machine:
 
     def __init__(self, run: Visited, name: str, shards: int) -> None:
         self.run, self.name, self.shards = run, name, shards
-        self.join = m.Join(f"token {name}", f"host-{name}", shards, -1, Wish.STAY)
-        self.room: m.Room | None = None
+        self.join = m.RemoteShardsOffer(f"token {name}", f"host-{name}", shards, -1, Wish.STAY)
+        self.room: m.RemoteShardsGrant | None = None
         self.mine: set[int] = set()  # shards that are started here
         run.sim.start(self, name)
 
@@ -68,7 +68,7 @@ class Machine:
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         before = self.room
-        if not isinstance(message, m.Room) or (before is not None and before.over):
+        if not isinstance(message, m.RemoteShardsGrant) or (before is not None and before.over):
             return
         if before is not None and (message.epoch, message.version) < (before.epoch, before.version):
             return
@@ -123,7 +123,7 @@ class Visited(Moved):
         if machine.room is not None and machine.room.over:
             self._told(machine.room)
 
-    def _told(self, room: m.Room) -> None:
+    def _told(self, room: m.RemoteShardsGrant) -> None:
         self.gone = True
         if room.code not in (0, 1) or (room.code and self.served):
             raise Violation(f"a machine that is not lost is told {room.code}: {room.text}")

@@ -38,7 +38,7 @@ from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.runtime.clock import TURN_NS
 from narrows.protocols.settings import Settings
-from narrows.ps.events import Event
+from narrows.ps.events import MachineEvent
 from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Checker:
         held.torn = held.folded.keys() - set.intersection(*(part.folded.keys() - part.torn for part in ours))
         return replace(held, agreement=agreement, gain=gain)
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         """After every event of a server, its effects carried out."""
         self.follow(process)
         if process.coordinator is not None:

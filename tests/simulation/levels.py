@@ -1,4 +1,4 @@
-"""The invariants of a tree of clusters, one `Level` for each cluster and the root, kept as the events go by.
+"""The invariants of a tree of clusters, one `TrialLevel` for each cluster and the root, kept as the events go by.
 
     staleness     a state for clock c is of a min_clock >= c - s, on every level; a cluster shows its workers a clock only
                   once its update has left and the next one may be computed; min_clock is never ahead of a live child
@@ -29,14 +29,25 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.member.member import Phase
+from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
-from narrows.ps.events import Event
-from narrows.ps.folding import Barrier
+from narrows.ps.changes import (
+    Change,
+    Fold,
+    LoadArrays,
+    OuterStep,
+    Publish,
+    Rebase,
+    SetFirstWeights,
+    Step,
+    Terms,
+    Update,
+)
+from narrows.ps.events import MachineEvent
+from narrows.ps.folding import FoldAtBarrier
 from narrows.ps.gain import GONE
-from narrows.ps.planned import Planned
-from narrows.ps.pushing import Pushing
+from narrows.ps.planned import ModelShard
+from narrows.ps.pushing import ParentPush
 from simulation.mirrors import RATE, FloatArray, Violation
 
 if TYPE_CHECKING:
@@ -188,7 +199,7 @@ class Level:
     def loaded(self, process: Process, clock: int) -> None:
         pass
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         """After every event of a server, its effects carried out."""
         index, planned = process.index, process.shard.planned
         mirror = self.mirrors.get(index)
@@ -207,7 +218,7 @@ class Level:
                 self._on_state(index, message)
             elif isinstance(message, m.Pull) and self.node.parent is not None:
                 self.node.parent.checker.child_asks(index, message)
-        if planned is not None and isinstance(planned.above, Pushing):
+        if planned is not None and isinstance(planned.above, ParentPush):
             self._above(process, planned.above)
 
     def _on_state(self, shard: int, state: m.State) -> None:
@@ -234,7 +245,7 @@ class Level:
             raise Violation(f"update {ack.clock} of {child} is acknowledged by {mirror.name} and was never given")
         self.taken[shard].move(child, ack.clock + 1)
 
-    def _above(self, process: Process, above: Pushing) -> None:
+    def _above(self, process: Process, above: ParentPush) -> None:
         """A cluster's server is a child of the level above."""
         parent, mirror, place, exchange = self.node.parent, self.mirrors[process.index], above.here, above.exchange
         assert parent is not None
@@ -300,7 +311,7 @@ class Level:
             for inbox in mirror.planned.inbox.seats.values():
                 child = (inbox.worker, inbox.epoch)
                 taken = self.taken[index].at.get(child, inbox.clock)
-                waiting = folding.held.values() if isinstance(folding, Barrier) else ()
+                waiting = folding.held.values() if isinstance(folding, FoldAtBarrier) else ()
                 held = sum(inbox.worker in by_worker for by_worker in waiting)
                 folded = mirror.folded.get(child, self.started.get(child, inbox.clock))
                 if taken > inbox.clock or inbox.clock != folded + held:
@@ -309,7 +320,7 @@ class Level:
                         f"{taken} acknowledged"
                     )
         for worker in node.workers.values():
-            here = worker.member.phase is Phase.RUNNING and worker.member.epoch == worker.epoch
+            here = worker.member.phase is MemberPhase.RUNNING and worker.member.epoch == worker.epoch
             if here and worker.computing and node.tree.sim.alive(worker.name):
                 self.computes(worker, worker.clock, [x.min_clock for x in worker.exchanges])
         for (shard, who), (publication, checksum) in self.holds.items():
@@ -320,7 +331,7 @@ class Level:
 class Mirror:
     """One shard: what is done to its store and its uplink, done over again from what the children gave."""
 
-    def __init__(self, level: Level, process: Process, planned: Planned) -> None:
+    def __init__(self, level: Level, process: Process, planned: ModelShard) -> None:
         self.level, self.process, self.planned, self.store = level, process, planned, planned.store
         self.index, self.name, self.mode = process.index, process.port, level.mode
         store = self.store
@@ -341,7 +352,7 @@ class Mirror:
     def _watch(self) -> None:
         self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
 
-    def adopt(self, planned: Planned) -> None:
+    def adopt(self, planned: ModelShard) -> None:
         """Another process goes on where this shard was."""
         self.planned, self.store = planned, planned.store
         self._watch()
@@ -349,7 +360,7 @@ class Mirror:
 
     def follow_above(self) -> None:
         above, parent = self.planned.above, self.level.node.parent
-        if above is self.above or not isinstance(above, Pushing):
+        if above is self.above or not isinstance(above, ParentPush):
             return
         assert parent is not None
         self.above, push = above, above._push
@@ -366,12 +377,12 @@ class Mirror:
 
     def _apply(self, change: Change) -> None:
         match change:
-            case FirstWeights():
+            case SetFirstWeights():
                 if self.folded:
                     raise Violation(f"{self.name} takes first weights after the first fold")
             case Fold(terms, of):
                 self._fold(terms, of)
-            case Outer(terms):
+            case OuterStep(terms):
                 settings, mean = self.level.node.settings, self._sum(terms)
                 self.momentum = settings.outer_momentum * self.momentum + mean
                 self._add(settings.outer_lr * (mean + settings.outer_momentum * self.momentum))
@@ -381,7 +392,7 @@ class Mirror:
                 self.x = self.x - before + base
         self.plain(change)
         match change:
-            case FirstWeights() | Load():
+            case SetFirstWeights() | LoadArrays():
                 self.x = self.store.x.astype(np.float64)
                 self._show()
             case Publish():
@@ -438,7 +449,7 @@ class Mirror:
         shard, above = self.process.shard, self.planned.above
         if self.mode.barrier:
             self._closed(shard.min_clock - 1)
-        if not isinstance(above, Pushing) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
+        if not isinstance(above, ParentPush) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
             return
         exchange = above.exchange
         owes = above.inner >= exchange.mode.local_steps
@@ -460,7 +471,7 @@ class Mirror:
 
     # Pushes to the server above.
 
-    def _sent_up(self, above: Pushing) -> None:
+    def _sent_up(self, above: ParentPush) -> None:
         """Sent plus residual is what the children's updates came to since the last push."""
         parent, exchange = self.level.node.parent, above.exchange
         assert parent is not None

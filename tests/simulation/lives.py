@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.wire import encode
-from narrows.ps.events import Event
-from narrows.ps.process.journal import Journal, Replay, files
+from narrows.ps.events import MachineEvent
+from narrows.ps.process.journal import Journal, JournalReplay, files
 from narrows.ps.server import Server
 from narrows.ps.store import assume_lent
 from simulation.network import Random
@@ -80,21 +80,21 @@ class Kept:
         assert not self.journal.trouble, self.journal.trouble
         self.stale = False
 
-    def written(self, event: Event) -> None:
+    def written(self, event: MachineEvent) -> None:
         self.journal.note(event, encode(event.message) if event.message is not None else [])
 
     def changed(self) -> None:
         """A checkpoint was read: it may be gone when it would be read again."""
         self.stale = True
 
-    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None:
+    def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None:
         self.count += 1
         if self.stale or self.count % BEGIN_EVERY == 0:
             self.begin()
 
     def again(
-        self, take: Callable[[Server], None], load: Callable[[int], None], note: Callable[[Event], None]
-    ) -> Replay:
+        self, take: Callable[[Server], None], load: Callable[[int], None], note: Callable[[MachineEvent], None]
+    ) -> JournalReplay:
         """As the next process begins: `take` the machine as it was written, and do all again that has happened since. `note` is
         told of each event before."""
         self.journal = Journal(self.files, assume_lent)

@@ -1,7 +1,8 @@
 """The state that each shard must hold: it follows, in the order of its folds, from what the workers gave.
 
-A mirror hears what is done to its shard's store, and does it over again from the log of the run, `Given`: the weights from
-the member sets, the sums in float32 and in the order given. It believes neither the payloads nor the weights of a shard.
+A mirror hears what is done to its shard's store, and does it over again from the log of the run, `ForkedEnvironment`:
+the weights from the member sets, the sums in float32 and in the order given. It believes neither the payloads nor the
+weights of a shard.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from kit.merging import TrueGain
 
 from narrows.protocols import messages as m
 from narrows.protocols.keys import split
-from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Publish, Step, Terms, Update
-from narrows.ps.events import Event
-from narrows.ps.folding import AtOnce, Barrier
+from narrows.ps.changes import Change, Fold, OuterStep, Publish, SetFirstWeights, Step, Terms, Update
+from narrows.ps.events import MachineEvent
+from narrows.ps.folding import FoldAtBarrier, FoldAtOnce
 from narrows.ps.gain import GONE
-from narrows.ps.inbox import Seat
-from narrows.ps.inbox import Update as Whole
+from narrows.ps.inbox import PushedUpdate, PushSequence
 from narrows.ps.store import Store
 from simulation.screens import Screen
 
@@ -126,10 +126,10 @@ class Mirror:
     def _watch(self) -> None:
         self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
         planned = self.process.shard.planned
-        if planned is not None and isinstance(planned.folding, AtOnce) and self._leaves_out:
+        if planned is not None and isinstance(planned.folding, FoldAtOnce) and self._leaves_out:
             accept = planned.folding.accept
 
-            def accepted(seat: Seat, update: Whole, publication: int) -> list[Change]:
+            def accepted(seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
                 self.log.append((Accepted((seat.worker, seat.epoch, seat.clock)), 0))
                 return accept(seat, update, publication)
 
@@ -155,24 +155,24 @@ class Mirror:
         for number, (change, checksum) in enumerate(self.log):
             if isinstance(change, Accepted):
                 after = self.log[number + 1][0] if number + 1 < len(self.log) else None
-                self._accepted(change.push, isinstance(after, (Fold, Outer, Step)))
+                self._accepted(change.push, isinstance(after, (Fold, OuterStep, Step)))
             else:
                 self._change(change, checksum)
         self.log.clear()
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
-        if isinstance(folding, Barrier) and self.held.closed in folding.closing:
+        if isinstance(folding, FoldAtBarrier) and self.held.closed in folding.closing:
             # A set that awaits the norm is judged already, beside who is a member now.
             self._judge([push_of(update) for _, update in folding.closing[self.held.closed][0]])
 
     def _change(self, change: Change, checksum: int) -> None:
         match change:
-            case FirstWeights(pieces):
+            case SetFirstWeights(pieces):
                 self._first_weights(pieces)
             case Fold(terms, of):
                 pushes = self._pushes(terms)
                 self._fold(pushes, of)
                 self._rows([(share, push) for (_, push), (_, share) in zip(pushes, of, strict=True)])
-            case Outer(terms, keys):
+            case OuterStep(terms, keys):
                 self._outer(self._pushes(terms), keys)
             case Step(terms, _, _, scale, shrink):
                 at_once = None if self.mode.barrier else scale
@@ -190,7 +190,7 @@ class Mirror:
             total[at] += np.float32(weight) * values
         self.held.table += np.float32(-RATE) * total
 
-    def compare(self, event: Event, source: str) -> None:
+    def compare(self, event: MachineEvent, source: str) -> None:
         for table in self.store.tables.tables:
             if not np.array_equal(table.values, self.held.table[: table.count]):  # those that none touched are 0
                 raise Violation(f"shard {self.index} has rows {table.values}, the log gives {self.held.table}")
@@ -219,7 +219,7 @@ class Mirror:
         if (worker, clock) in self.held.whole:
             return True
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
-        if not isinstance(folding, Barrier):
+        if not isinstance(folding, FoldAtBarrier):
             return False
         if self._leaves_out:  # what is left out of a set that awaits the norm is in no term of it
             generation = self.process.shard.ledger.generation

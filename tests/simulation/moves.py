@@ -16,7 +16,7 @@ from itertools import count, islice, pairwise
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.ps.events import Event, Kind
+from narrows.ps.events import EventKind, MachineEvent
 from narrows.ps.store import Store
 from simulation.actors import Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
@@ -89,7 +89,7 @@ class MoveChecker(Checker):
                 return
             who = self.before[who]
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         super().server_event(process, effects, event, source)
         self._one_owner(process)
         if process.index in self.mirrors:
@@ -184,7 +184,7 @@ class Moved(Run):
     def _ask(self) -> None:
         process = self.servers[0]
         if self.sim.alive(process.up):  # else the next one is asked
-            process._happen(Event(Kind.RESHARD, process.now_ns, values=(self.wanted,)))
+            process._happen(MachineEvent(EventKind.RESHARD, process.now_ns, values=(self.wanted,)))
 
     def _listen(self, shards: int, target: int) -> None:
         before, self.heard = self.heard, (shards, target)

@@ -32,18 +32,18 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.wire import encode
-from narrows.ps.changes import Change, Fold, Outer, Step
-from narrows.ps.copies import Original, lost_after
-from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Planned
-from narrows.ps.process.journal import Replay
+from narrows.ps.changes import Change, Fold, OuterStep, Step
+from narrows.ps.copies import ReplicationPrimary, lost_after
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.planned import ModelShard
+from narrows.ps.process.journal import JournalReplay
 from narrows.ps.process.pickling import frozen, thaw
-from narrows.ps.pushing import Pushing
+from narrows.ps.pushing import ParentPush
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 from narrows.ps.standby import Standby
 from narrows.ps.store import Store, assume_lent
 from simulation.actors import Kit, Process, Worker, peer_of, source_of
@@ -144,11 +144,11 @@ def checksum(pieces: Iterable[Any], begin: int, size: int) -> tuple[int, FloatAr
 @contextmanager
 def recorded() -> Iterator[None]:
     """Stores keep what they fold, exchanges what was acknowledged, and uplinks what they push."""
-    apply, take, push = Store.apply, Exchange.take, Pushing._push
-    planned_goes_on, pushing_goes_on = Planned.go_on, Pushing.go_on
+    apply, take, push = Store.apply, Exchange.take, ParentPush._push
+    planned_goes_on, pushing_goes_on = ModelShard.go_on, ParentPush.go_on
 
     def applied(store: Store, change: Change) -> None:
-        if not isinstance(change, (Fold, Outer, Step)):
+        if not isinstance(change, (Fold, OuterStep, Step)):
             return apply(store, change)
         folded, before = store.__dict__.setdefault("folded", []), store.x.astype(np.float64)
         for _, update in change.terms:
@@ -162,7 +162,7 @@ def recorded() -> Iterator[None]:
             exchange.__dict__.setdefault("settled_own", []).append((exchange.worker, exchange.epoch, event.clock))
         return take(exchange, event)
 
-    def pushed(above: Pushing, *arguments: Any, **more: Any) -> Any:
+    def pushed(above: ParentPush, *arguments: Any, **more: Any) -> Any:
         effects = push(above, *arguments, **more)
         exchange, clock = above.exchange, above.exchange.clock - 1
         begin, end = above.replica.begin, above.replica.end
@@ -171,22 +171,22 @@ def recorded() -> Iterator[None]:
         above.__dict__["sent"] = above.__dict__.get("sent", 0.0) + values.astype(np.float64)
         return effects
 
-    def planned_went_on(planned: Planned, before: Planned) -> None:
+    def planned_went_on(planned: ModelShard, before: ModelShard) -> None:
         planned_goes_on(planned, before)
         planned.store.__dict__ |= {name: vars(before.store)[name] for name in KEPT & vars(before.store).keys()}
 
-    def pushing_went_on(above: Pushing, *arguments: Any) -> Any:
+    def pushing_went_on(above: ParentPush, *arguments: Any) -> Any:
         settled = above.exchange.__dict__.get("settled_own", [])
         effects = pushing_goes_on(above, *arguments)
         above.exchange.__dict__["settled_own"] = settled
         return effects
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planned, "go_on", planned_went_on)
-        patch.setattr(Pushing, "go_on", pushing_went_on)
+        patch.setattr(ModelShard, "go_on", planned_went_on)
+        patch.setattr(ParentPush, "go_on", pushing_went_on)
         patch.setattr(Store, "apply", applied)
         patch.setattr(Exchange, "take", taken)
-        patch.setattr(Pushing, "_push", pushed)
+        patch.setattr(ParentPush, "_push", pushed)
         yield
 
 
@@ -237,11 +237,11 @@ class Story(Level):
     def heard(self, process: Process, message: m.Message) -> None: ...
     def replayed(self, process: Process) -> None: ...
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         if process.coordinator is not None:
             self.min_clock = process.coordinator.min_clock
         above, parent = process.shard.above, self.house.parent
-        if not isinstance(above, Pushing) or parent is None:
+        if not isinstance(above, ParentPush) or parent is None:
             return
         story, exchange = parent.checker, above.exchange
         assert isinstance(story, Story)
@@ -269,11 +269,11 @@ class Story(Level):
             if above := self.pushing(index):
                 self._conserved(process, planned.store, above)
 
-    def pushing(self, index: int) -> Pushing | None:
+    def pushing(self, index: int) -> ParentPush | None:
         """What this shard has above it."""
         planned = self.house.servers[index].shard.planned
         assert planned is not None
-        return planned.above if isinstance(planned.above, Pushing) else None
+        return planned.above if isinstance(planned.above, ParentPush) else None
 
     def _nothing_lost(self, index: int, folded: dict[tuple[int, int, int], int]) -> None:
         rows = [row[1:] for row in self.acknowledged if row[0] == index]
@@ -290,7 +290,7 @@ class Story(Level):
             if given.get(row) != value:
                 raise Violation(f"{name} has folded an update {row} that its child has not given")
 
-    def _conserved(self, process: Process, store: Store, above: Pushing) -> None:
+    def _conserved(self, process: Process, store: Store, above: ParentPush) -> None:
         kept = store.x.astype(np.float64) - (above.start if above.kept.start is not None else store.x)
         for begin, end, residual in above.replica.residuals:
             kept[begin - store.begin : end - store.begin] += residual
@@ -326,7 +326,7 @@ class Roamer(Worker):
     def _apply(self, effects: Sequence[MemberEffect]) -> None:
         for effect in effects:
             match effect:
-                case e.Tell(address, message):
+                case e.SendToPeer(address, message):
                     self.run.send(self.name, where(address), message)
                 case e.Turned(address, ports):
                     host = address.rpartition(":")[0]
@@ -402,11 +402,11 @@ class Serving(Process):
     def _serve(self, server: Server) -> None:
         super()._serve(server)
         lost_ns = lost_after(self.run.settings.lease)
-        siblings, before = Siblings(self.run.settings.shards, lost_ns), ""
+        siblings, before = PeerShards(self.run.settings.shards, lost_ns), ""
         if self.second is not None:
             siblings, before = self.second.standby.siblings, self.second.standby.original
         freeze = lambda: frozen(server, assume_lent)  # noqa: E731
-        self.original = Original(self.index, server, 1 + self.index, lost_ns, freeze, siblings, 0, before)
+        self.original = ReplicationPrimary(self.index, server, 1 + self.index, lost_ns, freeze, siblings, 0, before)
 
     def late_ns(self) -> int:
         return self.run.sim.now_ns - self.server.now_ns if self.second is not None else super().late_ns()
@@ -428,19 +428,23 @@ class Serving(Process):
     def above(self) -> str:
         return where(self.server.above) if self.server.above else ""
 
-    def kind(self, source: str) -> Kind:
+    def kind(self, source: str) -> EventKind:
         beside = self.server.beside
-        return Kind.BESIDE if beside and source == where(beside) else super().kind(source)
+        return EventKind.BESIDE if beside and source == where(beside) else super().kind(source)
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         kind, parent = self.kind(source), self.house.parent
-        if kind is Kind.BELOW and parent is not None and source in parent.ports:
+        if kind is EventKind.BELOW and parent is not None and source in parent.ports:
             return  # it was hung up on, or has not been turned to
-        if source in self.house.ports and source != self.first_port and not isinstance(message, (m.Copy, m.View)):
+        if (
+            source in self.house.ports
+            and source != self.first_port
+            and not isinstance(message, (m.ReplicationFollow, m.FailoverNotice))
+        ):
             return  # of another server of this node, which would find nobody here
-        if kind is Kind.COORDINATOR and isinstance(message, m.View):
+        if kind is EventKind.COORDINATOR and isinstance(message, m.FailoverNotice):
             self._at_once(self.original.hear_view(message))
-        elif kind is not Kind.BELOW or not isinstance(message, m.OF_COPIES):
+        elif kind is not EventKind.BELOW or not isinstance(message, m.OF_COPIES):
             super().handle(source, message, now_ns)
         else:
             self._at_once(self.original.receive(peer_of(source), message, self.now_ns))
@@ -463,7 +467,7 @@ class Serving(Process):
 
     # Events and effects.
 
-    def _happen(self, event: Event, source: str = "") -> None:
+    def _happen(self, event: MachineEvent, source: str = "") -> None:
         if not self.run.sim.alive(self.up):
             return  # it was killed in the event before this one
         if self.kills and not self.house.may_be_struck:
@@ -475,7 +479,7 @@ class Serving(Process):
         super()._happen(event, source)
         self._release()
 
-    def _again(self, event: Event) -> None:
+    def _again(self, event: MachineEvent) -> None:
         self.original.again(event)
 
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
@@ -506,8 +510,8 @@ class Serving(Process):
                 if isinstance(message, m.State) and message.request and node.parent is None:
                     node.story.models.add((self.index, zlib.crc32(message.payload)))
                 node.send(self.port, source_of(peer), message)
-            case e.Tell(address, message):
-                if not isinstance(message, m.Vote) or address == self.server.beside:
+            case e.SendToPeer(address, message):
+                if not isinstance(message, m.FailoverVote) or address == self.server.beside:
                     node.send(self.port, where(address), message)
             case e.Stop():
                 node.stopped(self, effect)
@@ -517,7 +521,9 @@ class Serving(Process):
             match effect:
                 case e.Serve(view, standby):
                     before = self.original.before if self.original.before != self.server.before else ""
-                    self._happen(Event(Kind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, before)))
+                    self._happen(
+                        MachineEvent(EventKind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, before))
+                    )
                     if not standby:
                         self.original.feed.forget()
                         self.run.sim.struck["alone"] += not self.index and not before
@@ -550,10 +556,10 @@ class Second:
         self.port, self.up = site.port(index), f"{site.port(index)}.0"
         self.serves: list[e.Serve] = []
         self.held = deque[tuple[int, ServerEffect]]()  # of nobody
-        self.replay: Replay
+        self.replay: JournalReplay
         self.stale = False
         lost_ns = lost_after(self.node.settings.lease)
-        siblings = Siblings(self.node.settings.shards, lost_ns)
+        siblings = PeerShards(self.node.settings.shards, lost_ns)
         original, address = site.follows.address(index), site.address(0)
         self.standby = Standby(index, original, address, 1 + index, lost_ns, siblings, self._thaw, self._again)
         self.standby.heard_ns = self.node.sim.now_ns
@@ -564,13 +570,13 @@ class Second:
         return self.replay.server
 
     def _thaw(self, packed: bytes) -> Server:
-        self.replay = Replay(thaw(io.BytesIO(packed), assume_lent), self._load)
+        self.replay = JournalReplay(thaw(io.BytesIO(packed), assume_lent), self._load)
         return self.server
 
     def _load(self, clock: int) -> None:
         self.stale = True  # as of a checkpoint that the other machine has
 
-    def _again(self, event: Event) -> None:
+    def _again(self, event: MachineEvent) -> None:
         self.replay.again(event)
         if self.stale:
             self.stale = False
@@ -579,14 +585,14 @@ class Second:
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         standby = self.standby
         match message:
-            case m.Copied() if source == where(standby.original):
+            case m.ReplicationEntry() if source == where(standby.original):
                 standby.receive(message, now_ns)
                 self._carry_out(standby.acknowledge(now_ns))
-            case m.View() if source == self.site.port(0):
+            case m.FailoverNotice() if source == self.site.port(0):
                 self._carry_out(standby.hear_view(message))
-            case m.Vote():
+            case m.FailoverVote():
                 self._carry_out(standby.vote(peer_of(source), message, now_ns))
-            case m.Copying():
+            case m.ReplicationProgress():
                 standby.siblings.hear(peer_of(source), message, now_ns)
 
     def disconnected(self, target: str, now_ns: int) -> None:
@@ -603,7 +609,7 @@ class Second:
                     self.node.send(self.up, self.site.port(0), message)
                 case e.Send(bytes(peer), message):
                     self.node.send(self.port, source_of(peer), message)
-                case e.Tell(address, message):
+                case e.SendToPeer(address, message):
                     self.node.send(self.port, where(address), message)
                 case e.Serve():
                     self.serves.append(effect)
@@ -722,7 +728,7 @@ class House(Node):
     def _all_know(self, standby: str) -> bool:
         """All members: who does not is left behind by those that turn to it."""
         for worker in self.workers.values():
-            ready = worker.member.phase in (Phase.RUNNING, Phase.LEAVING)
+            ready = worker.member.phase in (MemberPhase.RUNNING, MemberPhase.LEAVING)
             if not worker.ended and not (ready and self._knows(worker.member, standby)):
                 return False
         for cluster in self.pairs.clusters if self.parent is None else ():

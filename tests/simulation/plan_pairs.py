@@ -16,14 +16,14 @@ import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.moves import MovePhase
+from narrows.protocols.cluster.moves import ReshardPhase
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.messages import RefuseCode
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary, packed
-from narrows.ps.events import Event
+from narrows.protocols.summary import Summary, SummaryRow, packed
+from narrows.ps.events import MachineEvent
 from narrows.ps.process.machine import resumed
-from narrows.ps.pushing import Pushing
+from narrows.ps.pushing import ParentPush
 from simulation.actors import Kit, Process, Worker
 from simulation.levels import CLOSE
 from simulation.mirrors import Violation
@@ -36,7 +36,13 @@ from simulation.trees import BELOW, Node, Road, Trace, Tree, tree_of
 CLOCKS = 70  # of each worker
 AFTER_S = 3.0  # until the plan changes: somebody stands by then
 ENDED_NS = 45 * NS  # 30 s of silence until a server is lost, a lease, and what all say to each other then
-AIMS = (MovePhase.TOLD, MovePhase.HELD, MovePhase.WRITING, MovePhase.PASSED, MovePhase.STILL)  # the last: in force
+AIMS = (
+    ReshardPhase.TOLD,
+    ReshardPhase.HELD,
+    ReshardPhase.WRITING,
+    ReshardPhase.PASSED,
+    ReshardPhase.STILL,
+)  # the last: in force
 
 
 def losing_case(seed: int) -> PairCase:
@@ -58,7 +64,7 @@ class PlanStory(Story):
         if len({worker for worker, _ in places}) > 1 or len(places) > story.plans:
             raise Violation(f"{who} has joined again: {sorted(places)}")
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         if process.coordinator is not None:
             self.plans = max(self.plans, process.coordinator.run.settings.plan_number)
         super().server_event(process, effects, event, source)
@@ -76,7 +82,7 @@ class Loser(House):
         if isinstance(message, m.Heartbeat):
             steps = self.sim.now_ns // MS
             figures = Summary(steps=steps, compute_seconds=OWN_S * steps, rate_up=NARROW, rate_down=NARROW)
-            message = replace(message, summary=packed([Row((), "", "", figures)]))
+            message = replace(message, summary=packed([SummaryRow((), "", "", figures)]))
         super().send(source, target, message)
 
     def server_event(self, process: Process) -> None:
@@ -86,7 +92,7 @@ class Loser(House):
         if coordinator is None or self.parent is not None or self.struck or self.serving.which:
             return
         changed = coordinator.run.settings.plan_number > 1
-        if coordinator.moves.phase is self.pairs.aim and (changed or self.pairs.aim is not MovePhase.STILL):
+        if coordinator.moves.phase is self.pairs.aim and (changed or self.pairs.aim is not ReshardPhase.STILL):
             self.sim.at(self.sim.now_ns, self._lose)
 
     def _lose(self) -> None:
@@ -105,7 +111,7 @@ class Losing(Pairs):
 
     node = Loser
 
-    def __init__(self, case: PairCase, aim: MovePhase, kit: Kit | None = None, trace: Trace | None = None) -> None:
+    def __init__(self, case: PairCase, aim: ReshardPhase, kit: Kit | None = None, trace: Trace | None = None) -> None:
         self.aim = aim
         super().__init__(case, replace(kit or Kit(), coordinator=Pricing), trace)
 
@@ -122,14 +128,14 @@ class OrphanStory(PlanStory):
         self.rows: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self.settings: dict[int, Settings] = {}
         self.read: set[tuple[int, int]] = set()
-        self.above: dict[int, Pushing] = {}  # of each shard: none is there once the session above is over
+        self.above: dict[int, ParentPush] = {}  # of each shard: none is there once the session above is over
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         super().server_event(process, effects, event, source)
-        if isinstance(process.shard.above, Pushing):
+        if isinstance(process.shard.above, ParentPush):
             self.above[process.index] = process.shard.above
 
-    def pushing(self, index: int) -> Pushing | None:
+    def pushing(self, index: int) -> ParentPush | None:
         return self.above.get(index)
 
     def saved(self, process: Process, clock: int) -> None:
@@ -187,7 +193,7 @@ class Orphaned(Losing):
     def __init__(
         self,
         case: PairCase,
-        aim: MovePhase,
+        aim: ReshardPhase,
         kit: Kit | None = None,
         trace: Trace | None = None,
         before: Orphaned | None = None,

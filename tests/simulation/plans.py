@@ -21,12 +21,12 @@ import numpy as np
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.moves import MovePhase
+from narrows.protocols.cluster.moves import ReshardPhase
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary, packed
-from narrows.ps.events import Event
-from narrows.ps.pushing import Pushing
+from narrows.protocols.summary import Summary, SummaryRow, packed
+from narrows.ps.events import MachineEvent
+from narrows.ps.pushing import ParentPush
 from simulation.actors import Kit, Process
 from simulation.levels import CLOSE, Child, Level, Values
 from simulation.lives import Kill
@@ -77,7 +77,7 @@ class PlanLevel(Level):
         self.ended: set[Child] = set()
         self.generation = -1
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         coordinator, before, planned = process.coordinator, self.mirrors.get(process.index), process.shard.planned
         if coordinator is not None:
             self._planned(coordinator)
@@ -132,7 +132,7 @@ class PlanLevel(Level):
             if self.plan_at.setdefault(clock, plan) != plan:
                 raise Violation(f"clock {clock} is pushed under plan {self.plan_at[clock]} and, by {child}, {plan}")
 
-    def _above(self, process: Process, above: Pushing) -> None:
+    def _above(self, process: Process, above: ParentPush) -> None:
         super()._above(process, above)
         parent, place = self.node.parent, above.here
         assert parent is not None and isinstance(parent.checker, PlanLevel)
@@ -167,7 +167,7 @@ class PlanNode(Node):
         assert server is not None
         rate = self.tree.rate if server.settings.replan == "change" else WIDE
         figures = Summary(steps=steps, compute_seconds=OWN_S * steps, rate_up=rate, rate_down=rate)
-        return packed([Row((), "", "", figures)])
+        return packed([SummaryRow((), "", "", figures)])
 
     def kills_of(self, index: int) -> list[Kill]:
         assert isinstance(self.tree, Changing)
@@ -194,7 +194,7 @@ class PlanNode(Node):
             assert isinstance(self.tree, Changing)
             self.tree.strike()
         self.striking = moves.holds
-        if moves.phase is MovePhase.STILL and moves.why:
+        if moves.phase is ReshardPhase.STILL and moves.why:
             self.sim.struck["plan given up"] += 1
             moves.why = ""
 

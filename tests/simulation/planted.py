@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from narrows.ps.copies import Original
-from narrows.ps.inbox import Seat
+from narrows.ps.copies import ReplicationPrimary
+from narrows.ps.inbox import PushSequence
 from simulation import test_campaigns, test_lives, test_moves, test_ranges, test_replans, test_standbys, test_trees
 from simulation.actors import Bug, planted
 from simulation.kinds import KINDS, mixed, shares
@@ -31,20 +31,20 @@ class Found(NamedTuple):
     says: str
 
 
-def not_held(original: Original) -> bool:
+def not_held(original: ReplicationPrimary) -> bool:
     """The effects of an event are sent at once, acks too, though the standby lacks the event."""
     return False
 
 
-def lags(seat: Seat) -> Any:
+def lags(seat: PushSequence) -> Any:
     """A machine that is copied knows all but the newest update of each member: that one counts as new when it comes again."""
-    values = {name: getattr(seat, name) for name in Seat.__slots__}
+    values = {name: getattr(seat, name) for name in PushSequence.__slots__}
     return None, values | {"clock": max(seat.clock - 1, seat.taken, 0)}
 
 
 COPIES: dict[str, Bug] = {
-    "an ack before the standby has the update": [(Original, "holds", property(not_held))],
-    "a dedupe entry not copied": [(Seat, "__getstate__", lags)],
+    "an ack before the standby has the update": [(ReplicationPrimary, "holds", property(not_held))],
+    "a dedupe entry not copied": [(PushSequence, "__getstate__", lags)],
 }
 PLANTED: dict[str, Bug] = (
     COPIES

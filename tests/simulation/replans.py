@@ -18,13 +18,13 @@ from typing import Any
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.member.figures import Figures
+from narrows.protocols.member.figures import MemberMetrics
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Row, Summary, packed
+from narrows.protocols.summary import Summary, SummaryRow, packed
 from narrows.ps.coded import coded
-from narrows.ps.events import Event
+from narrows.ps.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.mirrors import FloatArray, Violation
@@ -64,7 +64,7 @@ class Pricing(Coordinator):
         super().__init__(*words, **more | {"coded": CODED})
 
 
-class Told(Figures):
+class Told(MemberMetrics):
     """A worker's figures of itself."""
 
     def __init__(self, worker: Worker, run: Replanned) -> None:
@@ -74,7 +74,7 @@ class Told(Figures):
     def packed(self, meter: LinkMeter, streams: int, now_ns: int) -> bytes:
         steps, rate = self.worker.steps, self.run.rate
         figures = Summary(steps=steps, compute_seconds=OWN_S * steps, rate_up=rate, rate_down=rate)
-        return packed([Row((), "", "", figures)])
+        return packed([SummaryRow((), "", "", figures)])
 
 
 class PlanChecker(MoveChecker):
@@ -122,7 +122,7 @@ class PlanChecker(MoveChecker):
                 f"clock {clock} is pushed under plan {plan} and, by {worker.name}, {worker.settings.plan_number}"
             )
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         super().server_event(process, effects, event, source)
         shard = process.shard
         if shard.planned is not None:

@@ -7,8 +7,8 @@ in order       what shard 0 knows of another shard, that shard has
 one server     two servers of which neither knows the other's newest never both serve
 progress       where a server or its standby lives and members reach it, all that is asked gets done
 
-`Original`, `Standby` and `Views` are those that ship. A `Box` stands in the place of a shard's machine: it keeps what was asked
-of it.
+`ReplicationPrimary`, `Standby` and `FailoverView` are those that ship. A `Box` stands in the place of a shard's
+machine: it keeps what was asked of it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
-from narrows.protocols.member.views import Views
-from narrows.ps.copies import Original, lost_after
-from narrows.ps.events import Event, Kind
+from narrows.protocols.member.views import FailoverView
+from narrows.ps.copies import ReplicationPrimary, lost_after
+from narrows.ps.events import EventKind, MachineEvent
 from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import Siblings
+from narrows.ps.siblings import PeerShards
 from narrows.ps.standby import Standby
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator
@@ -85,10 +85,10 @@ class Box:
     def members(self) -> list[Seat]:
         return [Seat(worker, peer, m.name_of(peer)) for worker, peer in sorted(self.seats.items())]
 
-    def happen(self, event: Event) -> list[tuple[bytes, Any]]:
+    def happen(self, event: MachineEvent) -> list[tuple[bytes, Any]]:
         """Handle an event, and return what is to be sent, and to whom."""
         self.happened += 1
-        if event.kind is Kind.VIEW:
+        if event.kind is EventKind.VIEW:
             self.view, self.standby, _, before = event.values
             self.before = before or self.before
             self.viewed = self.happened
@@ -144,7 +144,7 @@ class Shard:
         self.theatre, self.server, self.index = theatre, server, index
         self.name, self.first = f"{server.name}{index}", f"{server.name}0"
         self.held: deque[tuple[int, bytes, Any]] = deque()
-        self.original: Original | None = None
+        self.original: ReplicationPrimary | None = None
         self.standby: Standby | None = None
         lost_ns, shards = lost_after(LEASE_S), theatre.shards
         if follows:
@@ -154,13 +154,13 @@ class Shard:
                 self.first,
                 index,
                 lost_ns,
-                Siblings(shards, lost_ns),
+                PeerShards(shards, lost_ns),
                 self._thaw,
                 self._again,
             )
             self.standby.heard_ns = theatre.sim.now_ns
         else:
-            self._serves(box or Box(index), Siblings(shards, lost_ns))
+            self._serves(box or Box(index), PeerShards(shards, lost_ns))
             if box is not None:
                 for event in server.tails[index]:  # as a journal has them
                     self._original.feed.tail.append(event)
@@ -168,7 +168,7 @@ class Shard:
         theatre.sim.start(self, self.name)
 
     @property
-    def _original(self) -> Original:
+    def _original(self) -> ReplicationPrimary:
         assert self.original is not None
         return self.original
 
@@ -184,16 +184,18 @@ class Shard:
     def _thaw(self, packed: bytes) -> Box:
         return Box.of(packed)
 
-    def _again(self, event: Event) -> None:
+    def _again(self, event: MachineEvent) -> None:
         self.box.happen(event)
 
-    def _serves(self, box: Box, siblings: Siblings) -> None:
+    def _serves(self, box: Box, siblings: PeerShards) -> None:
         before = self.standby.original if self.standby is not None else ""
         first_view = VIEWS_OF_A_LIFE * box.incarnation
         lost_ns = lost_after(LEASE_S)
-        self.original = Original(self.index, box, self.index, lost_ns, box.packed, siblings, first_view, before)
+        self.original = ReplicationPrimary(
+            self.index, box, self.index, lost_ns, box.packed, siblings, first_view, before
+        )
 
-    def _happen(self, event: Event) -> None:
+    def _happen(self, event: MachineEvent) -> None:
         original = self._original
         self._at_once(original.note(event, ()))
         for to, message in self.box.happen(event):
@@ -215,7 +217,7 @@ class Shard:
             match effect:
                 case e.Send(to, message):
                     self._send(to, message)
-                case e.Tell(address, message):
+                case e.SendToPeer(address, message):
                     self._send(address, message)
                 case e.Serve(view, standby):
                     if self.original is None:
@@ -224,7 +226,7 @@ class Shard:
                         self.theatre.sim.struck["took over"] += not self.index
                         self.server.leads = True
                     before = self._original.before if self._original.before != self.box.before else ""
-                    self._happen(Event(Kind.VIEW, 0, values=(view, standby, self.index, before)))
+                    self._happen(MachineEvent(EventKind.VIEW, 0, values=(view, standby, self.index, before)))
                     if not standby:
                         self.theatre.sim.struck["alone"] += 1
                         self._original.feed.forget()
@@ -243,22 +245,24 @@ class Shard:
         peer, original = source.encode(), self.original
         if source.startswith("w") and self.original is not None:
             self.heard[int(source[1:])] = now_ns
-        if isinstance(message, m.Copying):
+        if isinstance(message, m.ReplicationProgress):
             (original or self.standby).siblings.hear(peer, message, now_ns)  # type: ignore[union-attr]
         elif original is None:
             self._follow(source, message, now_ns)
         elif isinstance(message, Ask):
-            self._happen(Event(Kind.WROTE, now_ns, peer, None, ("ask", self.index, message.worker, message.number)))
+            self._happen(
+                MachineEvent(EventKind.WROTE, now_ns, peer, None, ("ask", self.index, message.worker, message.number))
+            )
         elif isinstance(message, Done):
             values = ("known", message.shard, message.worker, message.number)
-            self._happen(Event(Kind.WROTE, now_ns, peer, None, values))
-        elif isinstance(message, m.Copy):
+            self._happen(MachineEvent(EventKind.WROTE, now_ns, peer, None, values))
+        elif isinstance(message, m.ReplicationFollow):
             self._at_once(original.feed.copy(peer, message, now_ns))
-        elif isinstance(message, m.Vote):
+        elif isinstance(message, m.FailoverVote):
             self._at_once(original.vote(peer, message))
-        elif isinstance(message, m.View) and source == self.first:
+        elif isinstance(message, m.FailoverNotice) and source == self.first:
             self._at_once(original.hear_view(message))
-        elif isinstance(message, m.View):
+        elif isinstance(message, m.FailoverNotice):
             self._at_once(original.deposed(message))
 
     def disconnected(self, target: str, now_ns: int) -> None:
@@ -270,13 +274,13 @@ class Shard:
     def _follow(self, source: str, message: Any, now_ns: int) -> None:
         standby = self.standby
         assert standby is not None
-        if isinstance(message, m.Copied) and source == standby.original:
+        if isinstance(message, m.ReplicationEntry) and source == standby.original:
             standby.receive(message, now_ns)
             if standby.machine is not None and standby.machine.happened + len(standby.events) != standby.have:
                 raise Violation(f"{self.name} has {standby.have} events, and {standby.machine.happened} have happened")
-        elif isinstance(message, m.Vote):
+        elif isinstance(message, m.FailoverVote):
             self._at_once(standby.vote(source.encode(), message, now_ns))
-        elif isinstance(message, m.View) and source == self.first:
+        elif isinstance(message, m.FailoverNotice) and source == self.first:
             self._at_once(standby.hear_view(message))
 
     def tick(self, now_ns: int) -> None:
@@ -284,7 +288,7 @@ class Shard:
             for seat in self.box.members if not self.index else ():
                 if now_ns - self.heard.setdefault(seat.worker, now_ns) > LEASE_S * NS:
                     self.theatre.sim.struck["expired"] += 1
-                    self._happen(Event(Kind.WROTE, now_ns, b"", None, ("go", 0, seat.worker, 0)))
+                    self._happen(MachineEvent(EventKind.WROTE, now_ns, b"", None, ("go", 0, seat.worker, 0)))
             return self._at_once(self.original.tick(now_ns))
         assert self.standby is not None
         self._at_once([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
@@ -295,7 +299,7 @@ class Server:
 
     def __init__(self, theatre: Theatre, name: str, follows: str = "") -> None:
         self.theatre, self.name, self.follows = theatre, name, follows
-        self.tails: list[deque[m.Copied]] = [deque() for _ in range(theatre.shards)]
+        self.tails: list[deque[m.ReplicationEntry]] = [deque() for _ in range(theatre.shards)]
         self.leads, self.over = not follows, False
         self.shards = [Shard(theatre, self, index, follows) for index in range(theatre.shards)]
 
@@ -338,7 +342,7 @@ class Guest:
 
     def __init__(self, theatre: Theatre, worker: int) -> None:
         self.theatre, self.worker, self.name = theatre, worker, f"w{worker}"
-        self.views, self.server = Views(worker, 1), theatre.first
+        self.views, self.server = FailoverView(worker, 1), theatre.first
         self.asked = self.told = 0
         self.asked_ns = self.heard_ns = 0
         self.done: list[tuple[int, int]] = []  # shard, number
@@ -348,7 +352,7 @@ class Guest:
 
     def handle(self, source: str, message: Any, now_ns: int) -> None:
         if source[:-1] == self.server:
-            if isinstance(message, m.View):
+            if isinstance(message, m.FailoverNotice):
                 self._say(self.views.told(message))
             if self.views.turned:
                 return
@@ -358,7 +362,11 @@ class Guest:
                 self.done.append((message.shard, message.number))
                 self.stall_ns = max(self.stall_ns, now_ns - self.done_ns)
                 self.asked, self.asked_ns, self.done_ns = self.asked + 1, 0, now_ns
-        elif source == self.views.standby and self.views.listens and isinstance(message, (m.Stay, m.View)):
+        elif (
+            source == self.views.standby
+            and self.views.listens
+            and isinstance(message, (m.KeepServing, m.FailoverNotice))
+        ):
             effects, self.asked_ns = self.views.hear(message, now_ns), 0
             self.heard_ns = now_ns if effects else self.heard_ns
             self._say(effects)
@@ -372,7 +380,7 @@ class Guest:
             match effect:
                 case e.Send(_, message):
                     self.theatre.sim.send(self.name, f"{self.server}0", message)
-                case e.Tell(address, message):
+                case e.SendToPeer(address, message):
                     self.theatre.sim.send(self.name, address, message)
                 case e.Turned(address, ports):
                     if list(ports) != list(range(self.theatre.shards)):

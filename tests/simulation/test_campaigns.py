@@ -14,26 +14,25 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.generations import Generations
-from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.generations import CheckpointSchedule
+from narrows.protocols.cluster.roster import Members
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect, StateArrived
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Mode
-from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.plan import ModelSpec, TensorSpec
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import Change, FloatArray, Fold, Terms
-from narrows.ps.folding import AtOnce
-from narrows.ps.inbox import Inbox, Update
-from narrows.ps.inbox import Seat as ShardSeat
-from narrows.ps.mean import Mean
+from narrows.ps.folding import FoldAtOnce
+from narrows.ps.inbox import PushAssembler, PushedUpdate, PushSequence
+from narrows.ps.mean import WeightedMean
 from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
-from narrows.ps.service import Service
+from narrows.ps.service import ShardRequests
 from narrows.ps.shard import Shard
 from narrows.ps.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
@@ -118,21 +117,21 @@ def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
 # Planted bugs: what each machine guards, taken out.
 
 
-def forgets_push(service: Service, seat: ShardSeat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+def forgets_push(service: ShardRequests, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """A dedupe entry dropped: now and then the last push of a worker counts as new when it comes again."""
     if push.clock == seat.clock - 1 and push.clock % 5 == 4:
         seat.clock = push.clock
     return push_of(service, seat, push, ledger, now_ns)
 
 
-def scales_again(service: Service, seat: ShardSeat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+def scales_again(service: ShardRequests, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """The gain applied twice: a push that comes again makes it grow once more."""
     if push.clock < seat.clock:
         service.store.gain.factor **= 2
     return push_of(service, seat, push, ledger, now_ns)
 
 
-def weighs_again(folding: AtOnce, seat: Any, update: Any, publication: int) -> list[Change]:
+def weighs_again(folding: FoldAtOnce, seat: Any, update: Any, publication: int) -> list[Change]:
     """The gain applied twice: now and then the weight of an update is scaled once more."""
     (change,) = accept_of(folding, seat, update, publication)
     if isinstance(change, Fold) and seat.clock % 5 == 4:
@@ -141,7 +140,7 @@ def weighs_again(folding: AtOnce, seat: Any, update: Any, publication: int) -> l
     return [change]
 
 
-class OneEarly(Rounds):
+class OneEarly(Clocks):
     """A barrier closed one early: the last worker is not waited for."""
 
     def _going(self) -> list[Seat]:
@@ -171,7 +170,7 @@ class CountsTheDead(Shard):
         return logs
 
 
-class Drops(Rounds):
+class Drops(Clocks):
     """A late update dropped: the clock that closes without it counts as its own."""
 
     def _close(self, now_ns: int) -> None:
@@ -181,7 +180,7 @@ class Drops(Rounds):
                 progress.taken += 1
 
 
-class Impatient(Rounds):
+class Impatient(Clocks):
     """A clock closed with its quorum, whatever the grace."""
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
@@ -189,7 +188,7 @@ class Impatient(Rounds):
         return 0 < self.run.settings.quorum <= pushed
 
 
-class Patient(Rounds):
+class Patient(Clocks):
     """A grace that no tick ends."""
 
     heard_ns = -1
@@ -202,21 +201,21 @@ class Patient(Rounds):
         return super()._grace_over(pushed, now_ns) and now_ns == self.heard_ns
 
 
-class NewestOfAny(Generations):
+class NewestOfAny(CheckpointSchedule):
     """The run goes back to a checkpoint that one shard has, and not all."""
 
     def shared(self) -> int:
         return max(set[int]().union(*(report.checkpoints for report in self.run.reports.values())), default=-1)
 
 
-class NoLease(Roster):
+class NoLease(Members):
     """A lease that does not end."""
 
     def expired(self, now_ns: int) -> list[Seat]:
         return []
 
 
-def leaves_behind(shown: Publications, seat: ShardSeat, number: int) -> int:
+def leaves_behind(shown: Publications, seat: PushSequence, number: int) -> int:
     """A state counts as settled as far as the run has come, though an update of the child is in no set yet."""
     return shown.made[number].min_clock
 
@@ -229,7 +228,7 @@ def out_of_turn(session: Session) -> tuple[m.State, ...]:
     return ()
 
 
-def at_will(shown: Publications, seat: ShardSeat, now_ns: int) -> list[Send]:
+def at_will(shown: Publications, seat: PushSequence, now_ns: int) -> list[Send]:
     """All that is kept is sent, whatever the child takes."""
     child = shown.child(seat)
     before, child.follow = (
@@ -241,16 +240,16 @@ def at_will(shown: Publications, seat: ShardSeat, now_ns: int) -> list[Send]:
     return effects
 
 
-def half_here(inbox: Inbox, seat: ShardSeat) -> Any:
+def half_here(inbox: PushAssembler, seat: PushSequence) -> Any:
     """An update counts as whole with its last part."""
     pieces = seat.partial.get(seat.clock, {})
     if pieces and max(pieces) + 1 == next(iter(pieces.values())).parts > len(pieces) and seat.clock % 3 == 2:
         del seat.partial[seat.clock]
-        return Update(pieces[part] for part in sorted(pieces))
+        return PushedUpdate(pieces[part] for part in sorted(pieces))
     return next_whole(inbox, seat)
 
 
-def alike(folding: AtOnce, seat: Any, update: Any, weight: float, share: float, factor: float) -> Change:
+def alike(folding: FoldAtOnce, seat: Any, update: Any, weight: float, share: float, factor: float) -> Change:
     """Every update weighs the same."""
     return change_of(folding, seat, update, 1 / len(folding.inbox.seats), share, factor)
 
@@ -263,7 +262,7 @@ def taken_twice(exchange: Exchange[Any], event: Any) -> Any:
     return says
 
 
-def once_summed(mean: Mean, terms: Terms) -> Any:
+def once_summed(mean: WeightedMean, terms: Terms) -> Any:
     """A mean that was taken early counts, whoever is in the set."""
     return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
 
@@ -274,8 +273,8 @@ def longer(store: Store, terms: Terms) -> float:
 
 
 norm_of = Store.norm
-push_of, serve, next_whole, accept_of = Service._push, Publications.serve, Inbox.next, AtOnce.accept
-change_of, mean_of, take_of = AtOnce._change, Mean.of, Exchange._take
+push_of, serve, next_whole, accept_of = ShardRequests._push, Publications.serve, PushAssembler.next, FoldAtOnce.accept
+change_of, mean_of, take_of = FoldAtOnce._change, WeightedMean.of, Exchange._take
 
 
 def with_quorum(seed: int) -> Case:
@@ -292,7 +291,7 @@ def with_restart(seed: int) -> Case:
     return case_of(seed, restart=True)
 
 
-def by_the_wall(awake: Awake) -> int:
+def by_the_wall(awake: AwakeClock) -> int:
     """All that the machine's clock says has passed counts, though nobody was listening; it is not let back."""
     awake.told = max(awake.told, awake.clock())
     return awake.told
@@ -303,7 +302,7 @@ def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     return mode.bound is None or clock <= min_clock + mode.bound + 1
 
 
-def at_once(service: Service) -> FloatArray:
+def at_once(service: ShardRequests) -> FloatArray:
     """The last model is sent to a worker that is done, whoever goes on."""
     return service.store.x
 
@@ -311,10 +310,10 @@ def at_once(service: Service) -> FloatArray:
 sparse = lambda seed: with_states("topk:0.5", seed)  # noqa: E731
 in_parts = lambda seed: with_barrier(seed)  # noqa: E731
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
-    "a dedupe entry dropped": ([(Service, "_push", forgets_push)], case_of, "is folded twice"),
+    "a dedupe entry dropped": ([(ShardRequests, "_push", forgets_push)], case_of, "is folded twice"),
     "the bound off by one": ([(Mode, "allows", one_too_far)], case_of, "staleness"),
-    "the gain applied twice after a retry": ([(Service, "_push", scales_again)], case_of, "weight of"),
-    "a fold weight scaled twice": ([(AtOnce, "accept", weighs_again)], case_of, "weight of"),
+    "the gain applied twice after a retry": ([(ShardRequests, "_push", scales_again)], case_of, "weight of"),
+    "a fold weight scaled twice": ([(FoldAtOnce, "accept", weighs_again)], case_of, "weight of"),
     "a barrier closed one early": (OneEarly, case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), with_restart, "folded|blames|ended"),
     "a late update dropped": (Drops, with_quorum, "is closed over .* have pushed"),
@@ -323,7 +322,7 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a late worker sent on without its update": (
         [(Publications, "_settled", leaves_behind)], with_quorum, "own writes|is settled to"
     ),
-    "a last model sent while others go on": ([(Service, "_last", at_once)], case_of, "is the last model, and workers"),
+    "a last model sent while others go on": ([(ShardRequests, "_last", at_once)], case_of, "is the last model, and workers"),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
     "a checkpoint that not all shards have": (NewestOfAny, with_restart, "has no checkpoint of it"),
     "a lease without end": (NoLease, case_of, "progress|has not ended"),
@@ -335,11 +334,13 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a worker that waits for nobody": (
         [(Exchange, "may_compute", property(lambda exchange: exchange.settled >= 0))], case_of, "staleness: .* computes"
     ),
-    "an update taken in part": ([(Inbox, "next", half_here)], in_parts, "the log gives|publishes|blames"),
-    "samples that count for nothing": ([(AtOnce, "_change", alike)], case_of, "weight of|the log gives"),
-    "a mean of others than the set": ([(Mean, "of", once_summed)], in_parts, "the log gives|publishes"),
+    "an update taken in part": ([(PushAssembler, "next", half_here)], in_parts, "the log gives|publishes|blames"),
+    "samples that count for nothing": ([(FoldAtOnce, "_change", alike)], case_of, "weight of|the log gives"),
+    "a mean of others than the set": ([(WeightedMean, "of", once_summed)], in_parts, "the log gives|publishes"),
     "a jump of a clock taken for silence": (
-        [(Awake, "turn", by_the_wall), (Awake, "now", by_the_wall)], case_of, "has not answered for|progress|has not ended"
+        [(AwakeClock, "turn", by_the_wall), (AwakeClock, "now", by_the_wall)],
+        case_of,
+        "has not answered for|progress|has not ended",
     ),
     "a norm of other values": ([(Store, "norm", longer)], clipped_and_screened, "is shrunk by"),
 }  # fmt: skip
@@ -370,7 +371,7 @@ def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
     # 1. the member follows   2. an old NeedWeights: give weights   3. the state   4. the same NeedWeights again (seed 455)
     member = Member("w", "here")
     member.join(0)
-    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
+    member.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
     member.say(0, [m.Follow(3, 8, 0, -1, 1)], 0)

@@ -11,9 +11,9 @@ import pytest
 from narrows.protocols import messages
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Fold, Outer, Step
-from narrows.ps.events import Event, Kind
-from narrows.ps.process.journal import Journal, Replay
+from narrows.ps.changes import Fold, OuterStep, Step
+from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.process.journal import Journal, JournalReplay
 from narrows.ps.server import Server
 from narrows.ps.store import Store
 from simulation.actors import Bug, Disk, Kit, planted
@@ -89,7 +89,7 @@ def test_the_checkpoint_before_a_damaged_one_is_still_there() -> None:
 # Bugs planted: what makes the next process the same as the one before, or keeps a stranger and an old life out.
 
 
-def writes_late(kept: Kept, event: Event, late: dict[int, Event] = {}) -> None:  # noqa: B006
+def writes_late(kept: Kept, event: MachineEvent, late: dict[int, MachineEvent] = {}) -> None:  # noqa: B006
     """An event is written with the next one: what follows from it may be sent before."""
     before = late.get(id(kept))
     late[id(kept)] = event
@@ -97,18 +97,18 @@ def writes_late(kept: Kept, event: Event, late: dict[int, Event] = {}) -> None: 
         written_of(kept, before)
 
 
-def loses_one(kept: Kept, event: Event) -> None:
-    if event.kind is not Kind.BELOW or event.now_ns % 8:
+def loses_one(kept: Kept, event: MachineEvent) -> None:
+    if event.kind is not EventKind.BELOW or event.now_ns % 8:
         written_of(kept, event)
 
 
-def folds_again(journal: Journal, server: Server, load: Callable[[int], None], note: Any) -> Replay:
+def folds_again(journal: Journal, server: Server, load: Callable[[int], None], note: Any) -> JournalReplay:
     """The last update that was done again is done once more."""
     changes: list[Any] = []
 
     def applied(store: Store, change: Any) -> None:
         apply_of(store, change)
-        if isinstance(change, (Fold, Outer, Step)):
+        if isinstance(change, (Fold, OuterStep, Step)):
             changes[:] = [(store, change)]
 
     with pytest.MonkeyPatch.context() as patch:

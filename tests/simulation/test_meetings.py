@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.meeting import GossipDirectory
+from narrows.protocols.cluster.roster import Members
 from narrows.protocols.cluster.run import Decision, Seat
 from simulation.actors import planted
 from simulation.hunt import hunt
@@ -25,7 +25,7 @@ def test_every_invariant_holds_after_every_event() -> None:
     assert sum(run.sim.struck["cut off"] > 0 for run in runs) > 0.1 * RUNS
 
 
-class ClosesEarly(Meeting):
+class ClosesEarly(GossipDirectory):
     """The last worker is not waited for."""
 
     def decide(self, now_ns: int) -> bool:
@@ -35,7 +35,7 @@ class ClosesEarly(Meeting):
         return super().decide(now_ns)
 
 
-class LetsIn(Roster):
+class LetsIn(Members):
     """Who comes after the last step of all is a member."""
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:

@@ -9,8 +9,8 @@ import pytest
 
 from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.guests import Guest, Guests
-from narrows.protocols.cluster.moves import Moves
+from narrows.protocols.cluster.guests import RemoteHost, RemoteShards
+from narrows.protocols.cluster.moves import Resharding
 from narrows.protocols.cluster.run import Run
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.settings import Settings
@@ -109,7 +109,7 @@ PLANTED: dict[str, tuple[Bug, str]] = {
     "keys with two shards": (Kit(shard=KeepsItsKeys), "are with two shards"),
     "an update folded on both sides": ([(Run, "shift", one_early)], "folded twice, before a move"),
     "members that were not told": (
-        [(Moves, "_known", property(lambda moves: True))],
+        [(Resharding, "_known", property(lambda moves: True))],
         "the keys are cut at|not all shards",
     ),
     "a momentum that stays behind": ([(actors, "recut", without_momentum)], "the log gives"),
@@ -125,7 +125,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         hunt(bug, lambda seed: Moved(moves_of(seed), kit).run(), PLANTED_SEEDS, complaint)
 
 
-def with_its_keys(guests: Guests, guest: Guest) -> bool:
+def with_its_keys(guests: RemoteShards, guest: RemoteHost) -> bool:
     """Who goes is told that it may, before its keys have moved."""
     guests._let_go(guest)
     return True
@@ -135,6 +135,6 @@ def with_its_keys(guests: Guests, guest: Guest) -> bool:
 def test_a_machine_that_is_counted_on_and_not_there_is_found(
     name: str, bug: Any, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Guests, name, bug)
+    monkeypatch.setattr(RemoteShards, name, bug)
     with pytest.raises(Violation, match="the run has not ended"):
         Visited(visit_of(0, lost)).run()

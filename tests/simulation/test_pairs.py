@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.roster import Members
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.messages import name_of
-from narrows.ps.above import Place, Seated
+from narrows.ps.above import ParentSeat, SeatedParentLink
 from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.pairs import House, PairCase, Pairs, Serving, Strike, fenced, pair_case
@@ -85,7 +85,7 @@ def ungated(serving: Serving) -> None:
     release(serving)
 
 
-def elsewhere(place: Place, before: Place | None) -> bool:
+def elsewhere(place: ParentSeat, before: ParentSeat | None) -> bool:
     """A place at another server is taken as a new one."""
     return False
 
@@ -96,14 +96,14 @@ def forgets(coordinator: Coordinator, place: bytes, epoch: int, now_ns: int) -> 
     return []
 
 
-def impatient(roster: Roster, peer: bytes, now_ns: int) -> None:
+def impatient(roster: Members, peer: bytes, now_ns: int) -> None:
     """A cluster whose connection has ended is taken for dead, though it has a standby."""
     for seat in roster.run.seats.values():
         if seat.name == name_of(peer) and now_ns >= roster.dialled_ns:
             seat.cut_ns = seat.cut_ns or now_ns
 
 
-def waits(seated: Seated, place: Place) -> None:
+def waits(seated: SeatedParentLink, place: ParentSeat) -> None:
     """Messages that were under way to the server before are not said again, at once or later."""
     seated.place = place
     seated.session.pushes.clear()
@@ -117,10 +117,10 @@ PLANTED: dict[str, tuple[type, str, Any, str]] = {
         ungated,
         "has told of|has not given|is another one",
     ),
-    "a place is taken again at the standby": (Place, "turned", elsewhere, "not ended|blames|after"),
+    "a place is taken again at the standby": (ParentSeat, "turned", elsewhere, "not ended|blames|after"),
     "shards are not told of the standby above": (Coordinator, "turned_above", forgets, "not ended"),
-    "a cluster with a standby is taken for dead": (Roster, "unreached", impatient, "joined again"),
-    "what was under way is forgotten": (Seated, "turn", waits, "not ended|lacks"),
+    "a cluster with a standby is taken for dead": (Members, "unreached", impatient, "joined again"),
+    "what was under way is forgotten": (SeatedParentLink, "turn", waits, "not ended|lacks"),
 }
 
 

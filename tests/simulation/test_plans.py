@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from narrows.compression import ErrorFeedback
-from narrows.protocols.cluster.moves import MovePhase
-from narrows.ps.above import Above, Place, Seated
-from narrows.ps.changes import Load
-from narrows.ps.holding import Holding
-from narrows.ps.membership import Membership
-from narrows.ps.planned import Planned
-from narrows.ps.pushing import Pushing
+from narrows.protocols.cluster.moves import ReshardPhase
+from narrows.ps.above import ParentLink, ParentSeat, SeatedParentLink
+from narrows.ps.changes import LoadArrays
+from narrows.ps.holding import ParentHold
+from narrows.ps.membership import ParentMembership
+from narrows.ps.planned import ModelShard
+from narrows.ps.pushing import ParentPush
 from simulation.actors import Bug, Kit, planted
 from simulation.hunt import hunt
 from simulation.kinds import KINDS
@@ -46,7 +46,7 @@ def test_a_cluster_asked_late_for_first_weights_still_owes_what_it_kept_back(see
 
 
 @pytest.mark.parametrize("aim", AIMS, ids=lambda aim: str(aim.value))
-def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: MovePhase) -> None:
+def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: ReshardPhase) -> None:
     for seed in range(LOST):
         run = Losing(losing_case(seed), aim).run()
         machine = run.root.servers[0].server
@@ -55,7 +55,7 @@ def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: MovePhase
 
 
 @pytest.mark.parametrize(("seed", "aim"), [*enumerate(AIMS)], ids=lambda each: str(getattr(each, "value", each)))
-def test_without_a_standby_all_end_with_6_and_the_run_goes_on_with_its_checkpoint(seed: int, aim: MovePhase) -> None:
+def test_without_a_standby_all_end_with_6_and_the_run_goes_on_with_its_checkpoint(seed: int, aim: ReshardPhase) -> None:
     run = Orphaned(losing_case(seed), aim).run()
     assert run.sim.struck[f"lost for good: {aim.value}"] == run.sim.struck["resumed"] == 1, run.sim.struck
     assert run.rest is not None and run.rest.root.settings.plan_number == 1 + (aim in AIMS[3:])
@@ -63,63 +63,63 @@ def test_without_a_standby_all_end_with_6_and_the_run_goes_on_with_its_checkpoin
     assert machine.coordinator is not None and machine.coordinator.run.settings.plan_number > 1
 
 
-def stays(membership: Membership, code: int, text: str, now_ns: int) -> list[Any]:
+def stays(membership: ParentMembership, code: int, text: str, now_ns: int) -> list[Any]:
     """A cluster whose server above is lost tells its workers nothing, and does not end."""
     return []
 
 
-def anew(planned: Planned, load: Load, recut: bool = False) -> None:
+def anew(planned: ModelShard, load: LoadArrays, recut: bool = False) -> None:
     """A shard that goes on begins with other weights than its checkpoint has."""
     begin(planned, replace(load, arrays=load.arrays | {"x": load.arrays["x"] + 1}), recut)
 
 
-begin = Planned.begin
+begin = ModelShard.begin
 
 
 @pytest.mark.parametrize(("where", "name", "bug", "complaint"), [
-    (Membership, "end", stays, "has not ended"),
-    (Planned, "begin", anew, "goes on from"),
+    (ParentMembership, "end", stays, "has not ended"),
+    (ModelShard, "begin", anew, "goes on from"),
 ])  # fmt: skip
 def test_a_bug_planted_where_nobody_stands_by_is_found(
     where: type, name: str, bug: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, bug)
     with pytest.raises(Violation, match=complaint):
-        Orphaned(losing_case(0), MovePhase.PASSED).run()
+        Orphaned(losing_case(0), ReshardPhase.PASSED).run()
 
 
 # Planted bugs: what a cluster guards while the run above changes its plan, taken out.
 
 
-def forgets(above: Pushing, place: Place, now_ns: int) -> Any:
+def forgets(above: ParentPush, place: ParentSeat, now_ns: int) -> Any:
     """Lose what a cluster owes with the plan that it was kept under."""
     said = go_on(above, place, now_ns)
     above.feedback.load_state_dict({})
     return said
 
 
-def leaves_it(planned: Planned, before: Planned) -> None:
+def leaves_it(planned: ModelShard, before: ModelShard) -> None:
     """A cluster whose own plan changes goes on without its place above."""
-    planned.begin(Load(before.store.arrays(), before.store.publication))
+    planned.begin(LoadArrays(before.store.arrays(), before.store.publication))
 
 
-go_on = Pushing.go_on
+go_on = ParentPush.go_on
 LOSES = "has given|gives update"
 PLANTED: dict[str, tuple[Bug, str, str]] = {
-    "a cluster whose shards do not hold": ([(Seated, "turn", Above.turn)], "above", LOSES),
-    "a cluster that says it holds before all shards do": ([(Holding, "all_know", True)], "above", LOSES),
-    "a cluster that forgets what it owes": ([(Pushing, "go_on", forgets)], "above", "come to"),
+    "a cluster whose shards do not hold": ([(SeatedParentLink, "turn", ParentLink.turn)], "above", LOSES),
+    "a cluster that says it holds before all shards do": ([(ParentHold, "all_know", True)], "above", LOSES),
+    "a cluster that forgets what it owes": ([(ParentPush, "go_on", forgets)], "above", "come to"),
     "a cluster that codes as before": (
         [(ErrorFeedback, "change", lambda feedback, compressor: None)],
         "above",
         "codes with",
     ),
     "a cluster that begins anew at its place": (
-        [(Place, "follows", lambda place, before: False)],
+        [(ParentSeat, "follows", lambda place, before: False)],
         "above",
         "pushes no update in between",
     ),
-    "a cluster whose own plan leaves its place": ([(Planned, "go_on", leaves_it)], "inside", "leaves its place"),
+    "a cluster whose own plan leaves its place": ([(ModelShard, "go_on", leaves_it)], "inside", "leaves its place"),
 }
 
 

@@ -8,9 +8,9 @@ from itertools import count, islice
 
 import pytest
 
-from narrows.protocols.cluster.moves import Moves
-from narrows.protocols.cluster.ranges import Ranges
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.moves import Resharding
+from narrows.protocols.cluster.ranges import SampleLeases
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Seat
 from narrows.protocols.settings import Settings
 from simulation.actors import Bug, Kit, planted
@@ -41,9 +41,9 @@ def test_a_range_of_who_is_gone_before_the_plan_changes_is_done_once(
     sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker's lease ends while all hold. It had a range for an update that it never pushed."""
-    change = Moves.change
+    change = Resharding.change
     if sync == "bsp":
-        monkeypatch.setattr(Moves, "change", lambda moves, settings: change(moves, to_bsp(moves.run.settings)))
+        monkeypatch.setattr(Resharding, "change", lambda moves, settings: change(moves, to_bsp(moves.run.settings)))
     run = KINDS["moves"].make(600019, Kit(), None)
     run.run()
     assert run.sim.struck["plan changed"]
@@ -73,13 +73,13 @@ def test_a_campaign_has_runs_with_ranges() -> None:
     assert 30 <= sum(found) <= 40
 
 
-def held_is_done(rounds: Rounds, worker: int) -> int:
+def held_is_done(rounds: Clocks, worker: int) -> int:
     """A range is done once all shards hold its update, and not once they have folded it."""
     progress = rounds.progress.get(worker)
     return min(progress.arrived) if progress is not None else folded_of(rounds, worker)
 
 
-class Keeps(Ranges):
+class Keeps(SampleLeases):
     """The ranges that a dead worker has not done are not handed out again."""
 
     def left(self, seat: Seat, how: str) -> None:
@@ -87,7 +87,7 @@ class Keeps(Ranges):
         super().left(seat, how)
 
 
-class AtOnce(Ranges):
+class AtOnce(SampleLeases):
     """It is handed out again at once, whether its update is in the model or not."""
 
     def left(self, seat: Seat, how: str) -> None:
@@ -95,16 +95,16 @@ class AtOnce(Ranges):
         super().left(seat, how)
 
 
-class Forgets(Ranges):
+class Forgets(SampleLeases):
     """The run goes back to a checkpoint, and what was done since counts as done."""
 
     def load(self, packed: bytes, clock: int, saved: object) -> None:
         pass
 
 
-folded_of = Rounds.folded
+folded_of = Clocks.folded
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
-    "a range done when its update is held": ([(Rounds, "folded", held_is_done)], case, "shard . lacks"),
+    "a range done when its update is held": ([(Clocks, "folded", held_is_done)], case, "shard . lacks"),
     "a dead worker's range kept": (Keeps, case, "shard . lacks"),
     "a dead worker's range handed out at once": (AtOnce, case, "ranges done twice"),
     "ranges that a restart forgets": (Forgets, restarted, "shard . lacks"),

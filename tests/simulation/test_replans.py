@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.moves import Moves
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.moves import Resharding
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.member.exchange import Exchange
@@ -42,7 +42,7 @@ class KeepsItsPlan(Shard):
         return super()._restart(replace(ledger, settings=b"") if self.index == 0 else ledger)
 
 
-def of_the_first(moves: Moves, seat: Seat) -> list[Send]:
+def of_the_first(moves: Resharding, seat: Seat) -> list[Send]:
     """Rank 0 is told of the plan that the run began with."""
     said = word(moves, seat)
     first = replace(moves.run.settings, plan_number=1, sync="bsp", staleness=0, compress="dense", compress_down="dense")
@@ -50,7 +50,7 @@ def of_the_first(moves: Moves, seat: Seat) -> list[Send]:
     return [Send(seat.peer, each) for each in told if each.place] if not seat.rank and told and told[0].place else said
 
 
-def as_before(rounds: Rounds) -> None:
+def as_before(rounds: Clocks) -> None:
     """The coordinator closes clocks by the rule that it had."""
     mode = rounds.mode
     shift(rounds)
@@ -62,12 +62,15 @@ def at_once(exchange: Exchange[Any]) -> bool:
     return len(exchange.in_flight) < exchange.mode.window
 
 
-word, shift = Moves.word, Rounds.shift
+word, shift = Resharding.word, Clocks.shift
 PLANTED: dict[str, tuple[Bug, str]] = {
     "a shard that keeps its plan": (Kit(shard=KeepsItsPlan), "shard 0 has plan 1 in a generation of plan 2"),
-    "a worker that is told of an old plan": ([(Moves, "word", of_the_first)], r"w\d\.\d has plan 1 in a generation"),
+    "a worker that is told of an old plan": (
+        [(Resharding, "word", of_the_first)],
+        r"w\d\.\d has plan 1 in a generation",
+    ),
     "a coordinator that keeps its rule": (
-        [(Rounds, "shift", as_before)],
+        [(Clocks, "shift", as_before)],
         "the run has not ended|is closed over|progress",
     ),
     "a worker that does not hold": ([(Exchange, "may_push", property(at_once))], "the keys are cut at|not all shards"),

@@ -12,7 +12,7 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
-from narrows.protocols.gossip.driver import Driver
+from narrows.protocols.gossip.driver import GossipDriver
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.topology import TOPOLOGIES
 from simulation import gossips as gossiping
@@ -87,7 +87,7 @@ def heavier(mix: Callable[..., None]) -> Callable[..., None]:
 
 
 def impatient(waits: Callable[..., bool]) -> Callable[..., bool]:
-    def never(driver: Driver, number: int) -> bool:
+    def never(driver: GossipDriver, number: int) -> bool:
         return waits(driver, number) and driver.exchanges.worker != 5
 
     return never
@@ -97,7 +97,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "an exchange is mixed twice": (Mixing, "mix", twice, "moves the sum of its two|mean has moved"),
     "one side takes more": (Mixing, "mix", heavier, "moves the sum of its two|mean has moved"),
     "the two of a pair have other weights": (gossiping, "partners", one_sided, "in round 4 at"),
-    "a node goes on without its peers": (Driver, "_waits", impatient, "computes round .* has not mixed"),
+    "a node goes on without its peers": (GossipDriver, "_waits", impatient, "computes round .* has not mixed"),
 }
 
 

@@ -11,10 +11,10 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.views import Views
+from narrows.protocols.member.views import FailoverView
 from narrows.protocols.settings import Settings
 from narrows.ps import feed
-from narrows.ps.copies import Original
+from narrows.ps.copies import ReplicationPrimary
 from narrows.ps.standby import Standby
 from simulation.actors import PLANS
 from simulation.hunt import hunt
@@ -174,52 +174,52 @@ def without_votes(standby: Standby, now_ns: int) -> Any:
     return standby_tick(standby, now_ns)
 
 
-def alone_at_once(original: Original, view: int) -> bool:
+def alone_at_once(original: ReplicationPrimary, view: int) -> bool:
     """A server goes on without its standby, and without votes."""
     return True
 
 
-def newest_members(original: Original, view: int) -> bool:
+def newest_members(original: ReplicationPrimary, view: int) -> bool:
     """Votes are counted by the newest roster, which the standby may not have."""
     members = [member.worker for member in original.machine.members]
     return 2 * sum(original.votes.get(worker, 0) >= view for worker in members) > len(members)
 
 
-def without_leave(views: Views, view: m.View) -> list[MemberEffect]:
+def without_leave(views: FailoverView, view: m.FailoverNotice) -> list[MemberEffect]:
     """A member comes back from the standby without its leave."""
     views.turned = False
     return told_of(views, view)
 
 
-def both(views: Views, view: m.View) -> list[MemberEffect]:
+def both(views: FailoverView, view: m.FailoverNotice) -> list[MemberEffect]:
     """A member votes for both in one view."""
     if views.turned and not view.decided:
-        return [Send(0, m.Vote(views.worker, views.epoch, view.view, 0))]
+        return [Send(0, m.FailoverVote(views.worker, views.epoch, view.view, 0))]
     return told_of(views, view)
 
 
-def with_gaps(standby: Standby, copied: m.Copied, now_ns: int) -> None:
+def with_gaps(standby: Standby, copied: m.ReplicationEntry, now_ns: int) -> None:
     """A standby takes an event though it lacks the one before."""
     if not copied.parts and copied.number > standby.have and standby.machine is not None:
         standby.have = copied.number - 1
     received(standby, copied, now_ns)
 
 
-def once_more(standby: Standby, copied: m.Copied, now_ns: int) -> None:
+def once_more(standby: Standby, copied: m.ReplicationEntry, now_ns: int) -> None:
     """A standby handles an event that comes again."""
     if not copied.parts and standby.machine is not None and copied.number <= standby.have:
         standby.have = copied.number - 1
     received(standby, copied, now_ns)
 
 
-standby_tick, told_of, received = Standby.tick, Views.told, Standby.receive
+standby_tick, told_of, received = Standby.tick, FailoverView.told, Standby.receive
 PLANTED: dict[str, tuple[type, str, Any]] = {
     "sent before the standby has the cause": (Shard, "_release", too_early),
     "a standby that needs no votes": (Standby, "tick", without_votes),
-    "a server that needs no votes": (Original, "_elected", alone_at_once),
-    "votes by the newest roster": (Original, "_elected", newest_members),
-    "back without leave": (Views, "told", without_leave),
-    "two votes in a view": (Views, "told", both),
+    "a server that needs no votes": (ReplicationPrimary, "_elected", alone_at_once),
+    "votes by the newest roster": (ReplicationPrimary, "_elected", newest_members),
+    "back without leave": (FailoverView, "told", without_leave),
+    "two votes in a view": (FailoverView, "told", both),
     "an event left out": (Standby, "receive", with_gaps),
     "an event handled twice": (Standby, "receive", once_more),
 }
@@ -243,7 +243,7 @@ def test_who_has_declared_votes_before_its_place_is_here_and_once() -> None:
     member.join(0)
     member.receive(0, m.Welcome("token", 3, 0, 1, 9, settings.packed(), (1,)), 0)
     member.declare(plan, 0)
-    asked = member.receive(0, m.View(2, "", False), 0)
-    assert asked == [Send(0, m.Vote(3, 0, 2, 0))]
+    asked = member.receive(0, m.FailoverNotice(2, "", False), 0)
+    assert asked == [Send(0, m.FailoverVote(3, 0, 2, 0))]
     member.receive(0, m.Ready(3, 9, 0, ((0, 7),), b""), 0)
     assert (member.views.view, member.views.worker, member.views.epoch) == (2, 3, 9)

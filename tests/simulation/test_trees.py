@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.above import ParentPlace
+from narrows.protocols.cluster.rounds import Clocks
 from narrows.protocols.cluster.run import Seat as ClusterSeat
 from narrows.protocols.effects import NS
 from narrows.protocols.modes import Mode
 from narrows.ps.changes import Change, Rebase
-from narrows.ps.folding import Barrier
-from narrows.ps.inbox import Seat
-from narrows.ps.planned import STAGES, Planned, Stage
-from narrows.ps.publications import Child, Publications
-from narrows.ps.pushing import Pushing
-from narrows.ps.service import Service
+from narrows.ps.folding import FoldAtBarrier
+from narrows.ps.inbox import PushSequence
+from narrows.ps.planned import STAGES, ClockStage, ModelShard
+from narrows.ps.publications import PublicationChild, Publications
+from narrows.ps.pushing import ParentPush
+from narrows.ps.service import ShardRequests
 from simulation import trees as simulation_tree
 from simulation.actors import Bug, planted
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
@@ -138,36 +138,36 @@ def test_a_medium_tree() -> None:
 # Planted bugs: what each machine guards, taken out.
 
 
-def folds_twice(service: Service, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+def folds_twice(service: ShardRequests, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster's server takes a repeated push for a new one."""
     if service.means.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
         seat.clock = push.clock
     return push_of(service, seat, push, ledger, now_ns)
 
 
-push_of = Service._push
+push_of = ShardRequests._push
 
 
-def scales_again(service: Service, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+def scales_again(service: ShardRequests, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """The gain applied twice: a push that comes again makes it grow once more."""
     if push.clock < seat.clock:
         service.store.gain.factor **= 2
     return push_of(service, seat, push, ledger, now_ns)
 
 
-def answers_early(shown: Publications, seat: Seat, child: Child) -> list[Any]:
+def answers_early(shown: Publications, seat: PushSequence, child: PublicationChild) -> list[Any]:
     """A state for the next clock is what there is."""
     number = shown.store.publication
     return [] if child.sent or number <= child.follow.have else [(number, None, None)]
 
 
-def shows_early(planned: Planned, ledger: m.Ledger, now_ns: int) -> Any:
+def shows_early(planned: ModelShard, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster that shows its workers a clock before the server above has answered for it."""
     effects, done = rebase(planned, ledger, now_ns)
     return effects, done or planned.above.ready
 
 
-def keeps_updates(planned: Planned, changes: list[Change]) -> None:
+def keeps_updates(planned: ModelShard, changes: list[Change]) -> None:
     """Folded updates are lost on the way up: the base is set over them."""
     apply(planned, changes)
     for change in changes:
@@ -175,14 +175,14 @@ def keeps_updates(planned: Planned, changes: list[Change]) -> None:
             np.copyto(planned.store._own_x(), change.base)
 
 
-def other_set(folding: Barrier, clock: int, pairs: Iterable[m.Pair], clip: Any) -> Any:
+def other_set(folding: FoldAtBarrier, clock: int, pairs: Iterable[m.Pair], clip: Any) -> Any:
     """The second shard folds a clock without the last of its set."""
     pairs = list(pairs)
     fewer = folding.inbox.index == 1 and len(pairs) > 1 and clock % 4 == 3
     return close(folding, clock, pairs[:-1] if fewer else pairs, clip)
 
 
-def pushes_twice(above: Pushing, *arguments: Any, **more: Any) -> Any:
+def pushes_twice(above: ParentPush, *arguments: Any, **more: Any) -> Any:
     """A pushed update goes up once more with the next push."""
     start = above.start
     effects = push_up(above, *arguments, **more)
@@ -191,11 +191,11 @@ def pushes_twice(above: Pushing, *arguments: Any, **more: Any) -> Any:
     return effects
 
 
-rebase, apply, close = Planned._rebase, Planned.apply, Barrier.close
-push_up = Pushing._push
+rebase, apply, close = ModelShard._rebase, ModelShard.apply, FoldAtBarrier.close
+push_up = ParentPush._push
 
 
-class ForgetsSlowest(Rounds):
+class ForgetsSlowest(Clocks):
     """min_clock goes on without the last of its members."""
 
     def _going(self) -> list[ClusterSeat]:
@@ -204,7 +204,7 @@ class ForgetsSlowest(Rounds):
         return [member for member in members if member not in late] if len(late) == 1 < len(members) else members
 
 
-class FinishesAgain(Above):
+class FinishesAgain(ParentPlace):
     """A finish is counted again, though nobody has done more since."""
 
     def decide(self, now_ns: int) -> bool:
@@ -213,15 +213,15 @@ class FinishesAgain(Above):
 
 
 PLANTED: dict[str, tuple[Bug, str, str, str]] = {
-    "a cluster folds twice": ([(Service, "_push", folds_twice)], "bsp", "ssp", "folded twice"),
-    "the gain applied twice after a retry": ([(Service, "_push", scales_again)], "ssp", "ssp", "and the gain is"),
+    "a cluster folds twice": ([(ShardRequests, "_push", folds_twice)], "bsp", "ssp", "folded twice"),
+    "the gain applied twice after a retry": ([(ShardRequests, "_push", scales_again)], "ssp", "ssp", "and the gain is"),
     "a state is sent too early": ([(Publications, "_whole", answers_early)], "ssp", "ssp", "staleness: the state of"),
     "the root's bound is not kept": (
-        *([(STAGES, Stage.REBASE, shows_early)], "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
+        *([(STAGES, ClockStage.REBASE, shows_early)], "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
     ),
-    "updates are lost on the way up": ([(Planned, "apply", keeps_updates)], "ssp", "ssp", "come to|the log gives"),
-    "updates go up twice": ([(Pushing, "_push", pushes_twice)], "ssp", "ssp", "come to|the log gives"),
-    "a shard closes over another set": ([(Barrier, "close", other_set)], "ssp", "bsp", "the coordinator over"),
+    "updates are lost on the way up": ([(ModelShard, "apply", keeps_updates)], "ssp", "ssp", "come to|the log gives"),
+    "updates go up twice": ([(ParentPush, "_push", pushes_twice)], "ssp", "ssp", "come to|the log gives"),
+    "a shard closes over another set": ([(FoldAtBarrier, "close", other_set)], "ssp", "bsp", "the coordinator over"),
     "the slowest is forgotten": (ForgetsSlowest, "ssp", "ssp", "min_clock goes from"),
     "a finish is counted twice": (FinishesAgain, "async", "bsp", "nobody has more to push"),
 }

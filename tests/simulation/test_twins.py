@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.roster import Members
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.ps.events import Event, Kind
+from narrows.ps.events import EventKind, MachineEvent
 from narrows.ps.gain import Gain
-from narrows.ps.inbox import Inbox
+from narrows.ps.inbox import PushAssembler
 from narrows.ps.process.journal import Journal
 from narrows.ps.publications import Publications
 from narrows.ps.reports import Reports
@@ -63,12 +63,12 @@ def forgets(*names: str) -> Callable[[Any], Any]:
     return state
 
 
-def leaves_out(journal: Journal, event: Event, frames: Any, note: Callable[..., None] = Journal.note) -> None:
-    if event.kind is not Kind.TICK:
+def leaves_out(journal: Journal, event: MachineEvent, frames: Any, note: Callable[..., None] = Journal.note) -> None:
+    if event.kind is not EventKind.TICK:
         note(journal, event, frames)
 
 
-def by_another_clock(server: Server, event: Event) -> list[ServerEffect]:
+def by_another_clock(server: Server, event: MachineEvent) -> list[ServerEffect]:
     by_another_clock.late += NS  # type: ignore[attr-defined]
     return server.tick(event.now_ns + by_another_clock.late % 7)  # type: ignore[attr-defined]
 
@@ -77,12 +77,12 @@ by_another_clock.late = 0  # type: ignore[attr-defined]
 
 PLANTED: dict[str, tuple[Any, Any, Any]] = {
     "a tick is not written": (Journal, "note", leaves_out),
-    "a time that is not written": (HAPPENS, Kind.TICK, by_another_clock),
-    "a part of a push is forgotten": (Inbox, "__getstate__", forgets("seats")),
+    "a time that is not written": (HAPPENS, EventKind.TICK, by_another_clock),
+    "a part of a push is forgotten": (PushAssembler, "__getstate__", forgets("seats")),
     "the windows of the gain are forgotten": (Gain, "__getstate__", forgets("windows")),
     "what children were sent is forgotten": (Publications, "__getstate__", forgets("children")),
     "what was published is forgotten": (Publications, "__getstate__", forgets("made")),
-    "tokens are forgotten": (Roster, "__getstate__", forgets("gone", "waiting")),
+    "tokens are forgotten": (Members, "__getstate__", forgets("gone", "waiting")),
     "the number of a report is forgotten": (Reports, "__getstate__", forgets("version")),
 }
 

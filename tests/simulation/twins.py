@@ -14,7 +14,7 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import encode
-from narrows.ps.events import Event
+from narrows.ps.events import MachineEvent
 from narrows.ps.process.journal import Journal
 from narrows.ps.server import Server
 from narrows.ps.store import assume_lent
@@ -29,7 +29,7 @@ def said(effects: Sequence[ServerEffect]) -> list[Any]:
     """Effects as they can be compared: a message by its bytes."""
     out: list[Any] = []
     for effect in effects:
-        if isinstance(effect, (e.Send, e.Tell)):
+        if isinstance(effect, (e.Send, e.SendToPeer)):
             to = effect.peer if isinstance(effect, e.Send) else effect.address
             out.append((to, type(effect.message).__name__, tuple(bytes(frame) for frame in encode(effect.message))))
         else:
@@ -46,7 +46,7 @@ class Twin(Kept):
         super().begin()
         self.server = self.journal.machine()
 
-    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None:
+    def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None:
         """The process has done that; so must the twin."""
         if self.stale:  # it was told of that in the midst of the event
             return self.begin()
@@ -71,7 +71,7 @@ class Twin(Kept):
             self.begin()
 
 
-def _follow(server: Server, event: Event) -> list[ServerEffect]:
+def _follow(server: Server, event: MachineEvent) -> list[ServerEffect]:
     effects = server.happen(event)
     while server.inner:
         effects = [*effects, *server.advance(event.now_ns)]

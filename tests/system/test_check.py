@@ -18,7 +18,7 @@ from narrows.protocols.errors import UsageError
 from narrows.worker import embedding, watch
 from narrows.worker.command import findings
 from narrows.worker.command.cli import command
-from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, Told, found
+from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, CheckedEvents, found
 
 SCRIPT = """
 import torch
@@ -173,13 +173,13 @@ def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.Mon
     adam, here = torch.optim.Adam([p]), os.getpid()
     for looks in ("", "dense"):
         events = list[dict[str, Any]]()
-        seen = watch.Watch([], lambda event, to=events, **values: to.append(values))
+        seen = watch.ScriptWatch([], lambda event, to=events, **values: to.append(values))
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: here + 1)
             forked.setenv(watch.WATCH, looks)
             for _ in range(STEPS):
                 adam.step()
-            with pytest.raises(watch.Checked) if looks else nullcontext():
+            with pytest.raises(watch.CheckedScript) if looks else nullcontext():
                 adam.step()
             assert watch.WATCH not in os.environ, "its own children are not looked at"
         seen.close()
@@ -189,17 +189,17 @@ def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.Mon
 def test_a_script_without_a_wrapped_optimizer_ends() -> None:
     """Hooks of torch see it step."""
     events = list[tuple[str, dict[str, Any]]]()
-    seen = watch.Watch([], lambda event, **values: events.append((event, values)))
+    seen = watch.ScriptWatch([], lambda event, **values: events.append((event, values)))
     p = torch.nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     adam = torch.optim.Adam([p])
     for _ in range(STEPS):
         adam.step()
-    with pytest.raises(watch.Checked):
+    with pytest.raises(watch.CheckedScript):
         adam.step()
     seen.close()
     adam.step()
-    worker = Told()
+    worker = CheckedEvents()
     for _, event in events:
         worker.take(event.pop("what"), event)
     assert found(FAULTS, [worker, worker]) == [
@@ -214,10 +214,10 @@ def test_a_script_without_a_wrapped_optimizer_ends() -> None:
 DONE: dict[str, Any] = {"without": [], "follows": ["end"], "scheduled": False}
 
 
-def worker(**other: Any) -> Told:
+def worker(**other: Any) -> CheckedEvents:
     model: dict[str, Any] = {"unowned": []}
     steps = [{"number": 1 + i, "inputs": ["a"], "random": "", "gradients": "g"} for i in range(STEPS)]
-    return Told(**{"model": model, "steps": steps, "done": DONE} | other)
+    return CheckedEvents(**{"model": model, "steps": steps, "done": DONE} | other)
 
 
 def first(**other: Any) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ def first(**other: Any) -> list[dict[str, Any]]:
 
 
 OTHER = worker(steps=first(inputs=["b"], gradients="h"))
-RULES: list[tuple[list[Told], str]] = [
+RULES: list[tuple[list[CheckedEvents], str]] = [
     ([worker(), worker()], "the same samples"),
     ([worker(steps=first(inputs=[])), worker(steps=first(inputs=[]))], "the same samples"),
     ([worker(), worker(steps=first(inputs=["b"]))], "the same gradients of other samples"),
@@ -278,7 +278,7 @@ def test_all_is_well() -> None:
 
 
 @pytest.mark.parametrize(("workers", "part"), RULES)
-def test_each_rule(workers: list[Told], part: str) -> None:
+def test_each_rule(workers: list[CheckedEvents], part: str) -> None:
     """And none says what another one does."""
     (sentence,) = found(FAULTS + NOTICES, workers)
     assert part in sentence
@@ -299,7 +299,7 @@ def test_flags_of_which_no_time_is_known_are_named() -> None:
         "encoded": {spec: [1000.0, 0.001] for spec in findings.specs([{}, *findings.SUGGESTED])},
     }
     model = {"tables": [0, 0]}
-    told = [Told(model=model, done=done, costs=[cost] * STEPS) for _ in range(2)]
+    told = [CheckedEvents(model=model, done=done, costs=[cost] * STEPS) for _ in range(2)]
     link = Link.parse("100mbit,20ms")
     head, *rows, last = findings.times(told, link, "100mbit,20ms", {"sync": "ssp", "compress": "auto"})
     assert head.startswith("a step on 100mbit,20ms") and len(rows) == len(findings.SUGGESTED)
@@ -311,10 +311,10 @@ def test_rows_of_a_table_are_no_parameters_that_lack_a_gradient(monkeypatch: pyt
     monkeypatch.setattr(embedding, "of_run", lambda: True)
     model, events = Bags(), list[dict[str, Any]]()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = watch.Watch([], lambda event, **values: events.append(values))
+    seen = watch.ScriptWatch([], lambda event, **values: events.append(values))
     seen.begins(inner, inner, model)
     seen.forward.close()
     seen.close()
     assert seen.absent == {"head.weight", "head.bias"} and events[0]["unowned"] == []
-    told = Told(model=events[0])
+    told = CheckedEvents(model=events[0])
     assert "tables       1 on the servers, 61 rows in all" in findings.facts([told, told], {})

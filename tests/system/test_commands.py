@@ -35,7 +35,7 @@ from narrows.ps.command import cli as serve
 from narrows.worker.command import cities, surroundings
 from narrows.worker.command import cli as worker
 from narrows.worker.command.launcher import Launcher
-from narrows.worker.command.managers import Place
+from narrows.worker.command.managers import ManagerPlace
 from narrows.worker.command.options import checked
 from narrows.worker.runner import tell_left
 
@@ -283,7 +283,7 @@ def test_keywords_that_are_no_flags(values: dict[str, Any], why: str) -> None:
 def test_what_train_on_ray_cannot_take_is_said_before_anything_is_started(told: dict[str, Any], why: str) -> None:
     def take(clusters: Any = (), workers: Any = None, room_s: float = 1.0, **run: Any) -> None:
         cities.cities_of(clusters, workers, None)
-        cities.Limits(1.0, room_s, 1.0)
+        cities.RayLimits(1.0, room_s, 1.0)
         cities.run_flags(run, workers=1, shards=1)
 
     with pytest.raises(UsageError, match=why):
@@ -305,7 +305,7 @@ def test_each_city_has_its_own_workers() -> None:
     told: list[dict[str, Any]] = [{"labels": {"city": "leipzig"}, "workers": 3}, {"labels": {"city": "jena"}}]
     found = cities.cities_of(told, (1, 2), {"role": "server"})
     assert [(city.low, city.high, city.labels["city"]) for city in found] == [(3, 3, "leipzig"), (1, 2, "jena")]
-    assert cities.cities_of((), 2, {"role": "any"}) == [cities.City(2, 2, {"role": "any"})]
+    assert cities.cities_of((), 2, {"role": "any"}) == [cities.RayCity(2, 2, {"role": "any"})]
 
 
 def shown(env: dict[str, str]) -> str:
@@ -328,7 +328,7 @@ def test_ps_workers_that_a_manager_starts_on_one_machine_share_its_gpus(
     flag: str, group: bool, there: str, copies: int, sizes: int, seen: list[str]
 ) -> None:
     found = [
-        surroundings.device(flag, index, copies, group, [*there], Place("Slurm", None, rank, local_size=sizes))
+        surroundings.device(flag, index, copies, group, [*there], ManagerPlace("Slurm", None, rank, local_size=sizes))
         for rank in range(sizes)
         for index in range(copies)
     ]

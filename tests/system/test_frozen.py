@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from narrows.protocols.errors import IncompatibleError
-from narrows.worker.session import Connected
+from narrows.worker.session import RunSession
 
 
 def adapted(seed: int = 0) -> nn.Sequential:
@@ -25,9 +25,9 @@ def adapted(seed: int = 0) -> nn.Sequential:
 def test_the_same_base_gives_the_same_model_and_another_one_is_refused(tmp_path: Path) -> None:
     x = torch.linspace(-1, 1, 12).reshape(4, 3)
     with serving("--sync", "ssp", "--workers", "1", "--checkpoint-dir", str(tmp_path)) as server:
-        session, model = Connected(server.address), adapted()
+        session, model = RunSession(server.address), adapted()
         engine = session.attach(model, torch.optim.SGD(model[1].parameters(), lr=0.1), 0.0, 0)
-        stranger, other = Connected(server.address), adapted(seed=7)
+        stranger, other = RunSession(server.address), adapted(seed=7)
         with pytest.raises(
             IncompatibleError, match=r"frozen parameter '0\.weight' is not the run's.*load the same weights"
         ):

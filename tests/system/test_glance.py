@@ -12,16 +12,16 @@ from kit.browser import browser, missing
 from kit.glance import BEAT_S, RUN, beats, figures, summary
 from kit.processes import SCRIPT, started, until
 
-from narrows.ps.glance.history import History
-from narrows.ps.glance.reading import Record, frames
-from narrows.ps.glance.watch import Watch
+from narrows.ps.glance.history import RunHistory
+from narrows.ps.glance.reading import RecordReader, frames
+from narrows.ps.glance.watch import RunWatch
 
 EVIL = "<img src=x onerror=document.body.dataset.evil=1>"
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "it is here")
 def test_the_page_in_chromium() -> None:
-    watch = Watch()
+    watch = RunWatch()
     watch.open_sites("0", "", False)
     events = [RUN, *beats(100, 0, 10), *beats(100, 1, 4), {"event": "above", "seconds": 99.0, "text": EVIL}]
     events += [summary(2.5 * beat, rank, 25 * beat) for beat in (1, 2) for rank in range(2, 1000)]
@@ -89,7 +89,7 @@ def test_figures_are_the_same_in_both_records_and_on_the_page(tmp_path: Path) ->
             assert worker.wait() == 0, str(worker)
         assert server.wait() == 0, str(server)
         thread.join(10)
-    of_server = Record(str(tmp_path / "server"))
+    of_server = RecordReader(str(tmp_path / "server"))
     of_server.read()
     assert figures(seen[-1]) == figures(of_server.history.frame())
     steps = [json.loads(line) for line in (tmp_path / "worker").read_text().splitlines()]
@@ -103,7 +103,7 @@ def test_figures_are_the_same_in_both_records_and_on_the_page(tmp_path: Path) ->
     spent = row["compute_seconds"] + row["encode_seconds"] + row["wait_seconds"]
     assert spent == pytest.approx(sum(step["step_seconds"] for step in steps), abs=1e-3)
     assert row["encode_seconds"] == pytest.approx(sum(step["encode_seconds"] for step in steps), abs=1e-3)
-    of_worker = History()
+    of_worker = RunHistory()
     for line in (tmp_path / "worker").read_text().splitlines():
         of_worker.take(json.loads(line))
     assert of_worker.clock == of_server.history.clock and of_worker.loss == of_server.history.loss

@@ -23,10 +23,10 @@ from narrows.protocols.errors import IncompatibleError, NarrowsError, UsageError
 from narrows.protocols.wire import unpack
 from narrows.worker import hub
 from narrows.worker.group import GroupEndedError, _others
-from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
-from narrows.worker.presence import Presence
-from narrows.worker.runner import Events
-from narrows.worker.sharded import Sharded
+from narrows.worker.hub import EVENTS, GroupMemberLink, owner, receive_event, send_event
+from narrows.worker.presence import GroupLiveness
+from narrows.worker.runner import LinkEvents
+from narrows.worker.sharded import FsdpSlices
 
 GROUPED = """
 import hashlib, os, sys, time, torch
@@ -123,8 +123,8 @@ def test_a_rank_that_hangs_is_named_and_one_that_raises_is_blamed(tmp_path: Path
 
 
 def test_those_that_wait_name_those_that_do_not() -> None:
-    memory = Presence.make(4)
-    zero, one, two, three = (Presence(memory, rank) for rank in range(4))
+    memory = GroupLiveness.make(4)
+    zero, one, two, three = (GroupLiveness(memory, rank) for rank in range(4))
     os.unlink(memory)
     for each in (one, two):
         each.come()
@@ -203,12 +203,12 @@ class Ranks:
 
     def __init__(self) -> None:
         self.said: list[tuple[int, list[m.Message]]] = []
-        self.hub = object.__new__(hub.Hub)
-        Events.__init__(self.hub)
+        self.hub = object.__new__(hub.GroupLink)
+        LinkEvents.__init__(self.hub)
         self.hub.say = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
         place: Any = unpack(self.hub.open(self))  # type: ignore[arg-type]
         dialling = [threading.Thread(target=self._dial, args=(place, rank)) for rank in (2, 1)]
-        self.ranks: dict[int, Spoke] = {}
+        self.ranks: dict[int, GroupMemberLink] = {}
         for thread in dialling:
             thread.start()
         self.hub.admit(self)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ class Ranks:
     size = 3
 
     def _dial(self, place: Any, rank: int) -> None:
-        self.ranks[rank] = Spoke(place[0], place[1], rank)
+        self.ranks[rank] = GroupMemberLink(place[0], place[1], rank)
 
 
 @pytest.fixture
@@ -291,8 +291,8 @@ def test_a_first_rank_that_is_gone_ends_its_group(ranks: Ranks) -> None:
 
 def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "LIMIT_S", 0.5)
-    leads = object.__new__(hub.Hub)
-    Events.__init__(leads)
+    leads = object.__new__(hub.GroupLink)
+    LinkEvents.__init__(leads)
     two: Any = type("Two", (), {"size": 2})()
     place: Any = unpack(leads.open(two))
     assert os.stat(leads.folder).st_mode & 0o077 == 0
@@ -300,7 +300,7 @@ def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch
 
     def dial() -> None:
         try:
-            Spoke(place[0], b"guessed", 1)
+            GroupMemberLink(place[0], b"guessed", 1)
         except Exception as error:
             refused.append(error)
 
@@ -402,7 +402,7 @@ def test_torchrun_brings_a_group_back_of_which_one_dies(tmp_path: Path) -> None:
 
 
 def test_the_shards_of_a_sharded_model_are_each_of_one_process() -> None:
-    part = object.__new__(Sharded)
+    part = object.__new__(FsdpSlices)
     two: Any = type("Two", (), {"size": 2, "rank": 1})()
     part.group = two
     assert part.own([(0, 2), (2, 4), (4, 6), (6, 8)]) == range(2, 4)

@@ -13,15 +13,15 @@ from kit.processes import Worker, trained_alone
 from kit.scripts import distance, flat
 
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.clock import AwakeClock
 from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.command import cluster, console
-from narrows.ps.command.cluster import Cluster
-from narrows.ps.command.lives import Lives
-from narrows.ps.process.gate import FLIGHT_TIMES, Gate
-from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S, Pulse
+from narrows.ps.command.cluster import ShardSupervisor
+from narrows.ps.command.lives import RestartPolicy
+from narrows.ps.process.gate import FLIGHT_TIMES, AccessControl
+from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S, Watchdog
 
 SOON_S = 3.0
 
@@ -29,11 +29,11 @@ SOON_S = 3.0
 def test_one_that_is_stopped_is_killed_and_another_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As after a kill: nothing is lost, and nothing is done twice."""
     said: list[str] = []
-    heard = Lives.expect
+    heard = RestartPolicy.expect
     for where in (cluster, console):
         monkeypatch.setattr(where, "say", lambda text, **more: said.append(text))
-    monkeypatch.setattr(Lives, "expect", lambda lives, shard, within_s: heard(lives, shard, SOON_S))
-    ours = Cluster(Settings(sync="ssp", shards=2, workers=1).validated())
+    monkeypatch.setattr(RestartPolicy, "expect", lambda lives, shard, within_s: heard(lives, shard, SOON_S))
+    ours = ShardSupervisor(Settings(sync="ssp", shards=2, workers=1).validated())
     ours.host = "127.0.0.1"
     ours.told = {"first_epoch": 1, "checkpoint_dir": str(tmp_path), "keeps": False, "secret": "s" * 32, "resume": False}
     try:
@@ -60,8 +60,8 @@ def test_one_that_is_stopped_is_killed_and_another_goes_on(monkeypatch: pytest.M
 
 def test_time_in_which_all_were_stopped_does_not_count() -> None:
     at = [0]
-    lives = Lives(2)
-    lives.clock = Awake(lambda: at[0])
+    lives = RestartPolicy(2)
+    lives.clock = AwakeClock(lambda: at[0])
     for shard in range(2):
         lives.expect(shard, HANG_S)
     at[0] += 3600 * NS
@@ -77,9 +77,9 @@ def test_time_in_which_all_were_stopped_does_not_count() -> None:
 def test_a_shard_says_how_long_it_may_take(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Longer where there is more to read, before its arrays are known, and in proportion to these then."""
     (tmp_path / "shard-0.clock-7.safetensors").write_bytes(bytes(1_000_000))
-    gate = Gate("", "", "secret", "")
+    gate = AccessControl("", "", "secret", "")
     for nbytes, folder in ((0, None), (0, tmp_path), (int(1e9), tmp_path)):
-        pulse = Pulse(gate, 0, folder)
+        pulse = Watchdog(gate, 0, folder)
         pulse.beat(lambda nbytes=nbytes: nbytes)  # type: ignore[misc]
         pulse.beat(lambda: pytest.fail("nothing is due"))  # all arrays would be looked at, twenty times a second
         assert gate.connections.bytes_most == STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes

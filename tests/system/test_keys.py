@@ -24,10 +24,19 @@ from kit.scripts import distance, flat
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, UsageError
 from narrows.protocols.runtime import keys
-from narrows.protocols.runtime.curve import NOBODY, STRANGE_S, Failures, KeyPair, Why, dials, listens, new_pair
+from narrows.protocols.runtime.curve import (
+    NOBODY,
+    STRANGE_S,
+    HandshakeFailure,
+    HandshakeMonitor,
+    KeyPair,
+    dials,
+    listens,
+    new_pair,
+)
 from narrows.protocols.runtime.keys import LIST_S, Guard, Identity
 from narrows.protocols.wire import decode, encode
-from narrows.ps.process.gate import Gate
+from narrows.ps.process.gate import AccessControl
 from narrows.worker.runner import tell_left
 
 AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process on a busy machine
@@ -315,18 +324,20 @@ def test_what_is_sent_cannot_be_read_and_a_recording_opens_nothing(
 
 
 @contextmanager
-def dealer(address: str, own: KeyPair | None = None, there: str = "") -> Iterator[tuple[zmq.Socket[bytes], Failures]]:
+def dealer(
+    address: str, own: KeyPair | None = None, there: str = ""
+) -> Iterator[tuple[zmq.Socket[bytes], HandshakeMonitor]]:
     """A stranger's, with keys of its own choice, and how its handshakes fail."""
     with zmq.Context() as context, closing(context.socket(zmq.DEALER)) as made:
         made.setsockopt(zmq.LINGER, 0)
         if own is not None:
             dials(made, own, there)
-        with closing(Failures(made, address)) as failures:
+        with closing(HandshakeMonitor(made, address)) as failures:
             made.connect(address)
             yield made, failures
 
 
-def refuses(failures: Failures, why: Why) -> bool:
+def refuses(failures: HandshakeMonitor, why: HandshakeFailure) -> bool:
     return why in failures.take()
 
 
@@ -360,7 +371,10 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
         timed("a recording played back", lambda: not again.recv(1 << 16))
         timed("which is said", says("a connection without the keys of this run was refused"))
 
-        for kind, pair, why in (("no key", None, Why.KEYLESS), ("a wrong key", new_pair(), Why.REFUSED)):
+        for kind, pair, why in (
+            ("no key", None, HandshakeFailure.KEYLESS),
+            ("a wrong key", new_pair(), HandshakeFailure.REFUSED),
+        ):
             with dealer(address, pair, there) as (_, failures):
                 timed(kind, partial(refuses, failures, why))
         timed("which is named", says("a key that is not on the list was refused"))
@@ -423,7 +437,7 @@ def test_a_peer_outside_the_roster_is_not_let_in(folder: Path) -> None:
         address, _, public = worker.session.link.member.address.rpartition("/")
         began = time.monotonic()
         with dealer(address, stranger.pair, public) as (_, failures):
-            until(lambda: Why.REFUSED in failures.take(), "the key to be refused", AT_ONCE_S)
+            until(lambda: HandshakeFailure.REFUSED in failures.take(), "the key to be refused", AT_ONCE_S)
             print(f"a peer outside the roster: {time.monotonic() - began:.2f} s")
             until(lambda: worker.session.link.drops.counts["stranger"], "it to be counted", AT_ONCE_S)
         worker.train(2)
@@ -468,12 +482,12 @@ def test_nothing_is_said_in_the_open_by_who_has_keys(folder: Path) -> None:
     own, cluster = keys.server_key(str(folder)), keys.member_key(key_of(folder, "north"), "--parent-key")
     plain, keyed = "tcp://10.0.0.1:5", f"tcp://10.0.0.1:5/{'a' * 64}"
     for given in ((str(folder), ""), (str(folder), key_of(folder, "north")), ("", key_of(folder, "north"))):
-        gate = Gate(*given, "secret", "tcp://127.0.0.1:1")
+        gate = AccessControl(*given, "secret", "tcp://127.0.0.1:1")
         assert gate.curve is not None
         pair = own.pair if given[0] else cluster.pair
         assert gate.curve.dials(plain) == (pair, NOBODY) and gate.curve.dials(keyed) == (pair, "a" * 64)
         assert gate.curve.dials("tcp://127.0.0.1:1") == ((own.pair, own.public) if given[0] else None)
-    assert Gate("", "", "secret", "").curve is None
+    assert AccessControl("", "", "secret", "").curve is None
 
 
 def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> None:

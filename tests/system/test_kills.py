@@ -21,7 +21,7 @@ from kit.scripts import distance, flat
 
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cluster
-from narrows.ps.command.cluster import Cluster
+from narrows.ps.command.cluster import ShardSupervisor
 from narrows.ps.process.journal import files
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
@@ -225,7 +225,7 @@ def test_only_one_that_was_killed_goes_on(
     """A process that failed, or was killed while it did all over again, would do so again."""
     told: list[Any] = []
     monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
-    ours = Cluster(Settings(shards=2).validated())
+    ours = ShardSupervisor(Settings(shards=2).validated())
     ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "start_shard", lambda index, replay: told.append((index, replay)))
     if serves:
@@ -285,7 +285,7 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
 
     monkeypatch.setattr(cluster, "say", lambda text, **more: said.append(text))
     monkeypatch.setattr("narrows.ps.process.journal.os.memfd_create", refused)
-    ours = Cluster(Settings(shards=2).validated())
+    ours = ShardSupervisor(Settings(shards=2).validated())
     ours.told, ours.ports[0] = {"resume": False}, 1
     monkeypatch.setattr(
         ours.children, "start", lambda *words, **more: type("Child", (), {"write": lambda self, line: None})()

@@ -36,7 +36,7 @@ from kit.processes import (
 from numba.core.caching import UserProvidedCacheLocator
 
 from narrows.compression import warm_up
-from narrows.protocols.runtime.children import NURSERY, STARTED_BY, Child, Children
+from narrows.protocols.runtime.children import NURSERY, STARTED_BY, ChildProcesses, StartedChild
 
 Said = tuple[int, str, str]  # exit code, stdout, stderr
 ENV = environment()
@@ -52,7 +52,7 @@ class Starter:
     """Children of one nursery, and what they said."""
 
     def __init__(self, needs: Sequence[tuple[str, str]] = (), **env: str) -> None:
-        self.children = Children()
+        self.children = ChildProcesses()
         self.children.prepare(ENV | env, needs)
         self.told: list[tuple[str, str]] = []  # of the nursery
         while not self.told or self.told[-1][0] != "ready":
@@ -68,7 +68,7 @@ class Starter:
         assert event is not None
         return event
 
-    def start(self, *words: str, **env: str) -> Child:
+    def start(self, *words: str, **env: str) -> StartedChild:
         return self.children.start(0, words, ENV | env, listens={1: "out", 2: "err"}, name="named by us")
 
     def said(self) -> Said:
@@ -253,7 +253,7 @@ def test_a_script_finds_what_it_finds_with_python(words: list[str], safe: str, h
 def fresh(*words: str, **env: str) -> Said:
     """From the same children without a nursery: a new session, and the same pipes."""
     children = Starter.__new__(Starter)
-    children.children, children.told = Children(), []
+    children.children, children.told = ChildProcesses(), []
     return children.run(*words, **env)
 
 
@@ -360,7 +360,7 @@ def test_what_must_not_be_forked_is_not(text: str, why: str, here: Path) -> None
 
 
 def test_a_nursery_that_cannot_import_says_so(here: Path) -> None:
-    children = Children()
+    children = ChildProcesses()
     children.prepare(ENV, [("importing", "narrows.no_such_module")])
     said: dict[str, list[str]] = {"say": [], "ready": [], "err": []}
     while not (said["ready"] and any("No module named 'narrows.no_such_module'" in line for line in said["err"])):
@@ -401,7 +401,7 @@ def test_an_environment_may_be_as_long_as_exec_allows(count: int, here: Path) ->
 # Who outlives whom.
 
 
-def replaced(children: Children, before: Child) -> bool:
+def replaced(children: ChildProcesses, before: StartedChild) -> bool:
     return children.nursery is not before and children.forks
 
 
@@ -427,7 +427,7 @@ def test_a_nursery_that_dies_takes_no_child_along_and_another_takes_its_place(he
 def test_a_nursery_that_dies_before_it_is_ready_is_done_without(here: Path) -> None:
     (here / "slow.py").write_text("import time\ntime.sleep(600)")
     (here / "script.py").write_text("print('ran')")
-    children = Children()
+    children = ChildProcesses()
     children.prepare(ENV | {"PYTHONPATH": str(here)}, [("", "slow")])
     assert children.nursery is not None
     children.nursery.kill()

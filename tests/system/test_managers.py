@@ -9,7 +9,7 @@ import pytest
 from kit.processes import finished
 
 from narrows.protocols.errors import UsageError
-from narrows.worker.command.managers import Place, place
+from narrows.worker.command.managers import ManagerPlace, place
 
 CLOSED = "tcp://127.0.0.1:1"
 SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "4"}
@@ -18,25 +18,26 @@ SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS"
 
 
 @pytest.mark.parametrize(("env", "expected"), [
-    ({}, Place()),
-    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Place("torchrun", 5, 1, 8)),
-    ({"RANK": "5"}, Place("torchrun", 5)),
-    ({"LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Place()),  # of nobody who counts
-    (TASK, Place("Slurm", 3, 1, 4)),
-    (TASK | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),16,1(x2)"}, Place("Slurm", 3, 1, 4, local_size=16)),
-    ({"RANK": "5", "LOCAL_WORLD_SIZE": "4"}, Place("torchrun", 5, local_size=4)),
-    (SLURM, Place()),  # a batch script, which is no task
-    (TASK | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, Place("torchrun", 0, 0, 2)),
+    ({}, ManagerPlace()),
+    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, ManagerPlace("torchrun", 5, 1, 8)),
+    ({"RANK": "5"}, ManagerPlace("torchrun", 5)),
+    ({"LOCAL_RANK": "1", "WORLD_SIZE": "8"}, ManagerPlace()),  # of nobody who counts
+    (TASK, ManagerPlace("Slurm", 3, 1, 4)),
+    (TASK | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),16,1(x2)"}, ManagerPlace("Slurm", 3, 1, 4, local_size=16)),
+    ({"RANK": "5", "LOCAL_WORLD_SIZE": "4"}, ManagerPlace("torchrun", 5, local_size=4)),
+    (SLURM, ManagerPlace()),  # a batch script, which is no task
+    (TASK | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ManagerPlace("torchrun", 0, 0, 2)),
     (TASK | {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_SIZE": "9"},
-     Place("Open MPI", 6, 2, 9)),
-    ({"JOB_COMPLETION_INDEX": "2"}, Place("Kubernetes", 2)),
-    (SKY, Place("SkyPilot", 1, 0, 2, "tcp://10.0.0.7:5555")),
-    ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7"}, Place("SkyPilot", 0, 0, 1)),
+     ManagerPlace("Open MPI", 6, 2, 9)),
+    ({"JOB_COMPLETION_INDEX": "2"}, ManagerPlace("Kubernetes", 2)),
+    (SKY, ManagerPlace("SkyPilot", 1, 0, 2, "tcp://10.0.0.7:5555")),
+    ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7"},
+     ManagerPlace("SkyPilot", 0, 0, 1)),
     ({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "3", "DSTACK_MASTER_NODE_IP": "10.0.0.7"},
-     Place("dstack", 1, 0, 3, "tcp://10.0.0.7:5555")),
-    ({"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "1", "DSTACK_MASTER_NODE_IP": ""}, Place("dstack", 0, 0, 1)),
+     ManagerPlace("dstack", 1, 0, 3, "tcp://10.0.0.7:5555")),
+    ({"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "1", "DSTACK_MASTER_NODE_IP": ""}, ManagerPlace("dstack", 0, 0, 1)),
 ])  # fmt: skip
-def test_the_first_manager_that_is_there_is_heard(env: dict[str, str], expected: Place) -> None:
+def test_the_first_manager_that_is_there_is_heard(env: dict[str, str], expected: ManagerPlace) -> None:
     assert place(env) == expected
 
 

@@ -21,7 +21,7 @@ from kit.planned import cities, planned
 from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.planning.layout import Layout, Process, Stage, parse
+from narrows.protocols.planning.layout import Deployment, StageServer, WorkerProcess, parse
 from narrows.ps.command import cli as serve
 from narrows.ps.command.probe import command as probe
 from narrows.ps.command.stages import watching
@@ -160,11 +160,11 @@ def test_a_planned_run_is_watched_at_its_root_and_its_links_go_back_into_a_netwo
     assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["event"] == "run"
 
 
-def stages(count: int) -> Layout:
+def stages(count: int) -> Deployment:
     """Stage i is served on host a, then b; each host has both processes of one replica."""
     hosts = {"a": "127.0.0.1", "b": "127.0.0.2"}
-    served = [Stage("ab"[i], 5555) for i in range(count)]
-    return Layout(hosts, served, [Process(i, 0, "ab"[i], 6000) for i in range(count)])
+    served = [StageServer("ab"[i], 5555) for i in range(count)]
+    return Deployment(hosts, served, [WorkerProcess(i, 0, "ab"[i], 6000) for i in range(count)])
 
 
 def test_who_looks_at_a_run_is_told_where(tmp_path: Path) -> None:

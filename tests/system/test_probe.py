@@ -23,7 +23,7 @@ from link import MTU, Way
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import flows
 from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.probe_messages import Dial
+from narrows.protocols.planning.probe_messages import ProbeDial
 from narrows.protocols.runtime import pairs
 from narrows.protocols.runtime.hosts import own_host
 from narrows.ps.command.probing import by_ssh, words_there
@@ -103,7 +103,7 @@ def test_a_pair_is_visited_twice_and_streams_in_doubt_are_read_again(monkeypatch
     token, most, stop = "ab" * 16, 1 << 18, threading.Event()
     for first, phases in ((True, {flows.PINGED, *flows.FIRST}), (False, set(flows.VISITS[False]))):
         listener = pairs.open_port("127.0.0.1", 0)
-        asked = Dial(token, "", listener.getsockname()[1], 8.0, first, most, most, 1e-4)
+        asked = ProbeDial(token, "", listener.getsockname()[1], 8.0, first, most, most, 1e-4)
         with ThreadPoolExecutor(1) as pool:
             listens = pool.submit(pairs.listen, listener, token, 8.0, first, stop)
             found = [*pairs.dial("127.0.0.1", asked, stop), *listens.result()]

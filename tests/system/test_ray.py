@@ -28,9 +28,9 @@ ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ra
 from narrows.protocols.errors import NarrowsError, UsageError  # noqa: E402
 from narrows.worker import keeper  # noqa: E402
 from narrows.worker import ray as runs  # noqa: E402
-from narrows.worker.command.cities import Limits  # noqa: E402
-from narrows.worker.keeper import Facts, Keeper  # noqa: E402
-from narrows.worker.ray import Actors, Kept, Progress, train  # noqa: E402
+from narrows.worker.command.cities import RayLimits  # noqa: E402
+from narrows.worker.keeper import CommandActor, NodeFacts  # noqa: E402
+from narrows.worker.ray import Actors, KeptActor, Progress, train  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -303,10 +303,10 @@ class FakeActor:
 
     def without_server(self) -> None: ...
 
-    def facts(self) -> Future[Facts]:
-        answer: Future[Facts] = Future()
+    def facts(self) -> Future[NodeFacts]:
+        answer: Future[NodeFacts] = Future()
         if self.last is not None:
-            answer.set_result(Facts(1, 2, "node", 1, {**self.stepped, **self.last}))
+            answer.set_result(NodeFacts(1, 2, "node", 1, {**self.stepped, **self.last}))
         return answer
 
 
@@ -347,13 +347,13 @@ def cities(monkeypatch: pytest.MonkeyPatch) -> Cities:
     for name in ("ANSWER_S", "LAST_S", "SILENT_S"):
         monkeypatch.setattr(runs, name, 0.02)
     server, fakes = FakeActor({}), [FakeActor({}), FakeActor({"loss": 1.0}), FakeActor({"loss": 3.0}), FakeActor(None)]
-    actors = Actors([1, 1], [Kept("the server", Remote(server))])
-    actors.workers = [Kept(f"worker {n}", Remote(fake), n // 2) for n, fake in enumerate(fakes)]
+    actors = Actors([1, 1], [KeptActor("the server", Remote(server))])
+    actors.workers = [KeptActor(f"worker {n}", Remote(fake), n // 2) for n, fake in enumerate(fakes)]
     return actors, server, fakes
 
 
 def watched(actors: Actors, after_s: float) -> Progress:
-    return runs._watch(actors, time.monotonic(), None, Limits(0.02, 60.0, after_s))
+    return runs._watch(actors, time.monotonic(), None, RayLimits(0.02, 60.0, after_s))
 
 
 def test_the_number_of_a_worker_counts_over_all_cities(cities: Cities) -> None:
@@ -382,7 +382,7 @@ def test_a_worker_without_a_node_is_done_without_while_enough_are_left(cities: C
 
 
 def test_a_report_says_whom_the_run_waits_for() -> None:
-    server = Facts(1, 2, "node", 1, waits="2 of 3 workers joined; waiting for 1")
+    server = NodeFacts(1, 2, "node", 1, waits="2 of 3 workers joined; waiting for 1")
     waits = Progress(42.0, 0, {}, {0: server}, {}, 1)
     assert str(waits).endswith("0 workers  2 of 3 workers joined; waiting for 1; 1 worker has no node")
     assert Progress(42.0, 9, {}, {0: replace(server, waits="")}, {}, 1).waits == ""  # it has begun without
@@ -431,7 +431,7 @@ def test_a_folder_that_another_server_has_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(keeper, "LOCK_S", 0.0)
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        server = Keeper(["serve"], "--parent", None, "server", str(tmp_path), "127.0.0.1")
+        server = CommandActor(["serve"], "--parent", None, "server", str(tmp_path), "127.0.0.1")
         code, said = server.run()
     assert code == 1 and said == f"{tmp_path} is another server's: name another checkpoint_dir"
     assert server.address() == ""  # nobody waits for it

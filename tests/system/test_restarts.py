@@ -40,7 +40,7 @@ from narrows.protocols.addresses import local_endpoint
 from narrows.ps.command.lives import RESTARTS_MAX
 from narrows.ps.process import checkpoints, model
 from narrows.ps.process.main import first_line
-from narrows.ps.process.writer import Writer
+from narrows.ps.process.writer import CheckpointWriter
 
 
 def stepped(worker: Worker, done: Callable[[], bool]) -> Callable[[], bool]:
@@ -250,7 +250,7 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_loses_what_was_not_written_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, values = Writer(tmp_path, 0), np.arange(4, dtype=np.float32)
+    writer, values = CheckpointWriter(tmp_path, 0), np.arange(4, dtype=np.float32)
     facts = {"publication": 0, "shards": 1, "plan": b"", "buffers": b""}
 
     def write(clock: int) -> tuple[int, tuple[int, ...], str]:
@@ -273,7 +273,7 @@ def test_a_full_disk_loses_what_was_not_written_and_nothing_else(
 
 
 def test_what_is_written_is_a_copy(tmp_path: Path) -> None:
-    writer, values = Writer(tmp_path, 0), np.zeros(1 << 20, np.float32)
+    writer, values = CheckpointWriter(tmp_path, 0), np.zeros(1 << 20, np.float32)
     writer.write(1, {"x": values, "p": values}, {"publication": 0, "shards": 1, "plan": b"", "buffers": b""})
     values += 1
     writer.forget()

@@ -14,9 +14,9 @@ from kit.logs import REST_S, Log, folded, settled, telling, wrong
 from kit.processes import Server, Worker, finished, serving, small_model, started, trained_alone, until
 from kit.scripts import distance, flat
 
-from narrows.protocols.member.figures import Figures
+from narrows.protocols.member.figures import MemberMetrics
 from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.summary import Row, Summary, packed
+from narrows.protocols.summary import Summary, SummaryRow, packed
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001
@@ -89,7 +89,7 @@ def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool, tmp_p
         assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
 
 
-class Narrow(Figures):
+class Narrow(MemberMetrics):
     """Figures of a worker whose link would take 20 s for its update: another plan gains."""
 
     said = 0
@@ -98,7 +98,7 @@ class Narrow(Figures):
         self.said += 1
         rate = next(small_model().parameters()).nbytes / 20
         figures = Summary(steps=self.said, compute_seconds=0.05 * self.said, rate_up=rate, rate_down=rate)
-        return packed([Row((), "", "", figures)])
+        return packed([SummaryRow((), "", "", figures)])
 
 
 @pytest.mark.parametrize("said", ["the run changes to it", "plan 2 from clock"])

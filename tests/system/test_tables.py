@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from narrows.worker import embedding
 from narrows.worker.optimizers import as_one
-from narrows.worker.session import Connected
+from narrows.worker.session import RunSession
 
 
 def train(server: Server, steps: int, kills: tuple[int, ...] = ()) -> None:
     """One worker up to this step; a shard is killed before each of the last steps."""
-    session, model = Connected(server.address), Bags()
+    session, model = RunSession(server.address), Bags()
     engine = session.attach(model, as_one(OPTIMIZERS["Adagrad"](model), model), 0.0, 0)
     while (step := engine.sync.clock) < steps:
         if steps - step <= len(kills):

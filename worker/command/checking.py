@@ -8,7 +8,7 @@ from typing import Any
 from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
 from narrows.worker.command import findings
-from narrows.worker.command.findings import Told
+from narrows.worker.command.findings import CheckedEvents
 from narrows.worker.command.launcher import SERVER, Launcher
 from narrows.worker.command.options import checked
 
@@ -30,7 +30,7 @@ OFF: dict[str, Any] = {
 }
 
 
-class Check(Launcher):
+class ScriptCheck(Launcher):
     """`flags`: those of ps-worker."""
 
     def __init__(self, link: str | None, **flags: Any) -> None:
@@ -49,7 +49,7 @@ class Check(Launcher):
             run |= DEFAULTS
         self.specs = findings.specs([run, *(findings.SUGGESTED if self.link else ())])
         super().__init__(options)
-        self.told = [Told() for _ in range(WORKERS)]
+        self.told = [CheckedEvents() for _ in range(WORKERS)]
         self.began_s = self.ahead_s = time.monotonic()  # the newest step of any worker
 
     def _environment(self) -> dict[str, str]:

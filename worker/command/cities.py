@@ -17,7 +17,7 @@ SWITCHES = ("journal",)  # flags of ps-serve beside those of a run
 
 
 @dataclass(frozen=True)
-class City:
+class RayCity:
     """A cluster: low to high workers on nodes with these labels."""
 
     low: int
@@ -26,7 +26,7 @@ class City:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RayLimits:
     """Seconds: from one report to the next, that an actor may be without a node, and that scripts have after the server."""
 
     every_s: float
@@ -47,7 +47,7 @@ def run_flags(run: Mapping[str, Any], **more: int) -> list[str]:
 
 def cities_of(
     clusters: Sequence[Mapping[str, Any]], workers: Bounds | None, labels: Mapping[str, str] | None
-) -> list[City]:
+) -> list[RayCity]:
     """The clusters of a run, one where none is named. Raises UsageError."""
     if not clusters:
         return [_city("", workers, labels)]
@@ -61,13 +61,13 @@ def cities_of(
     ]
 
 
-def _city(where: str, workers: Bounds | None, labels: Mapping[str, str] | None) -> City:
+def _city(where: str, workers: Bounds | None, labels: Mapping[str, str] | None) -> RayCity:
     if workers is None:
         raise UsageError(f"{where}workers: give how many, or (low, high)")
     low, high = (workers, workers) if isinstance(workers, int) else workers
     if not 1 <= low <= high:
         raise UsageError(f"{where}workers=({low}, {high}): give 1 <= low <= high")
-    return City(low, high, dict(labels or {}))
+    return RayCity(low, high, dict(labels or {}))
 
 
 def command_of(script: str | Callable[[], Any], args: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ SUGGESTED: tuple[dict[str, Any], ...] = (
 
 
 @dataclass
-class Told:
+class CheckedEvents:
     """By one worker: the model that it gave DistributedOptimizer, the steps that it began, and what they cost."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Told:
         return max(0.0, float(step["step_seconds"] - others))
 
 
-Workers = Sequence[Told]
+Workers = Sequence[CheckedEvents]
 Rule = Callable[[Workers], str]
 
 

@@ -26,15 +26,15 @@ from narrows.protocols.errors import (
     UsageError,
 )
 from narrows.protocols.runtime import flags, signals
-from narrows.protocols.runtime.children import Child, Children, signal_name
+from narrows.protocols.runtime.children import ChildProcesses, StartedChild, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
-from narrows.protocols.runtime.scratch import Scratch
+from narrows.protocols.runtime.scratch import ScratchFolder
 from narrows.protocols.saved import MACHINE_DIR
 from narrows.protocols.wire import pack
 from narrows.worker.command import surroundings
 from narrows.worker.command.console import Console
-from narrows.worker.command.options import Options
-from narrows.worker.command.recording import Recording
+from narrows.worker.command.options import WorkerOptions
+from narrows.worker.command.recording import WorkerRecord
 
 SERVER_START_S = 150.0
 CHILD_END_S = 15.0  # after Ctrl-C
@@ -60,7 +60,7 @@ def _cores(sharing: int) -> int:
 
 
 @dataclass
-class Group:
+class LaunchedGroup:
     """Processes that are one worker of the run: they start and end together."""
 
     members: range
@@ -72,15 +72,17 @@ class Group:
 class Launcher:
     """One ps-worker: its children, and what they tell."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self.options = options
         self.server = options.server  # its address, once it is known
-        self.children = Children()
-        self.embedded: Child | None = None
-        self.workers: dict[int, Child] = {}
+        self.children = ChildProcesses()
+        self.embedded: StartedChild | None = None
+        self.workers: dict[int, StartedChild] = {}
         count, lives = options.nproc, options.restarts
         self.groups = (
-            [Group(range(count), lives)] if options.group else [Group(range(i, i + 1), lives) for i in range(count)]
+            [LaunchedGroup(range(count), lives)]
+            if options.group
+            else [LaunchedGroup(range(i, i + 1), lives) for i in range(count)]
         )
         self.codes: dict[int, int] = {}  # of children that have ended
         self.felled: set[int] = set()  # that we ended, because another of their group had
@@ -91,8 +93,8 @@ class Launcher:
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
         self.console = Console()
-        self.scratch: Scratch | None = None  # a folder of all workers
-        self.recording = Recording(options.record, self.console.say)
+        self.scratch: ScratchFolder | None = None  # a folder of all workers
+        self.recording = WorkerRecord(options.record, self.console.say)
 
     def run(self) -> int:
         signals.hear(self.signals, os.environ.pop("NARROWS_EMBEDDED", "") == "1")
@@ -108,7 +110,7 @@ class Launcher:
                 self.parent_fd = parent_fd
                 if self.options.nproc > 1 and not self.options.place.local_rank:
                     with suppress(UsageError):  # no disk: then the first worker tells the others nothing
-                        self.scratch = Scratch()
+                        self.scratch = ScratchFolder()
                 for group in self.groups:
                     self._spawn(group)
                 code = self._watch()
@@ -199,11 +201,11 @@ class Launcher:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NARROWS_GROUP": "1"}
         return meeting | dict.fromkeys(("RANK", "LOCAL_RANK"), str(index)) | dict.fromkeys(WORLD, count)
 
-    def _group(self, index: int) -> Group:
+    def _group(self, index: int) -> LaunchedGroup:
         """Return the group of this process."""
         return self.groups[0 if self.options.group else index]
 
-    def _spawn(self, group: Group) -> None:
+    def _spawn(self, group: LaunchedGroup) -> None:
         """Start a worker, or start it again."""
         group.token = uuid.uuid4().hex
         if self.options.group:
@@ -310,7 +312,7 @@ class Launcher:
         if self.codes.keys() >= set(group.members) and group.lives >= 0 and not self.signals:
             self._spawn(group)
 
-    def _say_ended(self, index: int, code: int, group: Group) -> None:
+    def _say_ended(self, index: int, code: int, group: LaunchedGroup) -> None:
         if self.signals:
             return
         how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"

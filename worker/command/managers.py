@@ -69,7 +69,7 @@ MANAGERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class ManagerPlace:
     """Which of its ps-workers a manager says that this one is; None, "": it does not say."""
 
     manager: str = ""
@@ -86,20 +86,20 @@ class Place:
         )
 
 
-def place(env: Mapping[str, str]) -> Place:
+def place(env: Mapping[str, str]) -> ManagerPlace:
     """Return the place that the manager gives this process. Raises UsageError where a number is none."""
     for manager in MANAGERS:
         if env.get(manager.there):
             break
     else:
-        return Place()
+        return ManagerPlace()
     world_size, hosts = _number(env, manager.world_size), env.get(manager.hosts, "").split()
     # With one machine the server is an embedded one.
     server = f"tcp://{hosts[0]}:{PORT}" if hosts and (world_size or len(hosts)) > 1 else ""
     local_rank = _number(env, manager.local_rank) or 0
     counts = re.findall(r"(?:^|,)(\d+)", env.get(manager.local_size, ""))
     local_size = max([1, *map(int, counts)])
-    return Place(manager.name, _number(env, manager.rank), local_rank, world_size, server, local_size)
+    return ManagerPlace(manager.name, _number(env, manager.rank), local_rank, world_size, server, local_size)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

@@ -14,16 +14,16 @@ from narrows.protocols.modes import MODES, Rule
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
-from narrows.worker.command.managers import Place, place
+from narrows.worker.command.managers import ManagerPlace, place
 
 if TYPE_CHECKING:
-    from narrows.protocols.planning.layout import Layout
+    from narrows.protocols.planning.layout import Deployment
 
 SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
 
 
 @dataclass(frozen=True)
-class Options:
+class WorkerOptions:
     """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given. `place`:
     which ps-worker of a manager's job this is."""
 
@@ -48,7 +48,7 @@ class Options:
     metrics: str
     words: list[str]
     run: dict[str, Any]
-    place: Place
+    place: ManagerPlace
     parts: list[dict[str, str]]  # with --plan: what each copy is told beside
 
     @property
@@ -92,7 +92,7 @@ class Options:
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
-def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Layout]:
+def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Deployment]:
     """Variables of each process that this host has in the plan, the file of its key, and the plan. `folder`: has one for each
     server, as that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
@@ -118,7 +118,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
 
 def checked(
     command: tuple[str, ...], module: bool, server: str | None, plan: str = "", host: str = "", **flags: Any
-) -> Options:
+) -> WorkerOptions:
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
@@ -139,13 +139,13 @@ def checked(
         if flags["restarts"] and layout and len(layout.stages) > 1:
             raise UsageError("--restarts: a stage is not started again alone, its pipeline ends with it; leave it out")
         server, flags["nproc"] = parts[0]["NARROWS_SERVER"], len(parts)
-    options = Options(
+    options = WorkerOptions(
         words=["-m", *command] if module else [*command],
         run=run,
         place=here,
         parts=parts,
         server=here.server if server is None else server,
-        **{name: value for name, value in flags.items() if name in Options.__annotations__},
+        **{name: value for name, value in flags.items() if name in WorkerOptions.__annotations__},
     )
     if options.nproc < 1:
         raise UsageError(f"-n {options.nproc}: give at least 1")

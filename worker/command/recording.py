@@ -17,7 +17,7 @@ OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() 
 RANKS_MAX = 8  # that the last line names
 
 
-class Recording:
+class WorkerRecord:
     """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
 
     def __init__(self, path: str, say: Callable[[str], None]) -> None:

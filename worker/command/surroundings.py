@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from narrows.worker.command.managers import Place
+from narrows.worker.command.managers import ManagerPlace
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # a folder each: no CUDA context is made to count them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-ALONE = Place()
+ALONE = ManagerPlace()
 # Accelerate, Lightning, MosaicML streaming and others start torch.distributed where they find a world of several, or wait for
 # a MASTER_ADDR: workers of a run are no process group. --rank-variables lets the first three through.
 MISLEADING = {
@@ -29,7 +29,9 @@ def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
-def device(wanted: str, index: int, copies: int, group: bool, there: list[str], place: Place = ALONE) -> dict[str, str]:
+def device(
+    wanted: str, index: int, copies: int, group: bool, there: list[str], place: ManagerPlace = ALONE
+) -> dict[str, str]:
     """`wanted`: --device. `there`: see `gpus`. Copies that are workers of their own see one GPU each, in turn, as cuda:0.
     Copies of a group see all, as torchrun's do. `place`: of this ps-worker
     among those of as many copies on its machine. They count together, and each group sees its own, where there are enough."""

@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 
 from narrows.protocols.errors import NarrowsError, StageLostError, UsageError
-from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
+from narrows.protocols.planning.layout import Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.runtime import plans
 from narrows.protocols.runtime.keys import Secret
-from narrows.protocols.runtime.peers import Peers
+from narrows.protocols.runtime.peers import ChannelRunner
 from narrows.worker import session
-from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
+from narrows.worker.child_process import NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.telling import complain as say
 
-ALONE = Layout({"": "127.0.0.1"}, [Stage("", 1)], [Process(0, 0, "", 1)])
+ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0, "", 1)])
 
 
 @cache
-def _place() -> tuple[Layout, Process]:
+def _place() -> tuple[Deployment, WorkerProcess]:
     """Return the layout, and the place of this process in it, as ps-worker has told them."""
     if "NARROWS_STAGE" not in os.environ:
         return ALONE, ALONE.processes[0]
@@ -77,8 +77,8 @@ def in_flight() -> list[int]:
     return [edge.in_flight for edge in _edges(_place()[0])]
 
 
-def _edges(layout: Layout) -> list[Edge]:
-    return layout.edges or [Edge()] * (len(layout.stages) - 1)
+def _edges(layout: Deployment) -> list[StageEdge]:
+    return layout.edges or [StageEdge()] * (len(layout.stages) - 1)
 
 
 def pipeline(keeps_ties: bool = False) -> dist.ProcessGroup:
@@ -102,7 +102,7 @@ def _opened() -> PipelineGroup:
     if dist.is_initialized():
         raise UsageError("this process has a process group: call narrows.worker.pipeline() before anything makes one")
     current = session.current()
-    if isinstance(current, ChildProcess):
+    if isinstance(current, WorkerOfChild):
         raise NotAWorkerError("pipeline()")
     link = current.link
     key = link.key if link is not None else None
@@ -111,7 +111,7 @@ def _opened() -> PipelineGroup:
     names = [f"stage {p.stage} of replica {p.replica} on {p.host or 'this machine'}" for p in processes]
     addresses, keys = [layout.address(p) for p in processes], [p.key for p in processes]
     pair = key.pair if key is not None else None
-    peers = Peers(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
+    peers = ChannelRunner(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
     _close_at_end(peers)
     peers.wait(WAIT_LIMIT_S)
     group = PipelineGroup(
@@ -130,11 +130,11 @@ def _opened() -> PipelineGroup:
 def _parameters() -> Iterable[tuple[str, torch.Tensor]]:
     """Of the model that this process trains."""
     current = session.current()
-    engine = current.engine if isinstance(current, session.Connected) else None
+    engine = current.engine if isinstance(current, session.RunSession) else None
     return [] if engine is None else engine.model.named_parameters()
 
 
-def _close_at_end(peers: Peers) -> None:
+def _close_at_end(peers: ChannelRunner) -> None:
     """Before the session leaves its run, and at once where the script fails: the other stages need not wait for a lease."""
     before, close = sys.excepthook, only_here(peers.close)
 
@@ -153,7 +153,7 @@ def _exit_code(error: BaseException) -> int:
     return StageLostError.exit_code if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _check_key(ours: Process, key: Secret | None) -> None:
+def _check_key(ours: WorkerProcess, key: Secret | None) -> None:
     if ours.key != (key.public if key is not None else ""):
         raise UsageError(
             f"--key: the plan has {ours.key or 'no key'} for this process, and --key {key.public if key else 'is not given'}"

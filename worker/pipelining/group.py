@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from narrows.compression.value_codings import EDGE_CODINGS, FP32, Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.protocols.planning.layout import Edge
-from narrows.protocols.runtime.peers import NO_STEP, Peers
+from narrows.protocols.planning.layout import StageEdge
+from narrows.protocols.runtime.peers import NO_STEP, ChannelRunner
 from narrows.worker.pipelining import ties
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, framed, opened
 
@@ -38,7 +38,7 @@ PICKLED = (
 )
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
     """Work that has been done already."""
 
     def is_completed(self) -> bool:
@@ -59,7 +59,7 @@ def by_schedule() -> bool:
     return False
 
 
-class Receipt(Done):
+class ReceiveWork(CompletedWork):
     """A tensor that is to come. Those of one peer and tag are filled in the order in which they were asked for."""
 
     def __init__(self, group: PipelineGroup, tensor: torch.Tensor, peer: int, tag: int) -> None:
@@ -86,10 +86,10 @@ class PipelineGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        peers: Peers,
+        peers: ChannelRunner,
         rank: int,
         size: int,
-        edges: Sequence[Edge],
+        edges: Sequence[StageEdge],
         step: Callable[[], int],
         limit_s: float,
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
@@ -99,7 +99,7 @@ class PipelineGroup(dist.ProcessGroup):
         self._digests: dict[str, str] | None = None
         self.peers, self.edges, self.step, self.limit_s = peers, list(edges), step, limit_s
         self.place = rank
-        self._asked: dict[tuple[int, int], deque[Receipt]] = {}
+        self._asked: dict[tuple[int, int], deque[ReceiveWork]] = {}
         self._count = 0  # tensors that were sent: what is random follows from it
 
     def getBackendName(self) -> str:
@@ -140,14 +140,14 @@ class PipelineGroup(dist.ProcessGroup):
         payload = framed(tensor, self._coding(self.place, dst, tag), key)
         self.peers.send(dst, self.step(), tag, payload, self.limit_s)
         self._compare()
-        return Done()
+        return CompletedWork()
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if tensor.dtype is torch.uint8 and tensor.ndim < 2:
             raise UsageError(PICKLED)
         tag = self._tag(tag)
-        receipt = Receipt(self, tensor, src, tag)
+        receipt = ReceiveWork(self, tensor, src, tag)
         self._asked.setdefault((src, tag), deque()).append(receipt)
         return receipt
 
@@ -168,7 +168,7 @@ class PipelineGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         self.peers.barrier(BARRIER_TAG, self.limit_s)
         self._compare()
-        return Done()
+        return CompletedWork()
 
 
 def register(group: PipelineGroup) -> None:

@@ -17,8 +17,8 @@ from narrows.protocols import effects as e
 from narrows.protocols import summary
 from narrows.protocols.member import figures
 from narrows.protocols.member.exchange import Exchange
-from narrows.ps.changes import Fold, Outer, Step
-from narrows.ps.planned import Planned
+from narrows.ps.changes import Fold, OuterStep, Step
+from narrows.ps.planned import ModelShard
 from narrows.ps.process.journal import Journal
 from narrows.ps.store import Store
 
@@ -38,7 +38,7 @@ def _write(name: str, lines: list[Any]) -> None:
 
 
 def _apply(store: Any, change: Any, apply: Any = Store.apply) -> Any:
-    if not isinstance(change, (Fold, Outer, Step)):
+    if not isinstance(change, (Fold, OuterStep, Step)):
         return apply(store, change)
     for _ in range(TIMES[os.environ["PLANTED"]] if replaying else 1):
         apply(store, change)
@@ -66,7 +66,7 @@ def _replay(journal: Any, *words: Any, replay: Any = Journal.replay) -> Any:
     return done
 
 
-def _go_on(planned: Any, before: Any, go_on: Any = Planned.go_on) -> None:
+def _go_on(planned: Any, before: Any, go_on: Any = ModelShard.go_on) -> None:
     """Under another plan the store is another one."""
     go_on(planned, before)
     planned.store.told = getattr(before.store, "told", [])
@@ -89,7 +89,7 @@ def _packed(rows: Any, packed: Any = summary.packed) -> Any:
 
 for where, name, what in (
     (figures, "packed", _packed),
-    (Planned, "go_on", _go_on),
+    (ModelShard, "go_on", _go_on),
     (Exchange, "go_on", _goes_on),
     (Store, "apply", _apply),
     (Exchange, "take", _take),
