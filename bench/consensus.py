@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from simulation.gossips import COUNT, Net
 
-from narrows.protocols.gossip.topology import TOPOLOGIES, edges
+from narrows.protocols.config.topology import TOPOLOGIES, edges
 
 ROUNDS = 16
 COUNTS = (3, 4, 7, 8)

@@ -37,8 +37,8 @@ from narrows.compression.device.stages import select_top
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
-from narrows.protocols.keys import parts
-from narrows.worker.home import device_home
+from narrows.protocols.config.key_ranges import parts
+from narrows.worker.model.device_placement import device_home
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
 SIZES = {

@@ -33,7 +33,7 @@ from typing import Any
 import click
 import launch
 
-from narrows.protocols.runtime.keys import add, make
+from narrows.protocols.runtime.network.keys import add, make
 
 HERE = Path(__file__).resolve()
 STRANGERS = str(HERE.parent / "strangers.py")

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from narrows.protocols.planning.flows import SKIPPED, last_part
-from narrows.protocols.runtime.streams import MeasurementTime, ReceivingStream, SendingStream
+from narrows.ps.probe.flows import SKIPPED, last_part
+from narrows.ps.probe.tcp_streams import MeasurementTime, ReceivingStream, SendingStream
 
 if TYPE_CHECKING:
     from lab import Host

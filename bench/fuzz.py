@@ -30,16 +30,16 @@ import numpy as np
 from narrows.compression import PayloadError, SpecError, codecs, ladder, parse, rows
 from narrows.compression.value_codings import INT8
 from narrows.protocols import messages as m
-from narrows.protocols import summary
 from narrows.protocols.addresses import parse_address
+from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.config.robust import Robust
+from narrows.protocols.config.settings import Settings, contradiction
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays, unpack_arrays
-from narrows.protocols.robust import Robust
-from narrows.protocols.settings import Settings, contradiction
-from narrows.protocols.tables import TableSpec
+from narrows.protocols.member import summary
 from narrows.protocols.wire import decode, encode, pack, unpack
-from narrows.ps.folding import unpack_hyper
-from narrows.worker.server_state import unpack_rows
+from narrows.ps.shard.folding import unpack_hyper
+from narrows.worker.checkpoint.server_state import unpack_rows
 
 LIMIT_S = 10  # for one input
 MEMORY_MB = 2048

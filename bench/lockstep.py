@@ -32,7 +32,7 @@ from replicas import FLAGS, AdamW, Muon, Task, clipped, code
 from torch import Tensor
 
 from narrows.compression.sampling import sample_of
-from narrows.ps.gain import SMOOTHING, WINDOW
+from narrows.ps.store.gain import SMOOTHING, WINDOW
 
 sys.path.append(str(Path(__file__).parent / "tasks"))
 import bytelm
@@ -103,7 +103,8 @@ class Lengths(Gain):
 
 
 class Windows(Gain):
-    """ps/gain.py, of one shard whose workers are all as fast: at a sample, sums of what was sent in a window of clocks."""
+    """ps/store/gain.py, of one shard whose workers are all as fast: at a sample, sums of what was sent in a window of
+    clocks."""
 
     def __init__(self, size: int, device: str) -> None:
         super().__init__(1.0, device)

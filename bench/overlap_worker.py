@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrows.worker import DistributedOptimizer, session
-from narrows.worker.gradients import GradientStep
+from narrows.worker.sync.gradients import GradientStep
 
 sys.path.append(str(Path(__file__).parent / "tasks"))
 import bytelm

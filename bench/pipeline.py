@@ -54,7 +54,7 @@ import bytelm
 import pipelined
 from kit.processes import descendants
 
-from narrows.protocols.planning.layout import even, parse
+from narrows.protocols.config.deployment import even, parse
 
 TASK = Path(__file__).parent / "tasks" / "pipelined.py"
 PORT = 25_000  # of the servers, on hosts that nobody else is on; stages listen a hundred above
@@ -258,7 +258,7 @@ def planned(way: Way, stages: int, args: Sequence[str]) -> Result:
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         words += ["--insecure", *(word for name, home in addresses for word in ("--address", f"{name}={home.address}"))]
         said, _ = launch.run(
-            [sys.executable, "-m", "narrows.ps.command.plan", str(folder / "network.json"), *words], LIMIT_S
+            [sys.executable, "-m", "narrows.ps.command.planning.plan", str(folder / "network.json"), *words], LIMIT_S
         )
         click.echo(said.partition("\non ")[0])
         layout = json.loads((folder / "plan.json").read_text())

@@ -41,15 +41,15 @@ from launch import CommandFailed
 from probing import Access
 from scheduling import worldwide
 
-from narrows.protocols.planning.choose import Chooser, DeploymentChoice, choices, choose
-from narrows.protocols.planning.layout import Deployment
-from narrows.protocols.planning.levels import Groups, StepPrices, TrainingWork
-from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.places import placed
-from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
-from narrows.protocols.planning.written import HostAddresses, clustered, long_commands
-from narrows.ps.coded import coded
-from narrows.ps.tried import tried
+from narrows.protocols.config.deployment import Deployment
+from narrows.ps.planner.choose import Chooser, DeploymentChoice, choices, choose
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.network_places import placed
+from narrows.ps.planner.plan_writer import HostAddresses, clustered, long_commands
+from narrows.ps.planner.step_prices import Groups, StepPrices, TrainingWork
+from narrows.ps.planner.tried import tried
 
 PROBE_S = 10.0  # of a round
 ALONE_STEPS = 20

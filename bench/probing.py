@@ -26,7 +26,7 @@ import lab
 import launch
 from link import MTU, Way
 
-from narrows.protocols.planning.flows import stream_rate
+from narrows.ps.probe.flows import stream_rate
 
 PAYLOAD = (MTU - 52) / MTU  # IP and TCP headers, with timestamps
 PORT = 5600

@@ -24,10 +24,10 @@ from dataclasses import replace
 import click
 import numpy as np
 
-from narrows.protocols.planning.cost import Costs, Indices, Job
-from narrows.protocols.planning.cycles import cycled
-from narrows.protocols.planning.network import Network, from_places
-from narrows.protocols.planning.search import FoundLayout, plan
+from narrows.ps.planner.network import Network, from_places
+from narrows.ps.planner.pipelines.cost import Costs, Indices, Job
+from narrows.ps.planner.pipelines.cycles import cycled
+from narrows.ps.planner.pipelines.search import FoundLayout, plan
 
 GPT3_XL = Job(stages=8, replicas=8, layers=24, layer_bytes=0.65e9 / 3, activation_bytes=0.47124922275543213e9)
 PAPER_POPULATION = 100

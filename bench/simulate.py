@@ -39,8 +39,8 @@ from simulation.mirrors import Violation
 from simulation.planted import PLANTED, WITHIN, Found, find
 from simulation.trees import SYNCS, Tree, tree_of
 
+from narrows.protocols.config.topology import TOPOLOGIES
 from narrows.protocols.effects import NS
-from narrows.protocols.gossip.topology import TOPOLOGIES
 from narrows.protocols.messages import Message
 
 BATCH = 50  # runs of one job between two reports

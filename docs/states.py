@@ -11,10 +11,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from narrows.protocols.cluster import run
 from narrows.protocols.gossip import driver
 from narrows.protocols.member import member
-from narrows.ps import planned
+from narrows.ps.coordinator import run
+from narrows.ps.shard import model_shard
 
 PAGE = Path(__file__).parent / "architecture.md"
 BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
@@ -33,9 +33,14 @@ def by_phase(table: Mapping[Phase, Mapping[str, Phase]]) -> Steps:
 MACHINES: tuple[tuple[str, str, type[Enum], Steps], ...] = (
     ("member", "protocols/member/member.py", member.MemberPhase, by_trigger(member.TRANSITIONS)),
     ("gossip driver", "protocols/gossip/driver.py", driver.GossipPhase, by_trigger(driver.TRANSITIONS)),
-    ("run", "protocols/cluster/run.py", run.RunPhase, by_phase(run.RUN_LIFE)),
-    ("seat", "protocols/cluster/run.py", run.SeatPhase, by_phase(run.SEAT_LIFE)),
-    ("shard", "ps/planned.py", planned.ClockStage, [("done", *step) for step in planned.NEXT.items()]),
+    ("run", "ps/coordinator/run.py", run.RunPhase, by_phase(run.RUN_LIFE)),
+    ("seat", "ps/coordinator/run.py", run.SeatPhase, by_phase(run.SEAT_LIFE)),
+    (
+        "shard",
+        "ps/shard/model_shard.py",
+        model_shard.ClockStage,
+        [("done", *step) for step in model_shard.NEXT.items()],
+    ),
 )
 
 

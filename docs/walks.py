@@ -20,9 +20,9 @@ from kit import scripts
 from kit.in_process import Cluster
 
 from narrows.protocols import messages as m
-from narrows.protocols.settings import Settings
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
+from narrows.protocols.config.settings import Settings
+from narrows.ps.server.server import Server
+from narrows.ps.shard.reports import COORDINATOR
 from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -415,7 +415,7 @@ class Heartbeat(Message):
     move: int = 0  # number of the newest Move that is here; a newer one is the answer
     copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
     road_ns: int = 0  # the longest round trip of a heartbeat of late
-    summary: bytes = b""  # figures of this member, and of all below it (summary.py), packed
+    summary: bytes = b""  # figures of this member, and of all below it (protocols/member/summary.py), packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,7 +571,7 @@ class Ledger(Message):
     )
     finish_at: int = 0
     # In a cluster with a server above:
-    above: bytes = b""  # its place in that run (ps/above.py), empty while it has none
+    above: bytes = b""  # its place in that run (ps/parent/parent_link.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
     roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
@@ -720,7 +720,7 @@ class ReplicationEntry(Message):
     number: int
     part: int
     parts: int
-    about: bytes  # of an event: its kind, time, peer and values (ps/events.py)
+    about: bytes  # of an event: its kind, time, peer and values (ps/replication/events.py)
     frames: int  # of its message, 0: it has none
     header: bytes  # the first of them
     payload: Buffer  # the second; of a machine: this part of it
@@ -800,7 +800,7 @@ class FileRequest(Message):
     """Shard of a guest to shard 0, which has the checkpoints of all: about the file of `shard` and `clock`."""
 
     number: int  # which the answer repeats
-    what: int  # a `ArchiveJob` (ps/process/archive.py)
+    what: int  # a `ArchiveJob` (ps/checkpoints/remote_archive.py)
     shard: int
     shards: int
     clock: int

@@ -103,7 +103,7 @@ def test_links_lead_somewhere(path: str) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    assert missing("`ps/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
+    assert missing("`ps/store/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
     links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#time)\n# One\n"
     assert broken("docs/made-up.md", links) == ["mode.md", "#one", "#two"]
 

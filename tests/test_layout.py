@@ -21,32 +21,33 @@ ARROWS = {
 
 # module -> files and folders that may import it; a rule for the packages, not for tests and bench.
 OWNERS = {
-    "zmq": ("protocols/runtime/sockets.py", "protocols/runtime/curve.py", "protocols/runtime/sealing.py"),
-    "torch": ("ps/optimizers.py", "worker/"),
-    "pickle": ("ps/process/pickling.py",),  # narrowed there to classes of ours: a standby reads what its server sends
+    "zmq": (
+        "protocols/runtime/network/sockets.py",
+        "protocols/runtime/network/curve.py",
+        "protocols/runtime/network/sealing.py",
+    ),
+    "torch": ("ps/store/torch_optimizer.py", "worker/"),
+    "pickle": ("ps/process/machine_pickling.py",),  # narrowed to classes of ours: a standby reads what its server sends
     "cloudpickle": (),
-    "ray": ("worker/ray.py", "worker/keeper.py"),
+    "ray": ("worker/integrations/ray.py", "worker/integrations/ray_actor.py"),
     "marshal": (),
     "shelve": (),
 }
 
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
 RUNNERS = (
-    *("ps/process/", "ps/command/", "worker/command/", "worker/pipelining/"),
-    *(
-        "worker/runner.py",
-        "worker/hub.py",
-        "worker/session.py",
-        "worker/telling.py",
-        "worker/keeper.py",
-        "worker/child_process.py",
-        "worker/ray.py",
-        "worker/moments.py",  # files of a worker
-        "worker/gossip_checkpoints.py",
-        "worker/resuming.py",
-    ),
-    *("ps/glance/watch.py", "ps/glance/web.py"),  # the process of ps-serve: its record and its pages
+    *("ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
+    *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
+    *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),
+    *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/resuming.py"),  # files of a worker
 )
+# Machines: no I/O, and time is an argument. In the first alone the runtime is an exception.
+PURE = (
+    "protocols/",
+    *("ps/server/", "ps/shard/", "ps/store/", "ps/filters/", "ps/coordinator/", "ps/parent/", "ps/replication/"),
+    "ps/planner/",
+)
+NOT_PURE = ("ps/store/torch_optimizer.py",)  # it steps an optimizer of torch
 
 # Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.
 IMPURE = {
@@ -97,8 +98,9 @@ def complaint(path: str, name: str) -> str | None:
         return f"{top} may be imported only in {', '.join(OWNERS[top]) or 'no file'}"
     if path.startswith(RUNTIME):
         return None
-    if here == "protocols" and top in IMPURE:
-        return f"protocols is pure and must not import {top}"
+    if path.startswith(PURE) and path not in NOT_PURE and top in IMPURE:
+        folder = next(folder for folder in PURE if path.startswith(folder))
+        return f"{folder.rstrip('/')} is pure and must not import {top}"
     if name.startswith("narrows.protocols.runtime") and not path.startswith(RUNNERS):
         return "protocols.runtime is impure: only what runs the machines may import it"
     return None
@@ -121,7 +123,7 @@ def test_no_forbidden_import() -> None:
 
 
 FORBIDDEN = [
-    ("ps/shard.py", "from narrows.worker import rank", "ps must not import worker"),
+    ("ps/shard/shard.py", "from narrows.worker import rank", "ps must not import worker"),
     ("worker/session.py", "import narrows.ps.command.cli", "worker must not import ps"),
     ("worker/session.py", "def f():\n    from narrows import ps", "worker must not import ps"),
     (
@@ -134,26 +136,26 @@ FORBIDDEN = [
     ("compression/kernels/cpu.py", "from ...protocols import wire", "compression must not import protocols"),
     ("compression/spec.py", "from .. import worker", "compression must not import worker"),
     ("compression/spec.py", "if TYPE_CHECKING:\n    import narrows.worker", "compression must not import worker"),
-    ("ps/shard.py", "from protocols.wire import encode", "'protocols' is no top-level module"),
+    ("ps/shard/shard.py", "from protocols.wire import encode", "'protocols' is no top-level module"),
     ("tests/test_spec.py", "import compression", "'compression' is no top-level module"),
     ("tests/test_tasks.py", "from bench.tasks import digits", "'bench' is not installed"),
     ("bench/transport.py", "import narrows", "'narrows' is a namespace"),
-    ("ps/process/runner.py", "import zmq", "zmq may be imported only in protocols/runtime/sockets.py"),
-    ("ps/shard.py", "import zmq", "zmq may be imported only in protocols/runtime/sockets.py"),
+    ("ps/process/runner.py", "import zmq", "zmq may be imported only in protocols/runtime/network/sockets.py"),
+    ("ps/shard/shard.py", "import zmq", "zmq may be imported only in protocols/runtime/network/sockets.py"),
     (
         "worker/io.py",
         "from zmq.error import Again",
-        "zmq may be imported only in protocols/runtime/sockets.py",
+        "zmq may be imported only in protocols/runtime/network/sockets.py",
     ),
-    ("ps/store.py", "import torch.optim", "torch may be imported only in ps/optimizers.py, worker/"),
-    ("compression/spec.py", "import torch", "torch may be imported only in ps/optimizers.py, worker/"),
-    ("worker/checkpoint.py", "import pickle", "pickle may be imported only in ps/process/pickling.py"),
+    ("ps/store/store.py", "import torch.optim", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
+    ("compression/spec.py", "import torch", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
+    ("worker/checkpoint.py", "import pickle", "pickle may be imported only in ps/process/machine_pickling.py"),
     ("protocols/clock.py", "import time", "protocols is pure and must not import time"),
     ("protocols/clock.py", "def f():\n    from os.path import join", "protocols is pure and must not import os"),
-    ("protocols/gossip/topology.py", "import math, random", "protocols is pure and must not import random"),
+    ("protocols/config/topology.py", "import math, random", "protocols is pure and must not import random"),
     ("protocols/member/member.py", "from narrows.protocols.runtime import flags", "protocols.runtime is impure"),
-    ("ps/shard.py", "import narrows.protocols.runtime.sockets", "protocols.runtime is impure"),
-    ("worker/engine.py", "from narrows.protocols.runtime.flags import run", "protocols.runtime is impure"),
+    ("ps/shard/shard.py", "import narrows.protocols.runtime.network.sockets", "protocols.runtime is impure"),
+    ("worker/sync/engine.py", "from narrows.protocols.runtime.cli.flags import run", "protocols.runtime is impure"),
 ]
 
 
@@ -171,11 +173,14 @@ ALLOWED = [
         "ps/process/runner.py",
         "import time\nfrom narrows import protocols\nfrom narrows.compression import parse",
     ),
-    ("ps/optimizers.py", "import torch"),
-    ("protocols/runtime/flags.py", "import os, socket\nfrom narrows.protocols.modes import MODES"),
-    ("worker/command/cli.py", "from narrows.protocols.runtime.flags import run"),
-    ("protocols/runtime/sockets.py", "import socket\nimport zmq\nimport zmq.utils.garbage"),
-    ("worker/runner.py", "import torch, threading\nfrom narrows.protocols.runtime.sockets import Sockets"),
+    ("ps/store/torch_optimizer.py", "import torch"),
+    ("protocols/runtime/cli/flags.py", "import os, socket\nfrom narrows.protocols.config.modes import MODES"),
+    ("worker/command/cli.py", "from narrows.protocols.runtime.cli.flags import run"),
+    ("protocols/runtime/network/sockets.py", "import socket\nimport zmq\nimport zmq.utils.garbage"),
+    (
+        "worker/runtime/member_link.py",
+        "import torch, threading\nfrom narrows.protocols.runtime.network.sockets import Sockets",
+    ),
     ("bench/transport.py", "import torch, zmq, narrows.ps.command.cli\nfrom narrows.worker import rank"),
     ("tests/test_spec.py", "import random\nimport reference\nfrom narrows.compression import parse"),
 ]
@@ -198,6 +203,63 @@ def test_every_package_folder_is_in_the_map_and_the_reverse() -> None:
 def test_narrows_is_a_namespace_of_typed_packages() -> None:
     assert not (ROOT / "__init__.py").exists()
     assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
+
+
+FACE = ("worker/__init__.py", "worker/ray.py", "worker/lightning.py", "worker/transformers.py")  # what scripts import
+
+# Folders that import each other. Each pair is a debt; none may come in.
+MUTUAL = {
+    ("protocols/gossip", "protocols/member"),
+    ("ps/command", "ps/command/managers"),
+    ("ps/command", "ps/dashboard"),
+    ("ps/coordinator", "ps/planner"),
+    ("ps/filters", "ps/shard"),
+    ("worker/checkpoint", "worker/sync"),
+}
+
+
+def mutual(sources: dict[str, str]) -> set[tuple[str, str]]:
+    """The pairs of folders that import each other, also for types alone and within functions."""
+    files = {
+        "narrows." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in sources
+    }
+    arrows = set()
+    for path, source in sources.items():
+        for _, name in imported_names(path, source):
+            to = files.get(name) or files.get(name.rpartition(".")[0])
+            if to is not None and path not in FACE:
+                arrows.add((path.rpartition("/")[0], to.rpartition("/")[0]))
+    return {(a, b) for a, b in arrows if a < b and (b, a) in arrows}
+
+
+def test_imports_between_folders_go_one_way() -> None:
+    paths = [file for package in PACKAGES if package != "compression" for file in (ROOT / package).rglob("*.py")]
+    assert mutual({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == MUTUAL
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    sources = {
+        "ps/a/x.py": "from narrows.ps.b.y import Y",
+        "ps/b/y.py": "def f():\n    from narrows.ps.a import x",
+        "ps/b/z.py": "from narrows.ps.c.w import W\nfrom narrows.ps.b import y",
+        "ps/c/w.py": "import numpy",
+    }
+    assert mutual(sources) == {("ps/a", "ps/b")}
+
+
+FILES_MAX = 14
+CROWDED = {"ps/planner": 16}
+
+
+def test_a_folder_has_few_files() -> None:
+    found = {
+        folder.relative_to(ROOT).as_posix(): count
+        for package in PACKAGES
+        if package != "compression"  # three axes, a file each
+        for folder in {file.parent for file in (ROOT / package).rglob("*.py")}
+        if (count := len([file for file in folder.glob("*.py") if file.name != "__init__.py"])) > FILES_MAX
+    }
+    assert found == CROWDED
 
 
 LINES_MAX, FIELDS_MAX, METHODS_MAX = 600, 20, 25

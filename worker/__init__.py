@@ -37,28 +37,28 @@ __all__ = [
 
 if TYPE_CHECKING:
     __version__: str
-    from narrows.worker.datasets import ranges, sampler
-    from narrows.worker.embedding import Embedding
-    from narrows.worker.machine import device, local_rank
+    from narrows.worker.checkpoint.load_optimizer_state import saved_state
+    from narrows.worker.data.datasets import ranges, sampler
+    from narrows.worker.data.resuming import resumable
+    from narrows.worker.model.embedding import Embedding
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.pipelining import pipeline, replica, replicas, stage, stage_layers, stages
     from narrows.worker.pipelining.schedule import ScheduleEager1F1B
     from narrows.worker.pipelining.subspace import Subspace, Writer
-    from narrows.worker.resuming import resumable
-    from narrows.worker.saved import saved_state
+    from narrows.worker.runtime.device import device, local_rank
     from narrows.worker.session import agree, clock, rank, record, step_count, world_size
 else:
     HOMES = {
-        **dict.fromkeys(("device", "local_rank"), "machine"),
+        **dict.fromkeys(("device", "local_rank"), "runtime.device"),
         **dict.fromkeys(("Subspace", "Writer"), "pipelining.subspace"),
         **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stage_layers", "stages"), "pipelining"),
         "DistributedOptimizer": "optimizer",
-        "Embedding": "embedding",
+        "Embedding": "model.embedding",
         "ScheduleEager1F1B": "pipelining.schedule",
-        "ranges": "datasets",
-        "resumable": "resuming",
-        "sampler": "datasets",
-        "saved_state": "saved",
+        "ranges": "data.datasets",
+        "resumable": "data.resuming",
+        "sampler": "data.datasets",
+        "saved_state": "checkpoint.load_optimizer_state",
     }
 
     def __getattr__(name):

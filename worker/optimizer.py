@@ -11,14 +11,14 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
-from narrows.worker.child_process import NotAWorkerError, WorkerOfChild
-from narrows.worker.engine import Engine
-from narrows.worker.gradients import GradientStep
-from narrows.worker.nonfinite import unscale
-from narrows.worker.optimizers import CombinedOptimizer, as_one, each_of
+from narrows.worker.checkpoint.server_state import ON_SERVERS, as_state_dict
+from narrows.worker.model.not_finite import unscale
+from narrows.worker.model.optimizers import CombinedOptimizer, as_one, each_of
+from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild
 from narrows.worker.schedules import ScheduleCatchUp, catch_up
-from narrows.worker.server_state import ON_SERVERS, as_state_dict
-from narrows.worker.updates import clipped_step
+from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.gradients import GradientStep
+from narrows.worker.sync.updates import clipped_step
 
 OTHER_GROUPS = (
     "param_groups = ...: every worker declared its parameters and their groups when it joined: give groups of the same "

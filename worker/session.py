@@ -2,7 +2,7 @@
 
 Opened by the first call that needs it; ps-worker names the server in NARROWS_SERVER. Without one the script runs alone.
 At exit a session that the script did not finish is finished, or, after an error, left at once.
-A child process of a worker has a session that reads and is no member of the run (child_process.py).
+A child process of a worker has a session that reads and is no member of the run (worker/runtime/child_process.py).
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrows import compression
 from narrows.protocols.addresses import parse_addresses
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.modes import Rule
-from narrows.protocols.runtime import output
-from narrows.protocols.runtime.keys import Secret, member_key
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
-from narrows.worker import child_process, home, telling
-from narrows.worker.admission import let_in
-from narrows.worker.child_process import NotAWorkerError, WorkerOfChild, only_here
+from narrows.protocols.runtime.cli import output
+from narrows.protocols.runtime.network.keys import Secret, member_key
+from narrows.worker.check.watch import ScriptWatch
+from narrows.worker.checkpoint.optimizer_state import OptimizerStateFile
 from narrows.worker.command.managers import place
-from narrows.worker.ending import goes_on, leave_when_told, told_to_end
-from narrows.worker.engine import Engine
-from narrows.worker.figures import WorkerMetrics
-from narrows.worker.forwarding import LoggerForwarding
-from narrows.worker.group import Group, GroupEndedError
-from narrows.worker.hub import GroupLink
-from narrows.worker.hub import joined as through_first
-from narrows.worker.moments import OptimizerStateFile
-from narrows.worker.runner import MemberLink, tell_left
-from narrows.worker.telling import say as _say
-from narrows.worker.telling import tell as _tell
-from narrows.worker.watch import ScriptWatch
+from narrows.worker.group.group import Group, GroupEndedError
+from narrows.worker.group.group_link import GroupLink
+from narrows.worker.group.group_link import joined as through_first
+from narrows.worker.model import device_placement
+from narrows.worker.runtime import child_process, launcher_pipe
+from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
+from narrows.worker.runtime.connect import let_in
+from narrows.worker.runtime.launcher_pipe import say as _say
+from narrows.worker.runtime.launcher_pipe import tell as _tell
+from narrows.worker.runtime.logger_forwarding import LoggerForwarding
+from narrows.worker.runtime.member_link import MemberLink, tell_left
+from narrows.worker.runtime.signals import goes_on, leave_when_told, told_to_end
+from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.metrics import WorkerMetrics
 
 
 def warm_up(say: Callable[[str], None]) -> None:
     """Do before joining what holds the interpreter for seconds: heartbeats would stop. `say` is told of the longest."""
     compression.warm_up(say)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
-    home.warm_up()
+    device_placement.warm_up()
 
 
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
@@ -317,7 +318,7 @@ def _opened() -> Session:
         if alone.parent is None:
             child_process.announce(child_process.ALONE)
         return alone
-    telling.find()
+    launcher_pipe.find()
     _install_hook()
     leave_when_told()
     child_process.announce(child_process.RUN)
@@ -383,8 +384,8 @@ def _end(error: NarrowsError) -> NoReturn:
         traceback.print_exception(error)
     if isinstance(error, GroupEndedError):
         time.sleep(LAST_S)  # the other process ends first, ps-worker says how, and ends this one
-    if not telling.find():
-        telling.complain(str(error))
+    if not launcher_pipe.find():
+        launcher_pipe.complain(str(error))
     _tell("error", code=error.exit_code, text=str(error))
     output.end()
     _end_group()
@@ -405,7 +406,7 @@ def _install_hook() -> None:
                 _session.link.close()
                 _session.keep()
             _end(error)
-        if not telling.find() or not isinstance(error, KeyboardInterrupt):
+        if not launcher_pipe.find() or not isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)
 
     sys.excepthook = hook
@@ -499,7 +500,7 @@ def record(**values: float) -> None:
 
     Raises UsageError for a name that the run has itself.
     """
-    telling.check_names(values)
+    launcher_pipe.check_names(values)
     session, plain = current(), {name: float(value) for name, value in values.items()}
     session.record(plain)
     _forwarding.forward(plain, session.step_count)

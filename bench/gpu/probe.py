@@ -38,7 +38,7 @@ from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import select_top
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.payload import open_payload
-from narrows.worker.home import device_home
+from narrows.worker.model.device_placement import device_home
 
 Home = DeviceHome[Tensor]
 SPECS = ("topk:0.05+int8", "cycle:0.15+sign")

@@ -15,7 +15,7 @@ from torch import Tensor
 from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.worker import rank, world_size
-from narrows.worker.shards import ShardExchanges
+from narrows.worker.sync.shards import ShardExchanges
 
 LONG = "million"  # times as long; the others are as long as usual
 

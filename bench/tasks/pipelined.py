@@ -21,7 +21,7 @@ from bytelm import Block, ByteGPT, batch_rows, learning_rate, library
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from narrows.protocols.planning.layout import even
+from narrows.protocols.config.deployment import even
 from narrows.worker import (
     DistributedOptimizer,
     ScheduleEager1F1B,

@@ -1,7 +1,7 @@
 """By how much a worker of a gossip run scales its own updates, so that a step of the mean model is as long as one of its own.
 
-ps/gain.py says what for. Here nobody sees all updates: two workers that mix tell each other theirs, summed over a window of
-rounds, at a sample of the keys.
+ps/store/gain.py says what for. Here nobody sees all updates: two workers that mix tell each other theirs, summed over
+a window of rounds, at a sample of the keys.
 
     common = 2 (U_i . U_j) / (|U_i|^2 + |U_j|^2)                U_i, U_j: the sums of this worker and of its partner
     agreement = sqrt(common + (1 - common) / W)                 W workers
@@ -32,7 +32,8 @@ SMOOTHING = 0.75  # of `common`, for each window that is heard: 512 keys alone a
 
 
 class GossipGain:
-    """`at`: the keys that are looked at, int64[n]. `degree`: see worker/degree.py. `fixed`: the gain itself, 0: measured.
+    """`at`: the keys that are looked at, int64[n]. `degree`: see worker/model/optimizer_scaling.py. `fixed`: the gain
+    itself, 0: measured.
 
     common: 0 to 1 but for noise, None: unknown yet. members: W, with the newest update.
     """

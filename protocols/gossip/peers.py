@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import BYTES_PER_SECOND, LONG_AGO_NS
 from narrows.protocols.effects import NS, MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.timing import BYTES_PER_SECOND, LONG_AGO_NS
 from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet

@@ -14,17 +14,17 @@ from enum import Enum
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import LONG_AGO_NS, Timing
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeers
-from narrows.protocols.member.figures import MemberMetrics
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.member.places import moved, readied, welcomed
+from narrows.protocols.member.failover_view import FailoverView
+from narrows.protocols.member.link_meter import LinkMeter
+from narrows.protocols.member.metrics import MemberMetrics
+from narrows.protocols.member.server_layout_check import moved, readied, welcomed
 from narrows.protocols.member.session import Session
-from narrows.protocols.member.views import FailoverView
-from narrows.protocols.modes import Rule
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import LONG_AGO_NS, Timing
 
 
 class MemberPhase(Enum):

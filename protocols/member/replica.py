@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from narrows.protocols import messages as m
-from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.config.modes import Mode, Rule
 
 # With no bound (async) a slow peer would hold own updates at full weight for ever. Among windows 1, 2, 4, 8 and no
 # limit, with one worker 4x slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).

@@ -20,11 +20,11 @@ from typing import Any
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.timing import LONG_AGO_NS, PATIENCE_MAX, RetryTimer, Timing
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.modes import Mode
-from narrows.protocols.timing import LONG_AGO_NS, PATIENCE_MAX, RetryTimer, Timing
+from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.wire import FRAME_BYTES
 
 PULLS_MAX = 64  # requests of one pull whose answers are still taken: those of the first hours

@@ -12,9 +12,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from narrows.protocols.config.settings import SHARDS_MAX
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import COMMAND, BareGroup, glance_flags, run, run_flags
-from narrows.protocols.settings import SHARDS_MAX
+from narrows.protocols.runtime.cli.flags import COMMAND, BareGroup, glance_flags, run, run_flags
 from narrows.ps.command.console import NAME
 from narrows.ps.command.serve import serve
 
@@ -76,18 +76,26 @@ def command(context: click.Context, /, **flags: Any) -> int:
     form = flags.pop("print")
     told = {name for name in flags if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if form:
-        from narrows.ps.command.printing import printed
+        from narrows.ps.command.managers.formats import printed
 
         click.echo(printed(form, told, **flags), nl=False)
         return 0
     plan, host = flags.pop("plan"), flags.pop("host")
     if plan:
-        from narrows.ps.command import stages
+        from narrows.ps.command import stage_servers
 
-        taken = ("keys", "checkpoint_dir", "resume", *stages.OF_EACH, "journal", "ready_file", *stages.OF_ROOT)
+        taken = (
+            "keys",
+            "checkpoint_dir",
+            "resume",
+            *stage_servers.OF_EACH,
+            "journal",
+            "ready_file",
+            *stage_servers.OF_ROOT,
+        )
         if more := sorted(told - {"plan", "host", *taken}):
             raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
-        return stages.serve(plan, host, **{name: flags[name] for name in taken})
+        return stage_servers.serve(plan, host, **{name: flags[name] for name in taken})
     return serve(**flags)
 
 
@@ -97,7 +105,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
 def shards(count: int, at: str) -> None:
     """Cut the keys of a ps-serve that runs on this machine over COUNT shards, and wait for it. Training goes on."""
     from narrows.protocols.addresses import parse_address
-    from narrows.ps.command.moving import ask
+    from narrows.ps.command.reshard import ask
 
     click.echo(ask(parse_address("--at", at)[1], count))
 
@@ -116,7 +124,7 @@ FOLDER = click.option(
 @click.argument("folder", metavar="DIR")
 def init(folder: str) -> None:
     """Make the keys of a server, in a new folder DIR; ps-serve --keys DIR serves with them."""
-    from narrows.protocols.runtime.keys import make
+    from narrows.protocols.runtime.network.keys import make
 
     make(folder)
     click.echo(
@@ -134,7 +142,7 @@ def add(name: str, folder: str, role: str) -> None:
 
     Where the output goes to a file (ps-serve keys add NAME > NAME.key), that file is the key.
     """
-    from narrows.protocols.runtime.keys import add as added
+    from narrows.protocols.runtime.network.keys import add as added
 
     flag = "ps-worker --key" if role == "worker" else "ps-serve --parent-key"
     with contextlib.suppress(OSError, ValueError):  # no stdout, or one that is no file of the system
@@ -155,7 +163,7 @@ def add(name: str, folder: str, role: str) -> None:
 @FOLDER
 def revoke(name: str, folder: str) -> None:
     """Let NAME in no more; its connections to a running server are refused within a second."""
-    from narrows.protocols.runtime.keys import revoke as revoked
+    from narrows.protocols.runtime.network.keys import revoke as revoked
 
     revoked(folder, name)
     click.echo(f"{name} is not let in any more")
@@ -165,7 +173,7 @@ def revoke(name: str, folder: str) -> None:
 @FOLDER
 def names(folder: str) -> None:
     """Print who is let in."""
-    from narrows.protocols.runtime.keys import listed, server_key
+    from narrows.protocols.runtime.network.keys import listed, server_key
 
     server_key(folder)
     click.echo("\n".join(listed(folder)) or "nobody")

@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from narrows.protocols.runtime.output import STDERR, stdout
-from narrows.ps.glance.events import sentence
+from narrows.protocols.runtime.cli.output import STDERR, stdout
+from narrows.ps.dashboard.event_texts import sentence
 
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"

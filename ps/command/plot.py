@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import COMMAND, run
+from narrows.protocols.runtime.cli.flags import COMMAND, run
 
 
 @click.command(context_settings=COMMAND)
@@ -22,10 +22,10 @@ def command(records: tuple[str, ...], out: str) -> None:
     Several files are compared: one curve of the loss for each. The axis of the loss is logarithmic where all losses are
     above 0.
     """
-    from narrows.ps.glance.reading import RecordReader
+    from narrows.ps.dashboard.reading import RecordReader
 
     try:
-        from narrows.ps.glance.plot import compared, plot
+        from narrows.ps.dashboard.plot import compared, plot
     except ImportError:
         raise UsageError("matplotlib is missing here: pip install 'narrows[plot]'") from None
     histories = {}

@@ -17,14 +17,14 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning import measured
-from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES
-from narrows.protocols.planning.measured import MeasuredHost, MeasuredNetwork
-from narrows.protocols.planning.probe import MACHINES_MAX, ProbeDirector
-from narrows.protocols.planning.probe_messages import ProbeJoin
-from narrows.protocols.planning.visits import again
-from narrows.protocols.runtime.flags import COMMAND, run
-from narrows.protocols.runtime.output import replace_text
+from narrows.protocols.runtime.cli.flags import COMMAND, run
+from narrows.protocols.runtime.cli.output import replace_text
+from narrows.ps.probe import measured
+from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES
+from narrows.ps.probe.director import MACHINES_MAX, ProbeDirector
+from narrows.ps.probe.measured import MeasuredHost, MeasuredNetwork
+from narrows.ps.probe.messages import ProbeJoin
+from narrows.ps.probe.probe_schedule import again
 
 BIND = "tcp://0.0.0.0:5600"
 PAIR_BYTES = 1 << 30  # of payload, by default at most
@@ -116,7 +116,7 @@ def _read(path: str) -> MeasuredNetwork:
 
 
 def _of_run(page: str, server: str) -> MeasuredNetwork:
-    from narrows.ps.glance.reading import frames
+    from narrows.ps.dashboard.reading import frames
 
     try:
         return measured.of_run(next(frames(page)), server, time.time())
@@ -140,7 +140,7 @@ def _say(text: str) -> None:
 
 def _towards(hosts: Sequence[str]) -> str:
     """Return the address of this machine by which it reaches others of these, "" where it reaches none."""
-    from narrows.protocols.runtime.hosts import own_host
+    from narrows.protocols.runtime.network.hosts import own_host
 
     for host in hosts:
         with suppress(OSError):
@@ -157,9 +157,9 @@ def _joins(flags: dict[str, Any], host: str) -> ProbeJoin:
 
 def _join(address: str, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
-    from narrows.protocols.runtime.hosts import own_host
-    from narrows.protocols.runtime.keys import refusal
-    from narrows.ps.command.probing import ProbeMachineRunner, by_ssh, key_of
+    from narrows.protocols.runtime.network.hosts import own_host
+    from narrows.protocols.runtime.network.keys import refusal
+    from narrows.ps.command.probe_runner import ProbeMachineRunner, by_ssh, key_of
 
     address = by_ssh(address)
     host, port = parse_address("--join", address)
@@ -180,14 +180,14 @@ def _join(address: str, flags: dict[str, Any]) -> int:
 
 
 def _steps(flags: dict[str, Any]) -> Callable[[threading.Event], float]:
-    from narrows.ps.command.steps import step_seconds
+    from narrows.ps.command.planning.steps import step_seconds
 
     return partial(step_seconds, flags["record"], flags["script"])
 
 
 def _direct(hosts: tuple[str, ...], bind: str, out: str, found: MeasuredNetwork, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
-    from narrows.ps.command.probing import (
+    from narrows.ps.command.probe_runner import (
         SSH,
         ProbeDirectorRunner,
         ProbeMachineRunner,

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.robust import Robust
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import StageLostError, UsageError
-from narrows.protocols.modes import Rule
-from narrows.protocols.robust import Robust
-from narrows.protocols.runtime.flags import given
-from narrows.protocols.runtime.hosts import unknown
-from narrows.protocols.runtime.output import open_record
-from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import ShardSupervisor
+from narrows.protocols.runtime.cli.flags import given
+from narrows.protocols.runtime.cli.output import open_record
+from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
+from narrows.ps.command.shard_supervisor import ShardSupervisor
 
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
 
@@ -64,7 +64,7 @@ def checked(
 
 def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
     """Raises UsageError where the keys are none."""
-    from narrows.protocols.runtime.keys import member_key, server_key
+    from narrows.protocols.runtime.network.keys import member_key, server_key
 
     if keys:
         server_key(keys)
@@ -105,13 +105,13 @@ def serve(
             say(f"{flag} {there}: {why}; waiting for it ...", error=True)
     if join:
         trusted("--join", join, keys, insecure, bind, "this machine")
-        from narrows.ps.command import joining
+        from narrows.ps.command import remote_shards
 
         named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
         named |= {"--run-id": run_id, "--steps": steps, "--fresh-run": fresh_run}
         named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record}
         named |= {"--dashboard": dashboard, "--metrics": metrics}
-        return joining.join(
+        return remote_shards.join(
             join,
             bind,
             keys,
@@ -128,9 +128,9 @@ def serve(
     cluster = ShardSupervisor(Settings(**settings).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
-    from narrows.protocols.runtime import sealing
-    from narrows.protocols.runtime.scratch import ScratchFolder, lock
-    from narrows.ps.process import checkpoints  # and NumPy, while others import
+    from narrows.protocols.runtime.network import sealing
+    from narrows.protocols.runtime.processes.scratch import ScratchFolder, lock
+    from narrows.ps.checkpoints import checkpoint_files  # and NumPy, while others import
 
     folder, scratch, held = "", None, None
     try:
@@ -138,12 +138,12 @@ def serve(
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         if fresh_run:
             begin_anew(checkpoint_dir)
-        folder, cluster.run_id = checkpoints.make_folder(checkpoint_dir, resume), run_id
+        folder, cluster.run_id = checkpoint_files.make_folder(checkpoint_dir, resume), run_id
         if resume and (told := ended(Path(folder), run_id, steps)):
             say(told)
         held = lock(folder) if folder else None
         mixes = cluster.settings.mode().rule is Rule.MIX  # then the workers have the models
-        if resume and not mixes and (why := checkpoints.why_anew(folder)):
+        if resume and not mixes and (why := checkpoint_files.why_anew(folder)):
             say(f"--resume: {why}")
         scratch = None if folder else ScratchFolder()  # a shard that dies goes on from there
         if scratch and cluster.settings.checkpoint_every > 0:
@@ -189,19 +189,19 @@ def serve(
         if held is not None:
             os.close(held)
         if not checkpoint_dir and folder:
-            for empty in (folder, checkpoints.DEFAULT):
+            for empty in (folder, checkpoint_files.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
 
 
 def begin_anew(folder: str) -> None:
     """Move what an earlier run has left there out of the way. Raises UsageError."""
-    from narrows.ps.process import checkpoints
+    from narrows.ps.checkpoints import checkpoint_files
 
     if folder in ("", "none"):
         raise UsageError("--fresh-run: name the folder with --checkpoint-dir; without, each run has a new one")
     try:
-        kept = checkpoints.move_aside(Path(folder)) if Path(folder).is_dir() else ""
+        kept = checkpoint_files.move_aside(Path(folder)) if Path(folder).is_dir() else ""
     except OSError as error:
         raise UsageError(
             f"--fresh-run: {folder}: {error.strerror}; name another folder with --checkpoint-dir"
@@ -215,9 +215,9 @@ def ended(folder: Path, run_id: str, steps: int) -> str:
 
     Raises UsageError where it is not to go on: its workers would make no step, and show a model of another script or seed.
     """
-    from narrows.ps.process import model
+    from narrows.ps.checkpoints import whole_model
 
-    end = model.end_of(folder)
+    end = whole_model.end_of(folder)
     if end is None or end["steps"] < steps != 0:
         return ""
     after = (
@@ -238,7 +238,7 @@ def original_of(
     standby: str, keys: str, parent_key: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any
 ) -> dict[str, Any]:
     """Ask the server at `standby` what one that stands by for it must know. Raises UsageError and UnreachableError."""
-    from narrows.ps.process.asking import ask
+    from narrows.ps.process.bootstrap_client import ask
 
     if flags or more:
         which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"

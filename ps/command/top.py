@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import COMMAND, DASHBOARD, Bare, dashboard_flag, run
+from narrows.protocols.runtime.cli.flags import COMMAND, DASHBOARD, Bare, dashboard_flag, run
 
 TURN_S = 1.0
 WIDTH = 180  # characters, where the output is no terminal
@@ -39,7 +39,7 @@ def command(address: str | None, record: str, dashboard: str, insecure: bool, on
 
 
 def _frames(address: str, record: str) -> Iterator[dict[str, Any]]:
-    from narrows.ps.glance import reading
+    from narrows.ps.dashboard import reading
 
     if not record:
         yield from reading.frames(address)
@@ -57,7 +57,7 @@ def _terminal(address: str, record: str, once: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from narrows.ps.glance.screen import screen
+    from narrows.ps.dashboard.screen import screen
 
     found = _frames(address, record)
     if once or not sys.stdout.isatty():
@@ -72,9 +72,9 @@ def _terminal(address: str, record: str, once: bool) -> int:
 
 def _page(record: str, dashboard: str, insecure: bool) -> int:
     """Serve the page of a record until Ctrl-C."""
-    from narrows.ps.glance.reading import RecordReader
-    from narrows.ps.glance.watch import site_address
-    from narrows.ps.glance.web import DashboardServer, FrameStream
+    from narrows.ps.dashboard.reading import RecordReader
+    from narrows.ps.dashboard.run_watch import site_address
+    from narrows.ps.dashboard.web import DashboardServer, FrameStream
 
     host, port = site_address("--dashboard", dashboard, insecure)
     read = RecordReader(record)

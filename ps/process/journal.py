@@ -10,7 +10,7 @@ Rules
 - It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
   bound, no journal is kept.
 - A file that is not whole does not count. A last event that is not whole has not happened.
-- pickling.py writes the machine and reads it: for the journal, and for a standby.
+- machine_pickling.py writes the machine and reads it: for the journal, and for a standby.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from narrows.protocols.effects import NS, Load, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.events import MachineEvent
-from narrows.ps.process.pickling import freeze, thaw
-from narrows.ps.server import Server
+from narrows.ps.process.machine_pickling import freeze, thaw
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.server.server import Server
 
 HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
 RECORD = struct.Struct("<I")  # bytes of what describes an event

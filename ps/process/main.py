@@ -11,7 +11,7 @@ import os
 import sys
 from functools import partial
 
-from narrows.protocols.runtime import signals
+from narrows.protocols.runtime.processes import signals
 
 DESCRIPTORS_MAX = 1 << 16
 JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # variables that name the descriptors of its files
@@ -45,10 +45,10 @@ def main() -> int:
         return 0  # its parent was killed before it said anything
     told = json.loads(line)
     from narrows.compression import warm_up
+    from narrows.protocols.config.settings import Settings
     from narrows.protocols.errors import NarrowsError
-    from narrows.protocols.settings import Settings
-    from narrows.ps.process.life import run
-    from narrows.ps.process.machine import MachineFactory, emit
+    from narrows.ps.process.machine_factory import MachineFactory, emit
+    from narrows.ps.process.process_lifecycle import run
 
     settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])
     warm_up(lambda text: emit("say", text=text))

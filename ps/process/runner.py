@@ -16,26 +16,26 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.runtime.clock import AwakeClock
-from narrows.protocols.runtime.curve import HandshakeFailure
-from narrows.protocols.runtime.keys import refusal
-from narrows.protocols.runtime.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.keys import refusal
+from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import ClockStage
-from narrows.ps.process.answering import BootstrapServer
-from narrows.ps.process.dialled import ParentAddresses
-from narrows.ps.process.disk import CheckpointDisk
-from narrows.ps.process.follower import StandbyRunner
-from narrows.ps.process.gate import AccessControl
+from narrows.ps.checkpoints.writer import WrittenCheckpoint
+from narrows.ps.process.access_control import AccessControl
+from narrows.ps.process.bootstrap_server import BootstrapServer
+from narrows.ps.process.buffer_loans import BufferLoans
+from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.process.journal import Journal, JournalReplay
-from narrows.ps.process.lending import BufferLoans
-from narrows.ps.process.machine import MachineFactory, emit, journal_most, machine, original
-from narrows.ps.process.pickling import frozen
-from narrows.ps.process.pulse import Watchdog
-from narrows.ps.process.writer import WrittenCheckpoint
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import OF_CLUSTERS
+from narrows.ps.process.machine_factory import MachineFactory, emit, journal_most, machine, original
+from narrows.ps.process.machine_pickling import frozen
+from narrows.ps.process.parent_addresses import ParentAddresses
+from narrows.ps.process.standby_runner import StandbyRunner
+from narrows.ps.process.watchdog import Watchdog
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import OF_CLUSTERS
+from narrows.ps.shard.model_shard import ClockStage
+from narrows.ps.shard.reports import COORDINATOR
 
 TICK_MS = 50  # longest time without a tick; each costs a standby as much as a small message
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are

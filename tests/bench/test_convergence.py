@@ -17,7 +17,7 @@ from presets import CONTENDERS, PRESETS, RATES, SCRIPT_RATE, at_rate
 from tables import tuned_table
 from wan import ROWS
 
-from narrows.protocols.modes import MODES
+from narrows.protocols.config.modes import MODES
 
 TUNED = PRESETS["tuned"]
 BY_NAME = {row.name: row for row in CONTENDERS}

@@ -21,7 +21,7 @@ from lockstep import Case, Runs
 from replicas import Task
 from torch import Tensor
 
-from narrows.ps.gain import WINDOW
+from narrows.ps.store.gain import WINDOW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

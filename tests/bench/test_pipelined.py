@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.tasks import load
 
-from narrows.protocols.planning.layout import even
+from narrows.protocols.config.deployment import even
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--context", "8"]

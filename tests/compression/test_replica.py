@@ -14,7 +14,7 @@ from narrows.compression.device import kernels_for
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.home import HOST, Home
 from narrows.compression.replica import ArrayReplica, HostReplica
-from narrows.protocols.keys import parts
+from narrows.protocols.config.key_ranges import parts
 
 BEGIN, MIDDLE, END = 7, 307, 1007  # two fragments of one shard's keys
 FRAGMENTS = ((BEGIN, MIDDLE), (MIDDLE, END))

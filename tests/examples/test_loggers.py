@@ -27,9 +27,9 @@ OTHERS = {
 }
 WANDB = f"""
 import wandb
-from narrows.worker.forwarding import Forwarding
+from narrows.worker.runtime.logger_forwarding import LoggerForwarding
 wandb.init(mode="offline", project="narrows", settings=wandb.Settings(console="off", x_disable_stats=True))
-forwarding = Forwarding()
+forwarding = LoggerForwarding()
 for step in range({COUNT}):
     BEFORE
     forwarding.forward({{"loss": 10.0 - step}}, 100 + step)

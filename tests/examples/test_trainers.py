@@ -1,5 +1,5 @@
-"""narrows.worker.transformers and narrows.worker.lightning: what trainers save is the shared model, and a Trainer of a run that
-goes on does so where the run is. `make examples` installs them."""
+"""narrows.worker.transformers and narrows.worker.lightning: what trainers save is the shared
+model, and a Trainer of a run that goes on does so where the run is. `make examples` installs them."""
 
 from __future__ import annotations
 

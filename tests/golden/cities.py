@@ -19,7 +19,7 @@ from kit.trees import family, root_model
 from torch import nn
 
 from golden.digests import Entries, arrays_digest
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, world_size
 
 RUNS = 3  # without turns

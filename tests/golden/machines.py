@@ -27,17 +27,17 @@ from simulation.trees import Tree, fault_case
 from golden.digests import Entries, digest, plain, said
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.wire import MAGIC, PREFIX_BYTES, VERSION, encode
-from narrows.ps.events import MachineEvent
-from narrows.ps.planned import MeanFactory
-from narrows.ps.process import machine
-from narrows.ps.process.disk import CheckpointDisk
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.process import machine_factory
+from narrows.ps.process.checkpoint_disk import CheckpointDisk
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.shard import Shard
 
 SEEDS = range(12)  # of each kind of runs: in run 7 the plan changes, where a kind has such runs
 EVENTS = Path(__file__).resolve().parent / "events.json"
@@ -187,7 +187,7 @@ def _checkpoint(server: Server) -> str:
     """A digest of the file that this machine's process would write now."""
     shard = server.shard
     with TemporaryDirectory() as folder:
-        process = machine.MachineFactory(
+        process = machine_factory.MachineFactory(
             index=shard.index,
             settings=shard.settings,
             bind="",

@@ -15,8 +15,8 @@ from kit.processes import Worker, loss_of, serving, small_model
 from kit.scripts import Array, flat, run, seeded
 
 from golden.digests import Entries, arrays_digest
-from narrows.protocols.settings import Settings
-from narrows.ps.process.checkpoints import clocks
+from narrows.protocols.config.settings import Settings
+from narrows.ps.checkpoints.checkpoint_files import clocks
 from narrows.worker import DistributedOptimizer, clock
 
 FOLDER = Path(__file__).resolve().parent / "checkpoint"

@@ -16,17 +16,17 @@ import numpy as np
 from golden.digests import Entries, array_bytes, body, digest
 from narrows.compression import ErrorFeedback, decode, parse
 from narrows.protocols import wire
+from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.protocols.member.summary import packed as pack_summaries
 from narrows.protocols.messages import CHECKS, KINDS, TEXT_MAX, Message
-from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays
-from narrows.protocols.planning import probe_messages as probe
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow
-from narrows.protocols.summary import packed as pack_summaries
-from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
-from narrows.ps.above import ParentSeat
-from narrows.ps.events import EventKind, MachineEvent
+from narrows.ps.parent.parent_link import ParentSeat
+from narrows.ps.probe import messages as probe
+from narrows.ps.replication.events import EventKind, MachineEvent
 
 # One value of each type that msgpack has, and of each shape that a field may ask for.
 VALUES: tuple[Any, ...] = (

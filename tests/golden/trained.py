@@ -15,7 +15,7 @@ from kit.trees import family, root_model
 from torch import nn
 
 from golden.digests import Entries, arrays_digest, digest
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 
 STEPS = 12
 WORKERS = 2

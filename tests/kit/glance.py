@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from narrows.protocols.summary import STALE, Summary, SummaryRow
-from narrows.ps.glance.history import RunHistory
+from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.ps.dashboard.history import RunHistory
 
 RUN = {
     "event": "run",

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from kit import scripts
 from kit.in_process import Cluster, together
+from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Joined, MemberEffect, Moved, Started
-from narrows.protocols.keys import Keys
-from narrows.protocols.settings import Settings
 from narrows.worker import session
-from narrows.worker.group import Group
-from narrows.worker.hub import OF_SHARD, owner
-from narrows.worker.runner import Command, LinkCommands
+from narrows.worker.group.group import Group
+from narrows.worker.group.group_link import OF_SHARD, owner
+from narrows.worker.runtime.member_link import Command, LinkCommands
 
 LIMIT_S = 60.0
 _here = scripts._here

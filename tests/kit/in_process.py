@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.compression import warm_up
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import (
     NS,
     Checkpoint,
@@ -28,18 +28,18 @@ from narrows.protocols.effects import (
 )
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
-from narrows.protocols.runtime.clock import AwakeClock
-from narrows.protocols.runtime.sockets import Drops
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import decode, encode
-from narrows.ps.optimizers import TorchOptimizer
-from narrows.ps.planned import MeanFactory
-from narrows.ps.process.pickling import frozen
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
-from narrows.ps.store import Store, assume_lent
-from narrows.worker.runner import LinkCommands
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.process.machine_pickling import frozen
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.reports import COORDINATOR
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.store import Store, assume_lent
+from narrows.ps.store.torch_optimizer import TorchOptimizer
+from narrows.worker.runtime.member_link import LinkCommands
 
 FREEZE_EVERY = 97  # events
 THREAD = "in-process"  # the name of each thread that the kit starts

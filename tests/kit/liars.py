@@ -18,7 +18,7 @@ from kit.in_process import store_of
 from kit.scripts import Array, flat, run, seeded
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, world_size
 
 STEPS = 24

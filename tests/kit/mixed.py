@@ -10,8 +10,8 @@ import torch
 
 from kit.scripts import Array, build, flat, loss_of
 from narrows.compression.sampling import gossip_sample
+from narrows.protocols.config.topology import edges
 from narrows.protocols.gossip.gain import SMOOTHING, WINDOW
-from narrows.protocols.gossip.topology import edges
 
 Matrix = npt.NDArray[np.float64]
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from narrows.protocols.runtime import launch
-from narrows.protocols.runtime.flags import ALLOCATOR
-from narrows.ps.command import cluster
+from narrows.protocols.runtime.cli.flags import ALLOCATOR
+from narrows.protocols.runtime.processes import fork_server
+from narrows.ps.command import shard_supervisor
 from narrows.worker.command import launcher
 
 FORKED = {"ps-serve": "narrows.ps.command.cli", "ps-worker": "narrows.worker.command.cli"}
-NEEDS = [*cluster.NEEDS, *cluster.OPTIMIZERS, *launcher.NEEDS[1]]
+NEEDS = [*shard_supervisor.NEEDS, *shard_supervisor.OPTIMIZERS, *launcher.NEEDS[1]]
 ONCE = (
     "PYTHON",
     "NUMBA_",
@@ -68,8 +68,8 @@ class Nursery:
         self.asking, self.hearing = threading.Lock(), threading.Lock()
         self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = ALLOCATOR | dict(env) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": str(secrets.randbelow(1 << 32))}
-        env |= {launch.SOCKET: str(theirs.fileno())}
-        words = [sys.executable, *launch.WORDS]
+        env |= {fork_server.SOCKET: str(theirs.fileno())}
+        words = [sys.executable, *fork_server.WORDS]
         self.process = subprocess.Popen(words, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         self.port.send(json.dumps(["need", NEEDS]).encode())
@@ -78,7 +78,7 @@ class Nursery:
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
         folder = str(cwd or os.getcwd())
-        request = launch.ForkRequest(
+        request = fork_server.ForkRequest(
             ["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True
         )
         with self.asking, open(os.devnull) as nothing:
@@ -100,7 +100,7 @@ class Nursery:
             with self.hearing:
                 left = min(deadline - time.monotonic(), TURN_S)
                 if select.select([self.port], [], [], max(0.0, left))[0]:
-                    kind, *values = json.loads(self.port.recv(launch.MESSAGE_BYTES_MAX))
+                    kind, *values = json.loads(self.port.recv(fork_server.MESSAGE_BYTES_MAX))
                     if kind == "ended":
                         self.running.pop(values[0]).returncode = values[1]
                     elif kind != "say":

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from kit import in_process
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.messages import Buffer
-from narrows.protocols.runtime.sockets import Peer, Receipt
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.process.machine import MachineFactory
+from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.runner import ServerRunner
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.shard.reports import COORDINATOR
 
 COORDINATORS = "tcp://coordinator:1"  # address
 

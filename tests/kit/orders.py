@@ -24,7 +24,7 @@ from narrows.compression.cuda.kernels import CudaKernels
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.staging import Staging
 from narrows.compression.replica import ArrayReplica
-from narrows.protocols.keys import parts
+from narrows.protocols.config.key_ranges import parts
 
 HOST, LANDING = "host", "landing"
 Range = tuple[int, int]

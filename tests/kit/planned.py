@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from narrows.protocols.planning.network import Network, from_places
-from narrows.ps.command.plan import command as ps_plan
+from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.planner.network import Network, from_places
 
 
 def cities(hosts: list[int], mbits: float, ms: float) -> Network:

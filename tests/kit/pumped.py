@@ -13,8 +13,8 @@ import torch
 from kit.in_process import Cluster, member_of
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.settings import Settings
 
 TICK_S = 0.25  # of virtual time
 REAL_S = 40.0  # after which a run counts as stuck

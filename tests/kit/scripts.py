@@ -19,8 +19,8 @@ from torch import nn
 
 from kit import in_process
 from kit.in_process import THREAD, Cluster, together
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, session, world_size
 
 Array = npt.NDArray[np.float32]

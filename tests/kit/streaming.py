@@ -13,8 +13,8 @@ from torch import nn
 
 from kit.scripts import Run, flat
 from narrows.compression import ErrorFeedback, Memory, accumulate, parse
-from narrows.protocols.keys import fragment, split
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.key_ranges import fragment, split
+from narrows.protocols.config.settings import Settings
 from narrows.worker import DistributedOptimizer
 
 Array = npt.NDArray[np.float32]

@@ -7,7 +7,7 @@ import torch
 
 from kit.in_process import Cluster, store_of
 from kit.scripts import Array, alone, build, flat, loss_of
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 
 STEPS = 12
 

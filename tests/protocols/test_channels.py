@@ -11,7 +11,7 @@ from kit.seed import SEED
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Failed
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.pipeline.channels import (
+from narrows.protocols.pipeline_channels import (
     IN_FLIGHT_MAX,
     START_NS,
     UNTOLD_BYTES,

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from kit.processes import GONE_S, alive, environment, until
 
-from narrows.protocols.runtime.children import NURSERY, PIPES_END_S, ChildProcesses, Event, StartedChild, signal_name
+from narrows.protocols.runtime.processes.children import (
+    NURSERY,
+    PIPES_END_S,
+    ChildProcesses,
+    Event,
+    StartedChild,
+    signal_name,
+)
 
 ENV = environment()
 Start = Callable[..., tuple[ChildProcesses, StartedChild]]
@@ -129,9 +136,9 @@ def test_signals_have_names(number: int, name: str) -> None:
 # A command among the children, with a child of its own. argv: the hash seed that its child is to have, or "".
 COMMAND = """
 import json, sys
-from narrows.protocols.runtime.children import Children
+from narrows.protocols.runtime.processes.children import ChildProcesses
 
-children = Children()
+children = ChildProcesses()
 env = {"PYTHONHASHSEED": sys.argv[1]} if sys.argv[1] else {}
 children.prepare(env, [("", "colorsys")])
 said = [children.next(10.0)]

@@ -23,24 +23,24 @@ from simulation.forms import measured_s
 from simulation.trees import Road, Tree, tree_of
 
 from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock_s
+from narrows.protocols.config.deployment import parse
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
-from narrows.protocols.planning.layout import parse
-from narrows.protocols.planning.levels import CodecCost, Groups, StepPrices, TrainingWork, cuts, joined, merges, places
-from narrows.protocols.planning.looks import partitions
-from narrows.protocols.planning.measured import parse as measured
-from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.places import placed
-from narrows.protocols.planning.ways import BELOW, WAYS, ModeAndSpec
-from narrows.protocols.settings import Settings
-from narrows.protocols.timeline import Stream, Timeline, Wire
-from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.command.plan import command as ps_plan
-from narrows.ps.counted import ALIKE
-from narrows.ps.trial import Trial
-from narrows.ps.tried import TIE, tried
-from narrows.ps.tried import cost as simulated_cost
+from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.planner.candidate_prices import partitions
+from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.counted import ALIKE
+from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.network_places import placed
+from narrows.ps.planner.step_prices import CodecCost, Groups, StepPrices, TrainingWork, cuts, joined, merges, places
+from narrows.ps.planner.timeline import Stream, Timeline, Wire
+from narrows.ps.planner.trial import Trial
+from narrows.ps.planner.tried import TIE, tried
+from narrows.ps.planner.tried import cost as simulated_cost
+from narrows.ps.probe.measured import parse as measured
 from narrows.worker.command import cli as worker
 
 CODED = coded()
@@ -251,7 +251,7 @@ def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.M
     assert first_s * first.cost / first.step_s <= second_s * second.cost / second.step_s
     # The other could not win if nothing but computing took time.
     assert tried(chooser.prices, [one, other]) == [(one, first_s), (other, None)]
-    monkeypatch.setattr("narrows.ps.tried.EVENTS_MAX", 50)
+    monkeypatch.setattr("narrows.ps.planner.tried.EVENTS_MAX", 50)
     assert tried(chooser.prices, [one, other]) == [(one, None)]
 
 
@@ -262,7 +262,7 @@ def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeyp
     plan = chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[1], chooser.prices.hosts)
     short, long = Trial(chooser.prices, plan), Trial(chooser.prices, plan)
     found = short.step_s()
-    monkeypatch.setattr("narrows.ps.counted.ALIKE", 0.0)
+    monkeypatch.setattr("narrows.ps.planner.counted.ALIKE", 0.0)
     assert found == pytest.approx(long.step_s(), rel=ALIKE - 1) and short.time.now_ns < long.time.now_ns
     assert found is not None and found > 0.99 * short.least_s
 

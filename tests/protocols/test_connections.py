@@ -16,11 +16,11 @@ import zmq.utils.z85
 from kit.processes import until
 from strangers import RESETS, frame, reset, shaken
 
-from narrows.protocols.runtime import curve
-from narrows.protocols.runtime import sockets as door
-from narrows.protocols.runtime.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
-from narrows.protocols.runtime.curve import CurveKeys, new_pair
-from narrows.protocols.runtime.sockets import Peer, Sockets
+from narrows.protocols.runtime.network import curve
+from narrows.protocols.runtime.network import sockets as door
+from narrows.protocols.runtime.network.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
+from narrows.protocols.runtime.network.curve import CurveKeys, new_pair
+from narrows.protocols.runtime.network.sockets import Peer, Sockets
 
 MOST = 8
 LIMIT_S = 30.0

@@ -12,24 +12,25 @@ import pytest
 from kit.in_process import Cluster, Link
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster import coordinator
-from narrows.protocols.cluster.above import ParentPlace
-from narrows.protocols.cluster.agreements import Agreements
-from narrows.protocols.cluster.attendance import FRESH_NS, Attendance
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.generations import EVERY_LEAST_NS, CheckpointSchedule
-from narrows.protocols.cluster.meeting import GossipDirectory
-from narrows.protocols.cluster.moves import MOVE_LIFE, Resharding, ReshardPhase
-from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Members
-from narrows.protocols.cluster.rounds import FIRST_STEP_NS, Clocks
-from narrows.protocols.cluster.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
+from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.model_spec import BUFFERS_BYTES_MAX, ModelSpec, TensorSpec, pack_arrays
+from narrows.protocols.config.settings import SHARDS_MAX, Settings
+from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import Wish
-from narrows.protocols.plan import BUFFERS_BYTES_MAX, ModelSpec, TensorSpec, pack_arrays
-from narrows.protocols.settings import SHARDS_MAX, Settings
-from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
+from narrows.ps.coordinator import coordinator
+from narrows.ps.coordinator.agreements import Agreements
+from narrows.ps.coordinator.attendance import FRESH_NS, Attendance
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import FIRST_STEP_NS, Clocks
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.gossip_directory import GossipDirectory
+from narrows.ps.coordinator.members import EXPECT_BYTES_MAX, Members
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.resharding import MOVE_LIFE, Resharding, ReshardPhase
+from narrows.ps.coordinator.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 
 FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
 
@@ -278,7 +279,7 @@ def test_so_long_is_left_between_checkpoints_that_writing_them_takes_2_percent()
     assert not decision.tick(100 * NS), "the run has not begun"
     run.move("start")
     assert decision.tick(100 * NS), "what it began with"
-    for took_ns, waits_ns in ((0, EVERY_LEAST_NS), (NS, 50 * NS)):
+    for took_ns, waits_ns in ((0, CHECKPOINT_LEAST_NS), (NS, 50 * NS)):
         before_ns = decision.checkpoint_ns
         report(run, 0, tried=1, wrote_ns=took_ns // 2), report(run, 1, tried=1, wrote_ns=took_ns)
         assert not decision.tick(before_ns + waits_ns - 1) and decision.tick(before_ns + waits_ns)

@@ -13,12 +13,12 @@ from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import RAW
 from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.config.modes import GAIN_MAX
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import StateArrived
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.modes import GAIN_MAX
-from narrows.protocols.settings import Settings
 
 KEYS = 1024
 MODE = Settings(sync="ssp", staleness=2).validated().mode()

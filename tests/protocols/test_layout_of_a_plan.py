@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from narrows.protocols.config.deployment import Deployment, parse
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.layout import Deployment, parse
 
 
 def grid() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""protocols/runtime/output.py."""
+"""protocols/runtime/cli/output.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO
 import pytest
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime import output
+from narrows.protocols.runtime.cli import output
 
 
 def test_the_record_of_an_earlier_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
 
-from narrows.ps.command.plan import command as ps_plan
+from narrows.ps.command.planning.plan import command as ps_plan
 
 NETWORKS = Path(__file__).parent / "networks"
 BEST = 1.15

@@ -14,10 +14,10 @@ from scheduling import GPT3_XL, NETWORKS, TARGETS, half_slow
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.cost import Costs, Indices, Job, Layout
-from narrows.protocols.planning.matching import EXACT_MAX, matched, shortest_path
-from narrows.protocols.planning.network import HOSTS_MAX, Array, Network, from_places
-from narrows.protocols.planning.search import EVERY_MAX, partitions, partitions_count, plan
+from narrows.ps.planner.network import HOSTS_MAX, Array, Network, from_places
+from narrows.ps.planner.pipelines.cost import Costs, Indices, Job, Layout
+from narrows.ps.planner.pipelines.matching import EXACT_MAX, matched, shortest_path
+from narrows.ps.planner.pipelines.search import EVERY_MAX, partitions, partitions_count, plan
 
 CUTS = [(1, 4, 4), (2, 3, 6), (3, 2, 6), (4, 2, 8), (2, 4, 8), (8, 1, 8), (3, 2, 7)]  # stages, replicas, hosts
 

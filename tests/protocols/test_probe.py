@@ -12,9 +12,15 @@ from click.testing import CliRunner
 
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.planning import flows, measured, visits
-from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES, ByteBudget
-from narrows.protocols.planning.flows import (
+from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.protocols.wire import pack
+from narrows.ps.command.planning import plan
+from narrows.ps.dashboard.history import RunHistory
+from narrows.ps.planner.network import Network
+from narrows.ps.probe import flows, measured, probe_schedule
+from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES, ByteBudget
+from narrows.ps.probe.director import PrintLine, ProbeDirector, SendToMachine
+from narrows.ps.probe.flows import (
     AGAIN,
     BOTH,
     FIRST,
@@ -28,10 +34,8 @@ from narrows.protocols.planning.flows import (
     STREAM_BYTES,
     Flow,
 )
-from narrows.protocols.planning.measured import MeasuredHost, MeasuredLink, MeasuredNetwork
-from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.probe import PrintLine, ProbeDirector, SendToMachine
-from narrows.protocols.planning.probe_messages import (
+from narrows.ps.probe.measured import MeasuredHost, MeasuredLink, MeasuredNetwork
+from narrows.ps.probe.messages import (
     ProbeBeat,
     ProbeDial,
     ProbeEnd,
@@ -43,17 +47,13 @@ from narrows.protocols.planning.probe_messages import (
     decode,
     encode,
 )
-from narrows.protocols.summary import Summary, SummaryRow
-from narrows.protocols.wire import pack
-from narrows.ps.command import plan
-from narrows.ps.glance.history import RunHistory
 
 MB = 10**6
 
 
 @pytest.mark.parametrize("count", range(2, 18))
 def test_every_pair_is_in_one_round_and_no_machine_twice_in_one(count: int) -> None:
-    found = visits.rounds(range(count))
+    found = probe_schedule.rounds(range(count))
     pairs = [frozenset(pair) for row in found for pair in row]
     assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
     assert all(len({*row[0]}.union(*row)) == 2 * len(row) for row in found)

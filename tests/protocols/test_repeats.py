@@ -6,8 +6,8 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, SendToPeer
 from narrows.protocols.gossip.peers import RETRY_NS, GossipPeers
+from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.meter import LinkMeter
 
 MS = NS // 1000
 HOUR = 3600 * NS

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import ParentPlace
-from narrows.protocols.cluster.generations import CheckpointSchedule
-from narrows.protocols.cluster.meeting import GossipDirectory
-from narrows.protocols.cluster.moves import Resharding, ReshardPhase
-from narrows.protocols.cluster.replans import Replans
-from narrows.protocols.cluster.roster import Members
-from narrows.protocols.cluster.rounds import Clocks
-from narrows.protocols.cluster.run import Run, Seat
+from narrows.protocols.config.model_spec import KEYS_MAX, ModelSpec, TensorSpec
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.errors import UsageError
-from narrows.protocols.plan import KEYS_MAX, ModelSpec, TensorSpec
-from narrows.protocols.planning.present import ChildRates, present, prices
-from narrows.protocols.planning.ways import BELOW, WAYS
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow
-from narrows.ps.coded import coded
+from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.gossip_directory import GossipDirectory
+from narrows.ps.coordinator.members import Members
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.replans import Replans
+from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
+from narrows.ps.coordinator.run import Run, Seat
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.modes_and_specs import BELOW, WAYS
+from narrows.ps.planner.replanning import ChildRates, present, prices
 
 KEYS = 1_300_000
 WIDE, NARROW = 12.5e6, 0.625e6  # bytes a second: 100 and 5 Mbit/s

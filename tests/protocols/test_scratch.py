@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from narrows.protocols.runtime import scratch
-from narrows.protocols.runtime.scratch import LOCK, ScratchFolder
+from narrows.protocols.runtime.processes import scratch
+from narrows.protocols.runtime.processes.scratch import LOCK, ScratchFolder
 
 HOLDS = """
 import sys
-from narrows.protocols.runtime.scratch import Scratch
-print(Scratch().path, flush=True)
+from narrows.protocols.runtime.processes.scratch import ScratchFolder
+print(ScratchFolder().path, flush=True)
 sys.stdin.read()
 """
 

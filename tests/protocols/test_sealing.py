@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from narrows.protocols.runtime import sealing
-from narrows.protocols.runtime.sealing import NEAR, WINDOW_S, SealingCost
+from narrows.protocols.runtime.network import sealing
+from narrows.protocols.runtime.network.sealing import NEAR, WINDOW_S, SealingCost
 
 
 def test_a_core_seals_so_many_bytes_a_second() -> None:

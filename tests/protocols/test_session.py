@@ -14,13 +14,13 @@ from kit.scripts import Link, build, flat, loss_of, run
 from narrows.compression.codecs import CODED
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import PATIENCE_MAX, RetryTimer, Timing
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
-from narrows.protocols.member.meter import LinkMeter
+from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.session import Session
 from narrows.protocols.messages import CREDIT_MAX
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import PATIENCE_MAX, RetryTimer, Timing
 from narrows.protocols.wire import FRAME_BYTES
 from narrows.worker import DistributedOptimizer
 

@@ -18,12 +18,12 @@ from kit.processes import until
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import UnreachableError, UsageError
-from narrows.protocols.planning.probe_messages import ProbeDial
-from narrows.protocols.runtime import pairs
-from narrows.protocols.runtime.hosts import endpoint, own_host, reached, unknown
-from narrows.protocols.runtime.sockets import (
+from narrows.protocols.runtime.network.hosts import endpoint, own_host, reached, unknown
+from narrows.protocols.runtime.network.sockets import (
     BURST,
     FULL,
     NOBODY,
@@ -35,13 +35,13 @@ from narrows.protocols.runtime.sockets import (
     Peer,
     Sockets,
 )
-from narrows.protocols.runtime.streams import MeasurementError
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
-from narrows.ps.process.life import totals
-from narrows.ps.process.machine import MachineFactory
+from narrows.ps.probe import pairwise
+from narrows.ps.probe.messages import ProbeDial
+from narrows.ps.probe.tcp_streams import MeasurementError
+from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.process_lifecycle import totals
 from narrows.ps.process.runner import ServerRunner
-from narrows.worker.runner import MemberLink
+from narrows.worker.runtime.member_link import MemberLink
 
 LONG_MS = 10_000
 CLOSED = "tcp://127.0.0.1:1"
@@ -111,11 +111,11 @@ def test_frames_go_over_ipv6(bound: str, dialled: list[str], server: Sockets, ch
 def test_an_address_of_ipv6_has_brackets_wherever_it_goes() -> None:
     assert own_host("[::1]", 1) == own_host("::1", 1) == "[::1]" and own_host("127.0.0.1", 1) == "127.0.0.1"
     assert reached("tcp://[::]:1", "tcp://[::1]:2") == "[::1]"
-    with pairs.open_port("", 0) as listener:  # of ps-probe
+    with pairwise.open_port("", 0) as listener:  # of ps-probe
         for host in ("::1", "127.0.0.1"):
             socket.create_connection((host, listener.getsockname()[1]), 5.0).close()
     with pytest.raises(MeasurementError, match="Connection refused"):
-        pairs.dial("[::1]", ProbeDial("0" * 32, "", 1, 5.0, True, 0, 1, 1.0), threading.Event())
+        pairwise.dial("[::1]", ProbeDial("0" * 32, "", 1, 5.0, True, 0, 1, 1.0), threading.Event())
 
 
 def test_a_name_that_leads_nowhere_is_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:

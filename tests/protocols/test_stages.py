@@ -14,13 +14,21 @@ from click.testing import CliRunner
 from kit.planned import cities, drawn, planned
 
 from narrows.compression.value_codings import EDGE_CODINGS
+from narrows.protocols.config import deployment
+from narrows.protocols.config.deployment import StageEdge, parse
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning import layout as layouts
-from narrows.protocols.planning.cost import Layout
-from narrows.protocols.planning.layout import StageEdge, parse
-from narrows.protocols.planning.levels import StepPrices, TrainingWork
-from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.stages import (
+from narrows.protocols.runtime.network.keys import add, make
+from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.command.planning.staged import candidates
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.modes_and_specs import WAYS
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.pipelines.choose import LOSS_COST, StagedPlanner
+from narrows.ps.planner.pipelines.cost import Layout
+from narrows.ps.planner.pipelines.edge_costs import carried
+from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart, step_s
+from narrows.ps.planner.pipelines.stages import (
     BACKWARD,
     FORWARD,
     PARAMETER_MEMORY_BYTES,
@@ -32,15 +40,7 @@ from narrows.protocols.planning.stages import (
     order,
     soonest_alone,
 )
-from narrows.protocols.planning.ways import WAYS
-from narrows.protocols.runtime.keys import add, make
-from narrows.protocols.settings import Settings
-from narrows.ps.carried import carried
-from narrows.ps.coded import coded
-from narrows.ps.command.plan import command as ps_plan
-from narrows.ps.command.staged import candidates
-from narrows.ps.pipelined import SimulatedPipeline, StagePart, step_s
-from narrows.ps.staged import LOSS_COST, StagedPlanner
+from narrows.ps.planner.step_prices import StepPrices, TrainingWork
 
 CARRIED, CODED = carried(), coded()
 PIPELINE = ["--pipeline", "2", "--layers", "6", "--activation-bytes", "1e6", "--insecure"]
@@ -148,8 +148,8 @@ def test_a_stage_makes_its_passes_in_order() -> None:
 
 
 def test_codings_are_those_that_a_plan_may_name() -> None:
-    assert layouts.CODINGS == tuple(EDGE_CODINGS) == tuple(CARRIED)
-    assert [CARRIED[name][BACKWARD].bytes for name in layouts.CODINGS] == [1, 0.5, 258 / 1024]
+    assert deployment.CODINGS == tuple(EDGE_CODINGS) == tuple(CARRIED)
+    assert [CARRIED[name][BACKWARD].bytes for name in deployment.CODINGS] == [1, 0.5, 258 / 1024]
 
 
 def test_a_coding_enters_the_price_and_what_is_in_flight() -> None:

@@ -10,9 +10,9 @@ import pytest
 from kit.seed import SEED
 
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member.figures import MemberMetrics
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.summary import (
+from narrows.protocols.member.link_meter import LinkMeter
+from narrows.protocols.member.metrics import MemberMetrics
+from narrows.protocols.member.summary import (
     COLUMNS,
     LEVELS_MAX,
     NAME_MAX,

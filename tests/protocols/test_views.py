@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import split
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import SUMMARY_BYTES_PER_SECOND
 from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
-from narrows.protocols.keys import split
+from narrows.protocols.member.failover_view import CUT_NS, LOST_NS, SAY_NS, STAY_NS, FailoverView
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.views import CUT_NS, LOST_NS, SAY_NS, STAY_NS, FailoverView
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow
-from narrows.protocols.timing import SUMMARY_BYTES_PER_SECOND
+from narrows.protocols.member.summary import Summary, SummaryRow
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9
@@ -123,7 +123,7 @@ def test_it_beats_at_once_where_the_server_is_heard_after_a_silence() -> None:
 def test_a_summary_goes_once_a_second_and_those_of_many_below_take_no_more_of_the_link(
     lease: float, rows: int, beat_s: float
 ) -> None:
-    """Who looks at a run sees figures within two seconds (ps/glance/web.py)."""
+    """Who looks at a run sees figures within two seconds (ps/dashboard/web.py)."""
     member = a_member(1)
     member.settings = replace(member.settings, lease=lease)
     below = [SummaryRow((rank,), "x" * 20, "", Summary()) for rank in range(rows)]

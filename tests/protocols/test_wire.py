@@ -22,10 +22,17 @@ from hypothesis import strategies as st
 from kit.seed import SEED
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import covers, parts, split
+from narrows.protocols.config.model_spec import (
+    EXTENTS_MAX,
+    ModelSpec,
+    NamedArray,
+    TensorSpec,
+    pack_arrays,
+    unpack_arrays,
+)
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
-from narrows.protocols.keys import covers, parts, split
-from narrows.protocols.plan import EXTENTS_MAX, ModelSpec, NamedArray, TensorSpec, pack_arrays, unpack_arrays
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import (
     FIELDS_BYTES_MAX,
     FRAME_BYTES,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import split
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.keys import split
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import decode, encode
-from narrows.ps.process import archive, checkpoints
-from narrows.ps.process.archive import ArchiveClient, ArchiveJob, RemoteArchive
-from narrows.ps.process.writer import CheckpointWriter
+from narrows.ps.checkpoints import checkpoint_files, remote_archive
+from narrows.ps.checkpoints.remote_archive import ArchiveClient, ArchiveJob, RemoteArchive
+from narrows.ps.checkpoints.writer import CheckpointWriter
 
 SIZE, CLOCK = 3000, 7
 PLAN = ModelSpec((TensorSpec("w", (SIZE,), "float32"),), "", ((0,),))
@@ -55,8 +55,8 @@ def there(tmp_path: Path) -> RemoteArchive:
 @pytest.fixture
 def away(there: RemoteArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArchiveClient:
     """The `ArchiveClient` of shard 2."""
-    monkeypatch.setattr(archive, "AGAIN_S", 0.0)
-    monkeypatch.setattr(archive, "PART_BYTES", 1000)
+    monkeypatch.setattr(remote_archive, "AGAIN_S", 0.0)
+    monkeypatch.setattr(remote_archive, "PART_BYTES", 1000)
     (tmp_path / "here").mkdir()
     dial: Callable[[], Any] = lambda: Lossy(there, random.Random(1), [])  # noqa: E731
     return ArchiveClient(tmp_path / "here", 2, "tcp://there:1", dial)
@@ -71,7 +71,7 @@ def write(folder: Path, shards: int, clock: int, which: Sequence[int]) -> None:
     for shard in which:
         begin, end = split(SIZE, shards)[shard]
         x = VALUES[begin:end] + clock
-        checkpoints.write(folder, shard, clock, {"x": x, "p": x}, facts(shards, clock))
+        checkpoint_files.write(folder, shard, clock, {"x": x, "p": x}, facts(shards, clock))
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4])
@@ -98,11 +98,11 @@ def test_what_it_writes_is_with_the_others_and_nowhere_else(there: RemoteArchive
         written = writer.take()
         assert written is not None and not written.trouble and clock in written.kept
         kept = written.kept
-        assert kept == away.held() == checkpoints.clocks(there.folder, 2)
-        assert np.array_equal(checkpoints.read(there.folder, 2, clock)[0]["x"], x)
+        assert kept == away.held() == checkpoint_files.clocks(there.folder, 2)
+        assert np.array_equal(checkpoint_files.read(there.folder, 2, clock)[0]["x"], x)
     assert kept == (0, 2, 3, 4), "the newest three, and that which all shards have"
     assert not list(away.folder.iterdir()) and not list(there.folder.glob("*.tmp"))
-    assert away.sound(3) == (0, 2, 3, 4) and checkpoints.newest(there.folder, 3) == 4
+    assert away.sound(3) == (0, 2, 3, 4) and checkpoint_files.newest(there.folder, 3) == 4
 
 
 def test_a_disk_that_refuses_there_is_named_here(there: RemoteArchive, away: ArchiveClient) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error_of_one_sentence(away: Archiv
 def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_that(
     away: ArchiveClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "QUIET_S", 0.0)
+    monkeypatch.setattr(remote_archive, "QUIET_S", 0.0)
     monkeypatch.setattr(Lossy, "send", lambda *words: None)
     with pytest.raises(NarrowsError, match="no answer came within 0 s"):
         away.held()
@@ -139,4 +139,4 @@ def test_a_file_that_is_not_whole_is_kept_under_no_name(there: RemoteArchive) ->
     for offset in (0, 2):
         assert not there.answer(m.FileRequest(1, ArchiveJob.WRITE, 2, 3, CLOCK, offset, -1, "0" * 16, b"x")).text
     assert "is not whole" in there.answer(m.FileRequest(2, ArchiveJob.KEEP, 2, 3, CLOCK, 4, -1, "0" * 16, b"")).text
-    assert checkpoints.clocks(there.folder, 2) == ()
+    assert checkpoint_files.clocks(there.folder, 2) == ()

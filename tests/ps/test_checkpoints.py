@@ -24,15 +24,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.settings import Settings
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints import whole_model as model_file
+from narrows.ps.checkpoints.checkpoint_files import KEPT, clocks, newest, path_of, read, write, write_file
+from narrows.ps.checkpoints.whole_model import buffers, merge
+from narrows.ps.checkpoints.writer import CheckpointWriter
 from narrows.ps.command.serve import begin_anew, ended
-from narrows.ps.process import checkpoints
-from narrows.ps.process import model as model_file
-from narrows.ps.process.checkpoints import KEPT, clocks, newest, path_of, read, write, write_file
-from narrows.ps.process.model import buffers, merge
-from narrows.ps.process.writer import CheckpointWriter
 from narrows.worker import DistributedOptimizer, clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,13 +71,13 @@ def test_why_a_run_begins_anew(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     anew = f"{tmp_path} has no checkpoint, so the run begins anew"
     (tmp_path / "empty").mkdir()
-    assert checkpoints.why_anew(str(tmp_path)) == anew
+    assert checkpoint_files.why_anew(str(tmp_path)) == anew
     for index, name in enumerate(("older", "newer")):
         write(tmp_path / name, 1, 5, store_of(), FACTS)
         os.utime(tmp_path / name, (index, index))
     newer = tmp_path / "newer"
-    assert checkpoints.why_anew(str(tmp_path)) == f"{anew}; {newer} has one: name that folder to go on from there"
-    assert checkpoints.why_anew(str(newer)) == ""
+    assert checkpoint_files.why_anew(str(tmp_path)) == f"{anew}; {newer} has one: name that folder to go on from there"
+    assert checkpoint_files.why_anew(str(newer)) == ""
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_arrays_of_another_kind_are_no_checkpoint(name: str, array: Any, why: st
 def test_arrays_of_another_size_than_the_model_are_no_checkpoint(shards: int, tmp_path: Path) -> None:
     write(tmp_path, 0, 5, store_of() | {"p": values(11)}, FACTS)
     with pytest.raises(IncompatibleError, match="has 11 values of p, and by its plan its shard has 12"):
-        checkpoints.read_for(tmp_path, 0, shards, 5, checkpoints.facts_of(tmp_path, 5))
+        checkpoint_files.read_for(tmp_path, 0, shards, 5, checkpoint_files.facts_of(tmp_path, 5))
 
 
 def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path: Path) -> None:
@@ -423,14 +423,14 @@ def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
     """Trace: clock 3 on both shards; the disk of shard 1 refuses 6 and 9; shard 0, which keeps two, must keep 3 too."""
     settings = Settings(sync="bsp", shards=2, checkpoint_every=1.0)
     cluster = OnDisk(settings, tmp_path)
-    whole = checkpoints.write_file
+    whole = checkpoint_files.write_file
 
     def refuses(path: Path, *rest: Any) -> None:
         if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
             raise OSError(28, "No space left on device")
         whole(path, *rest)
 
-    monkeypatch.setattr(checkpoints, "write_file", refuses)
+    monkeypatch.setattr(checkpoint_files, "write_file", refuses)
     with run(settings, cluster) as started:
         train(started, OPTIMIZERS["SGD"], 11, finish=False, checkpoint_at=(2, 5, 8))
     assert [clocks(tmp_path, shard) for shard in range(2)] == [(3, 6, 9), (3,)]

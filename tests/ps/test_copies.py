@@ -9,21 +9,21 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
-from narrows.protocols.member import views
+from narrows.protocols.member import failover_view
 from narrows.protocols.wire import decode, encode
-from narrows.ps import feed
-from narrows.ps.copies import (
+from narrows.ps.replication import replication_stream
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_primary import (
     DEPOSE_NS,
     GIVE_UP_NS,
     SAY_NS,
     ReplicationPrimary,
     lost_after,
 )
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.feed import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, ReplicatedMember
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import PeerShards
-from narrows.ps.standby import Standby
+from narrows.ps.replication.replication_stream import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, ReplicatedMember
+from narrows.ps.replication.standby import Standby
+from narrows.ps.shard.reports import COORDINATOR
 
 LOST_NS = 2 * NS
 LIFE = 7
@@ -111,7 +111,7 @@ def told(effects: list[CopyEffect]) -> list[tuple[bytes, m.FailoverNotice]]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "PART_BYTES", 2)
+    monkeypatch.setattr(replication_stream, "PART_BYTES", 2)
 
 
 def test_the_other_side_is_lost_after_a_quarter_of_a_lease_or_a_second() -> None:
@@ -213,7 +213,7 @@ def test_a_standby_that_begins_anew_gets_the_machine_as_it_is(small: None) -> No
 
 
 def test_who_lags_by_too_much_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "TAIL_BYTES", 100)
+    monkeypatch.setattr(replication_stream, "TAIL_BYTES", 100)
     for size, most in ((1, 100), (300, 600)):
         ours = original(Machine(), parts=1)
         ours.feed.freeze = partial(bytes, size)
@@ -686,7 +686,7 @@ def test_a_server_whose_connection_has_ended_is_lost_before_members_ask() -> Non
     ours.part(0)
     ours.standby.cut(5)
     ours.standby.cut(9)
-    assert CUT_NS < views.CUT_NS and not ours.standby.lost(CUT_NS + 5) and ours.standby.lost(CUT_NS + 6)
+    assert CUT_NS < failover_view.CUT_NS and not ours.standby.lost(CUT_NS + 5) and ours.standby.lost(CUT_NS + 6)
     assert not ours.vote(0, now_ns=CUT_NS + 6) and ours.standby.votes == {0: 2}
     ours.event(5, now_ns=CUT_NS)
     assert not ours.standby.lost(2 * CUT_NS), "it is there again"

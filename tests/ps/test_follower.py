@@ -18,7 +18,8 @@ import pytest
 from simulation.actors import PLANS
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Stop
 from narrows.protocols.errors import (
     AuthenticationError,
@@ -29,25 +30,24 @@ from narrows.protocols.errors import (
     UnreachableError,
 )
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import ModelSpec
-from narrows.protocols.runtime.connections import Connection
-from narrows.protocols.runtime.curve import HandshakeFailure
-from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.network.connections import Connection
+from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode, pack
-from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.feed import CUT_NS
-from narrows.ps.inbox import PushAssembler
-from narrows.ps.planned import MeanFactory, ModelShard
-from narrows.ps.process import asking
-from narrows.ps.process.follower import PLACE_NS, StandbyRunner
-from narrows.ps.process.gate import AccessControl
-from narrows.ps.process.machine import MachineFactory, emit, release
-from narrows.ps.process.pickling import frozen
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
-from narrows.ps.store import assume_lent
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.process import bootstrap_client
+from narrows.ps.process.access_control import AccessControl
+from narrows.ps.process.machine_factory import MachineFactory, emit, release
+from narrows.ps.process.machine_pickling import frozen
+from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.replication.replication_primary import GIVE_UP_NS, LOST_LEASES
+from narrows.ps.replication.replication_stream import CUT_NS
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory, ModelShard
+from narrows.ps.shard.push_assembler import PushAssembler
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.store import assume_lent
 
 SECRET = "secret-x"
 ORIGINAL, FIRST, OTHER = "tcp://127.0.0.1:9", "tcp://127.0.0.1:8", "tcp://127.0.0.1:7"
@@ -215,8 +215,8 @@ def forged(tmp_path: Path) -> dict[str, bytes]:
     names = {
         "a kernel": Named("narrows.compression.kernels.cpu", "encode_int8"),
         "a function of ours": Named("narrows.protocols.wire", "unpack"),
-        "what a module of ours imports": Named("narrows.ps.store", "np.load"),
-        "the globals of a function": Named("narrows.ps.store", "Store.check.__globals__"),
+        "what a module of ours imports": Named("narrows.ps.store.store", "np.load"),
+        "the globals of a function": Named("narrows.ps.store.store", "Store.check.__globals__"),
         "what reads arrays": Named("numpy._core.multiarray", "_reconstruct"),
     }
     packed = {name: pickle.dumps(each, 2) for name, each in calls.items()}
@@ -388,15 +388,15 @@ TOLD = {"release": release(), "settings": {}, "ports": [1, 2], "hash_seed": "3",
 
 
 def test_what_a_server_tells_is_checked() -> None:
-    assert asking.checked(ORIGINAL, TOLD) == TOLD
+    assert bootstrap_client.checked(ORIGINAL, TOLD) == TOLD
     parts: tuple[Any, ...] = ([], {name: TOLD[name] for name in TOLD if name != "secret"})
     for told in parts:
         with pytest.raises(RemoteProtocolError, match="not whole"):
-            asking.checked(ORIGINAL, told)
+            bootstrap_client.checked(ORIGINAL, told)
     with pytest.raises(IncompatibleError, match="the server runs Python 2"):
-        asking.checked(ORIGINAL, TOLD | {"release": "Python 2"})
+        bootstrap_client.checked(ORIGINAL, TOLD | {"release": "Python 2"})
     with pytest.raises(UnreachableError, match="not started all"):
-        asking.checked(ORIGINAL, TOLD | {"ports": [1, 0]})
+        bootstrap_client.checked(ORIGINAL, TOLD | {"ports": [1, 0]})
 
 
 @pytest.mark.parametrize(("answers", "error", "text"), [
@@ -407,19 +407,19 @@ def test_what_a_server_tells_is_checked() -> None:
 def test_who_is_not_told_says_why(
     answers: list[Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "CONNECT_S", 3.0 if answers else 0.05)
-    monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
+    monkeypatch.setattr(bootstrap_client, "CONNECT_S", 3.0 if answers else 0.05)
+    monkeypatch.setattr(bootstrap_client, "Sockets", lambda **how: Answering(answers, **how))
     began = time.monotonic()
     with pytest.raises(error, match=text):
-        asking.ask("--standby", ORIGINAL, "")
+        bootstrap_client.ask("--standby", ORIGINAL, "")
     assert time.monotonic() - began < 2.0, "an answer is waited for no longer than until it comes"
 
 
 def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other messages are ignored."""
     answers = [m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", b""), m.ReplicationBegin(pack(TOLD))]
-    monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
-    assert asking.ask("--standby", ORIGINAL, "") == TOLD
+    monkeypatch.setattr(bootstrap_client, "Sockets", lambda **how: Answering(answers, **how))
+    assert bootstrap_client.ask("--standby", ORIGINAL, "") == TOLD
 
 
 class Answering(Wire):

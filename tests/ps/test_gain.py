@@ -12,12 +12,12 @@ from kit.merging import TrueGain
 
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.sampling import SAMPLE, sample_of
-from narrows.protocols.modes import GAIN_MAX
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import FloatArray, Fold, LoadArrays, SetFirstWeights
-from narrows.ps.gain import GONE, PLAIN, WINDOW, Gain, MergeFactors
-from narrows.ps.store import Store
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.modes import GAIN_MAX
+from narrows.protocols.config.settings import Settings
+from narrows.ps.store.changes import FloatArray, Fold, LoadArrays, SetFirstWeights
+from narrows.ps.store.gain import GONE, PLAIN, WINDOW, Gain, MergeFactors
+from narrows.ps.store.store import Store
 
 KEYS = 40
 CLOSE = 1e-5  # sums of a window, in float32

@@ -26,24 +26,24 @@ from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
-from narrows.protocols.runtime.flags import DASHBOARD
-from narrows.protocols.runtime.output import open_record
-from narrows.protocols.summary import Summary, SummaryRow, unpacked
+from narrows.protocols.member.summary import Summary, SummaryRow, unpacked
+from narrows.protocols.runtime.cli.flags import DASHBOARD
+from narrows.protocols.runtime.cli.output import open_record
 from narrows.protocols.wire import pack
-from narrows.ps.command.plan import command as ps_plan
+from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
-from narrows.ps.glance import history as bounds
-from narrows.ps.glance import metrics, reading, web
-from narrows.ps.glance.cells import CELLS, LEVELS
-from narrows.ps.glance.history import RunHistory
-from narrows.ps.glance.reading import RecordReader, frames
-from narrows.ps.glance.screen import screen, strip
-from narrows.ps.glance.watch import RunWatch, site_address
-from narrows.ps.glance.web import FILES, VISITORS_MAX
+from narrows.ps.dashboard import history as bounds
+from narrows.ps.dashboard import prometheus, reading, web
+from narrows.ps.dashboard.history import RunHistory
+from narrows.ps.dashboard.reading import RecordReader, frames
+from narrows.ps.dashboard.run_watch import RunWatch, site_address
+from narrows.ps.dashboard.screen import screen, strip
+from narrows.ps.dashboard.time_buckets import CELLS, LEVELS
+from narrows.ps.dashboard.web import FILES, VISITORS_MAX
 from narrows.worker.command.cli import command as ps_worker
-from narrows.worker.command.recording import WorkerRecord
+from narrows.worker.command.record import WorkerRecord
 
 # The history.
 
@@ -240,7 +240,7 @@ def test_figures_of_two_heartbeats_never_add_up_to_infinity(name: str, value: fl
         ]  # fmt: skip
         live = history_of(*events)
         assert json.loads(json.dumps(live.frame(), allow_nan=False))
-        families = text_string_to_metric_families(metrics.text(live, 0.0).decode())
+        families = text_string_to_metric_families(prometheus.text(live, 0.0).decode())
         assert all(np.isfinite(sample.value) for family in families for sample in family.samples)
 
 
@@ -266,7 +266,7 @@ def test_skipped_steps_are_an_event_and_a_figure(tmp_path: Path) -> None:
     assert [event[1:] for event in live.events] == [
         ["skipped", "rank 0 (host) skips steps whose gradient is not finite"]
     ]
-    assert b'narrows_skipped_steps_total{level="1",peer="0"} 4.0' in metrics.text(live, 0.0)
+    assert b'narrows_skipped_steps_total{level="1",peer="0"} 4.0' in prometheus.text(live, 0.0)
     step = {"event": "step", "local_rank": 1, "wait_seconds": 0.1, "push_bytes": 1, "pull_bytes": 1, "staleness": 0}
     skip = {"event": "skipped", "local_rank": 1, "rank": 5, "clock": 1, "tensor": "'0.bias'"}
     lines = [RUN, step | {"seconds": 1, "clock": 1}, skip | {"seconds": 2}, step | {"seconds": 2, "clock": 2}]
@@ -362,7 +362,7 @@ def test_each_file_of_the_page_is_served_and_nothing_else(watch: RunWatch) -> No
     for path, (name, kind) in FILES.items():
         status, headers, body = get(page.rstrip("/") + path)
         assert status == 200 and headers["Content-Type"] == kind
-        assert body == resources.files("narrows.ps.glance").joinpath("page", name).read_bytes()
+        assert body == resources.files("narrows.ps.dashboard").joinpath("page", name).read_bytes()
         assert "default-src 'none'" in headers["Content-Security-Policy"]
     for url in (f"{page}../watch.py", f"{page}page/index.html", f"{page}metrics", metrics, f"{metrics}frame.json"):
         assert get(url)[0] == 404
@@ -456,7 +456,7 @@ def test_prometheus_reads_the_metrics(watch: RunWatch) -> None:
 
 
 def test_the_page_asks_no_other_host_and_takes_no_text_as_markup() -> None:
-    folder = resources.files("narrows.ps.glance").joinpath("page")
+    folder = resources.files("narrows.ps.dashboard").joinpath("page")
     for name, _ in FILES.values():
         text = folder.joinpath(name).read_text()
         text = text.removeprefix("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
@@ -590,7 +590,7 @@ def test_each_command_has_a_version() -> None:
 
 def test_several_records_are_compared_on_logarithmic_axes() -> None:
     """The mode of each run is in the legend; seconds count from the first step, since starting takes what it takes."""
-    from narrows.ps.glance.plot import compared, plot
+    from narrows.ps.dashboard.plot import compared, plot
 
     early, late = (history_of({**RUN, "seconds": at}, *beats(at + 20, 0, 10)) for at in (0.0, 50.0))
     figure = compared({"runs/a.jsonl": early, "runs/b.jsonl": late})

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import encode, pack
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import MeanFactory
+from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
-from narrows.ps.store import assume_lent
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.store import assume_lent
 
 HELLO = m.Hello("a token", "here", b"")
 

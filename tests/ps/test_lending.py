@@ -8,11 +8,11 @@ from kit.processes import until
 from strangers import frame, shaken
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Send
-from narrows.protocols.runtime.sockets import Sockets
-from narrows.protocols.settings import Settings
-from narrows.ps.process.lending import LENT_BYTES_MAX, LENT_TIMES
-from narrows.ps.process.machine import MachineFactory
+from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.ps.process.buffer_loans import LENT_BYTES_MAX, LENT_TIMES
+from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.runner import ServerRunner
 
 PIECE = 4 << 20

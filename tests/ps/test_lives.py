@@ -7,9 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import END_S, ShardSupervisor
-from narrows.ps.command.lives import FAILED_S, KILLED_S, RESTARTS_MAX, LeftWithoutServer, Restart, RestartPolicy
+from narrows.protocols.config.settings import Settings
+from narrows.ps.command.restart_policy import (
+    FAILED_S,
+    KILLED_S,
+    RESTARTS_MAX,
+    LeftWithoutServer,
+    Restart,
+    RestartPolicy,
+)
+from narrows.ps.command.shard_supervisor import END_S, ShardSupervisor
 
 SHARDS = 2
 

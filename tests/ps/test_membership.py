@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Log, Send, Stop
 from narrows.protocols.member.member import Member, MemberPhase
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import MeanFactory
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
+from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.shard import Shard
 
 
 def cluster(stands: bool = False) -> tuple[Server, Coordinator, Member]:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.modes import ELEMENTWISE
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.modes import ELEMENTWISE
-from narrows.protocols.plan import ModelSpec, TensorSpec
 from narrows.protocols.wire import pack
-from narrows.ps.optimizers import TorchOptimizer
+from narrows.ps.store.torch_optimizer import TorchOptimizer
 
 
 def server_side(kind: str) -> TorchOptimizer:

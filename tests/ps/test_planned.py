@@ -10,16 +10,16 @@ from simulation.actors import PLANS, PlainSGD
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import messages as m
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import RetryTimer, Timing
 from narrows.protocols.effects import NS, Checkpoint
-from narrows.protocols.plan import ModelSpec
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import RetryTimer, Timing
 from narrows.protocols.wire import pack
-from narrows.ps.changes import SetFirstWeights
-from narrows.ps.inbox import PushAssembler
-from narrows.ps.planned import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
-from narrows.ps.publications import PublicationChild, SentPublication
-from narrows.ps.shard import UNDECIDED
+from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
+from narrows.ps.shard.publications import PublicationChild, SentPublication
+from narrows.ps.shard.push_assembler import PushAssembler
+from narrows.ps.shard.shard import UNDECIDED
+from narrows.ps.store.changes import SetFirstWeights
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from narrows.protocols.keys import overlaps, split
-from narrows.protocols.plan import ModelSpec, TensorSpec
+from narrows.protocols.config.key_ranges import overlaps, split
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.wire import pack
-from narrows.ps.changes import OWED
-from narrows.ps.optimizers import TorchOptimizer
-from narrows.ps.recut import recut
+from narrows.ps.store.changes import OWED
+from narrows.ps.store.reshard_arrays import recut
+from narrows.ps.store.torch_optimizer import TorchOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

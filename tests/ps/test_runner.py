@@ -13,18 +13,18 @@ import pytest
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Buffer
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.runtime.sockets import Peer, Receipt
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode, encode
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import ClockStage
-from narrows.ps.process import checkpoints
+from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.process.journal import Journal, JournalReplay, files
-from narrows.ps.process.machine import MachineFactory
+from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.runner import ServerRunner
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.shard.model_shard import ClockStage
 
 WORKER = b"a" * m.NAME_BYTES + b"x"
 TEMPORARY = "shard 0: checkpoint of clock 2, in a temporary folder while the run lasts"
@@ -106,7 +106,7 @@ def test_a_resumed_run_begins_after_the_one_before_though_the_clock_was_set_back
     life.push()
     written(life.runner)
     before = life.runner.server.coordinator
-    assert before is not None and checkpoints.clocks(Path(life.process.checkpoint_dir), 0)
+    assert before is not None and checkpoint_files.clocks(Path(life.process.checkpoint_dir), 0)
     day = 24 * 60 * 60 * 1000 << 10
     earlier = replace(life.process, first_epoch=max(1, life.process.first_epoch - day), resume=True)
     after = ServerRunner(earlier, Nowhere(), 5).server.coordinator
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_
     after = life.next()
     written(after)
     again = stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
-    assert checkpoints.clocks(tmp_path, 0) == ((2,) if again else ())
+    assert checkpoint_files.clocks(tmp_path, 0) == ((2,) if again else ())
     assert (after.server.shard.tried, after.server.shard.checkpoints) == (2, [2] if again else [])
 
 
@@ -144,7 +144,7 @@ def test_one_is_known_to_be_lost_though_the_journal_has_begun_anew_since_it_was_
     life.happens(EventKind.TICK)
     after = life.next()
     written(after)
-    assert after.server.shard.tried == 2 and checkpoints.clocks(tmp_path, 0) == (2,)
+    assert after.server.shard.tried == 2 and checkpoint_files.clocks(tmp_path, 0) == (2,)
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

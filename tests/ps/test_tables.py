@@ -11,13 +11,13 @@ from safetensors.numpy import load_file
 
 from narrows.compression import PayloadError, codecs, rows
 from narrows.compression.errors import NonFinitePayloadError
+from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
-from narrows.ps.changes import FloatArray
-from narrows.ps.process import checkpoints, model
-from narrows.ps.tables import EmbeddingRows
+from narrows.ps.checkpoints import checkpoint_files, whole_model
+from narrows.ps.store.changes import FloatArray
+from narrows.ps.store.embedding_rows import EmbeddingRows
 
 SPEC = TableSpec("t", 1000, 3, 5, 0.5, "SGD")
 PLAN = ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),), tables=(SPEC,))
@@ -74,13 +74,13 @@ def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: 
         for value in (0.5, 0.25):
             written.fold([pushed(written, [0, 4, 499], value)], rates)
         facts = {"publication": 1, "shards": 2, "plan": plan.packed(), "buffers": b"", "epoch": 1}
-        checkpoints.write(tmp_path, shard, 9, {"x": x, "p": x, **written.arrays()}, facts)
+        checkpoint_files.write(tmp_path, shard, 9, {"x": x, "p": x, **written.arrays()}, facts)
     asked = np.arange(SPEC.rows)
     found, wanted = np.zeros((2, SPEC.rows, SPEC.dim), np.float32)
     for shard, each in enumerate(before):
         wanted[shard::2] = each.tables[0].read(asked[: each.tables[0].count])
     for shard in range(shards):
-        load, _ = checkpoints.read_for(tmp_path, shard, shards, 9, checkpoints.facts_of(tmp_path, 9))
+        load, _ = checkpoint_files.read_for(tmp_path, shard, shards, 9, checkpoint_files.facts_of(tmp_path, 9))
         loaded = EmbeddingRows(plan.tables, shard, shards)
         loaded.load(load.arrays)
         assert loaded.tables[0].steps == 2
@@ -94,9 +94,9 @@ def test_a_checkpoint_whose_rows_are_of_another_kind_is_none(name: str, tmp_path
     tables.fold([pushed(tables, [7], 0.5)], RATES)
     arrays = {"x": x, "p": x, **tables.arrays()}
     arrays[f"table.0.{name}"] = arrays[f"table.0.{name}"].astype(np.float64)
-    checkpoints.write(tmp_path, 0, 9, arrays, {"publication": 1, "plan": PLAN.packed()})
+    checkpoint_files.write(tmp_path, 0, 9, arrays, {"publication": 1, "plan": PLAN.packed()})
     with pytest.raises(IncompatibleError, match=rf"damaged .*table\.0\.{name} is float64"):
-        checkpoints.read(tmp_path, 0, 9)
+        checkpoint_files.read(tmp_path, 0, 9)
 
 
 def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> 
         wanted[[shard, 8 + shard, 998 + shard]] -= 0.5
         x = np.zeros(2, np.float32)
         facts = {"publication": 1, "shards": 2, "plan": PLAN.packed(), "buffers": b"", "epoch": 1}
-        checkpoints.write(tmp_path, shard, 9, {"x": x, "p": x, **tables.arrays()}, facts)
-    assert np.array_equal(load_file(model.merge(tmp_path, 9, {}))["t"], wanted)
-    damaged = checkpoints.path_of(tmp_path, 1, 9)
+        checkpoint_files.write(tmp_path, shard, 9, {"x": x, "p": x, **tables.arrays()}, facts)
+    assert np.array_equal(load_file(whole_model.merge(tmp_path, 9, {}))["t"], wanted)
+    damaged = checkpoint_files.path_of(tmp_path, 1, 9)
     raw = bytearray(damaged.read_bytes())
     at = raw.index(wanted[999].tobytes())
     raw[at] ^= 1
     damaged.write_bytes(raw)
     with pytest.raises(IncompatibleError, match="table 't' is not what was written"):
-        model.merge(tmp_path, 9, {})
+        whole_model.merge(tmp_path, 9, {})
     assert not [*tmp_path.glob("*.tmp")]

@@ -20,12 +20,12 @@ from kit.scripts import flat, run
 from narrows.compression import ErrorFeedback, SpecError, accumulate, ladder, parse
 from narrows.compression.auto import LADDER, NEAR, PATIENCE, PATIENCE_MAX, WINDOW, Auto, Clock, Switch
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.member.meter import WINDOW_NS, LinkMeter
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import LoadArrays, Publish
-from narrows.ps.store import Store
+from narrows.protocols.member.link_meter import WINDOW_NS, LinkMeter
+from narrows.ps.store.changes import LoadArrays, Publish
+from narrows.ps.store.store import Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.session import RunSession
 

@@ -14,12 +14,12 @@ import torch
 from kit.liars import LIAR, TAUGHT
 from kit.scripts import run
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log
-from narrows.protocols.runtime.output import open_record
-from narrows.protocols.settings import Settings
-from narrows.ps.beside import EVERY, OutlierStats
-from narrows.ps.command.cluster import ShardSupervisor
-from narrows.ps.looks import UpdateSample
+from narrows.protocols.runtime.cli.output import open_record
+from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.ps.filters.outlier_stats import EVERY, OutlierStats
+from narrows.ps.filters.update_sample import UpdateSample
 from narrows.worker import DistributedOptimizer
 
 KEYS, WORKERS = 200, 4

@@ -11,8 +11,8 @@ import torch
 from kit.in_process import Cluster, Link, together
 from torch import nn
 
-from narrows.protocols.settings import Settings
-from narrows.worker.engine import Engine
+from narrows.protocols.config.settings import Settings
+from narrows.worker.sync.engine import Engine
 
 STEPS = 50
 BATCH = 16

@@ -17,11 +17,12 @@ from kit.scripts import batch, loss_of, run, seeded
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from narrows.protocols.config.checkpoint_names import FOLDER
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.saved import FOLDER
-from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, changes, step_count
-from narrows.worker.buffers import pack_buffers
+from narrows.worker import DistributedOptimizer, step_count
+from narrows.worker.model import weight_edit_check
+from narrows.worker.model.module_buffers import pack_buffers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -282,7 +283,7 @@ def test_a_teacher_goes_on_after_a_resume(
     folder = tmp_path / "states"
     monkeypatch.setenv(FOLDER, str(folder))
     said: list[str] = []
-    monkeypatch.setattr(changes, "say", said.append)
+    monkeypatch.setattr(weight_edit_check, "say", said.append)
     cluster = OnDisk(settings.validated(), tmp_path / "run")
     with run(settings, cluster) as started:
 

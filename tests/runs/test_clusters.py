@@ -17,15 +17,15 @@ from kit.trees import family, one_process, root_model
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import Log
 from narrows.protocols.gossip.gain import WINDOW
 from narrows.protocols.member.member import MemberPhase
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
 from narrows.protocols.wire import encode
-from narrows.ps.above import ParentSeat, ParentState
-from narrows.ps.mixing import ParentGossip
-from narrows.ps.shard import Shard
+from narrows.ps.parent.parent_gossip import ParentGossip
+from narrows.ps.parent.parent_link import ParentSeat, ParentState
+from narrows.ps.shard.shard import Shard
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 

@@ -1,4 +1,4 @@
-"""The output of ps-worker: worker/command/console.py and recording.py, and the lines of a worker that waits."""
+"""The output of ps-worker: worker/command/console.py and worker/command/record.py, and the lines of a worker that waits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 import torch
 from kit.scripts import alone, build, loss_of, run
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, record, session, waiting
+from narrows.worker import DistributedOptimizer, record, session
 from narrows.worker.command import console
-from narrows.worker.command.recording import WorkerRecord
-from narrows.worker.runner import MemberLink
-from narrows.worker.telling import FIGURES
+from narrows.worker.command.record import WorkerRecord
+from narrows.worker.runtime.launcher_pipe import FIGURES
+from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.sync import event_wait
 
 
 def test_progress_goes_by_the_workers_that_are_there() -> None:
@@ -98,15 +99,15 @@ def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now_s
         now_s += timeout_s
 
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
-    monkeypatch.setattr(waiting, "say", said.append)
+    monkeypatch.setattr(event_wait, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr(event_wait, "say", said.append)
     link: Any = SimpleNamespace(take=take, run_clock=0, waits="")
     with pytest.raises(NarrowsError, match="waited 35 s for the others"):
-        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others")
+        event_wait.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others")
     assert said == [f"waiting for the others, {seconds} s so far ..." for seconds in (10, 20, 30)]
     now_s, link.waits = 0.0, "2 of 3 workers joined; waiting for 1"
     with pytest.raises(NarrowsError, match="waited 15 s for the others: 2 of 3 workers joined; waiting for 1"):
-        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 15.0, "the others")
+        event_wait.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 15.0, "the others")
     assert said[3:] == ["2 of 3 workers joined; waiting for 1, 10 s so far ..."]
 
 
@@ -120,10 +121,10 @@ def test_a_wait_for_workers_that_train_has_no_end_while_they_do(monkeypatch: pyt
         link.run_clock = int(min(now_s, 1000.0) // 20)  # a clock in 20 s, and none after a while
 
     link.take = take
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
-    monkeypatch.setattr(waiting, "say", lambda text: None)
+    monkeypatch.setattr(event_wait, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr(event_wait, "say", lambda text: None)
     with pytest.raises(NarrowsError, match="waited 35 s"):
-        waiting.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others", others=True)
+        event_wait.EventWait(cast(MemberLink, link), None, print).until(lambda: False, 35.0, "the others", others=True)
     assert now_s == 1035.0
 
 

@@ -11,10 +11,10 @@ import torch
 from kit.scripts import Run, alone, build, loss_of, run
 from torch.utils.data import DataLoader
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, ranges, resumable, sampler, step_count
-from narrows.worker.resuming import superfluous
+from narrows.worker.data.resuming import superfluous
 
 SAMPLES, BATCH = 103, 8
 

@@ -17,14 +17,16 @@ from torch import nn
 from narrows.compression import parse
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.home import HOST
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import Rule
-from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, engine, home, overlap
-from narrows.worker.engine import Engine
-from narrows.worker.flat import FlatModel
-from narrows.worker.home import home_of
-from narrows.worker.updates import UpdateStep
+from narrows.worker import DistributedOptimizer
+from narrows.worker.model import device_placement
+from narrows.worker.model.device_placement import home_of
+from narrows.worker.model.flat import FlatModel
+from narrows.worker.sync import engine, overlap
+from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.updates import UpdateStep
 
 STEPS = 50
 At = Callable[[int, "Script"], None]
@@ -208,7 +210,7 @@ def test_one_worker_on_a_device_and_one_on_the_host(monkeypatch: pytest.MonkeyPa
         with run(Settings(sync="bsp", push="update", compress="topk:0.1+int8", workers=2)) as started:
             traces.append(trace(started, True, nothing, build))
             homes = [cast(Any, each.engine).home for each in started.sessions]
-            assert sum(isinstance(home, DeviceHome) for home in homes) == wanted.count("device")
+            assert sum(isinstance(device_placement, DeviceHome) for device_placement in homes) == wanted.count("device")
     assert traces[0] == traces[1]
 
 
@@ -336,7 +338,7 @@ def test_kernels_of_a_gpu_are_compiled_before_a_worker_joins(monkeypatch: pytest
     cluster, order = Cluster(Settings(sync="ssp")), list[str]()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(home, "device_home", lambda device: order.append(str(device)))
+    monkeypatch.setattr(device_placement, "device_home", lambda device: order.append(str(device)))
     hear = cluster.servers[0].handle
     cluster.heard[0] = lambda *args: order.append("heard") or hear(*args)  # type: ignore[func-returns-value]
     with run(cluster.settings, cluster):

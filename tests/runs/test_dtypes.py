@@ -16,13 +16,13 @@ from kit.scripts import Array, alone, batch, distance, flat, run, seeded
 from safetensors.torch import load_file
 from torch import nn
 
+from narrows.protocols.config.model_spec import DTYPES, ModelSpec, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.plan import DTYPES, ModelSpec, TensorSpec, pack_arrays, unpack_arrays
-from narrows.protocols.settings import Settings
-from narrows.ps.process import checkpoints, model
+from narrows.ps.checkpoints import checkpoint_files, whole_model
 from narrows.worker import DistributedOptimizer, Embedding, saved_state
-from narrows.worker.buffers import load_buffers, pack_buffers
-from narrows.worker.flat import fingerprint
+from narrows.worker.model.flat import fingerprint
+from narrows.worker.model.module_buffers import load_buffers, pack_buffers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,9 +153,9 @@ def test_a_complex_model_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype)
         steps(net, optimizer)
         optimizer.finish()
         cluster.interrupt()
-    clock = checkpoints.newest(tmp_path, 2)
+    clock = checkpoint_files.newest(tmp_path, 2)
     loaded = spectral(dtype)
-    loaded.load_state_dict(load_file(model.merge(tmp_path, clock, {})))
+    loaded.load_state_dict(load_file(whole_model.merge(tmp_path, clock, {})))
     assert np.array_equal(flat(loaded), flat(net)) and clock == STEPS
     plain = spectral(dtype)
     other = adam(plain)

@@ -17,14 +17,15 @@ from kit.scripts import Array, alone, build, flat, loss_of, run, seeded, tree
 from torch import nn
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import HAND_OVER_NS
+from narrows.protocols.config.checkpoint_names import FOLDER, ROUND, round_file
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Send
-from narrows.protocols.saved import FOLDER, ROUND, round_file
-from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import ShardSupervisor
-from narrows.worker import DistributedOptimizer, agree, gossip_checkpoints, rank, step_count, world_size
-from narrows.worker.gossip import GossipStep
-from narrows.worker.gossip_checkpoints import GossipCheckpoints
+from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.ps.coordinator.coordinator import HAND_OVER_NS
+from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_size
+from narrows.worker.checkpoint import gossip_checkpoints
+from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
+from narrows.worker.sync.gossip import GossipStep
 
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narrows.worker.forwarding import LoggerForwarding
+from narrows.worker.runtime.logger_forwarding import LoggerForwarding
 
 
 class SummaryWriter:

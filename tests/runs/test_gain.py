@@ -15,11 +15,11 @@ from kit.in_process import store_of
 from kit.scripts import build, flat, loss_of, run, train
 from torch import nn
 
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 from narrows.worker import session
-from narrows.worker.command.recording import WorkerRecord
-from narrows.worker.degree import degree_of
-from narrows.worker.optimizers import as_one
+from narrows.worker.command.record import WorkerRecord
+from narrows.worker.model.optimizer_scaling import degree_of
+from narrows.worker.model.optimizers import as_one
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

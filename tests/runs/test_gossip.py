@@ -29,15 +29,15 @@ from simulation.mirrors import Violation
 from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, SendToPeer
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.gossip.driver import GossipDriver
 from narrows.protocols.gossip.exchanges import LAST, GossipExchanges
 from narrows.protocols.gossip.gain import WINDOW, GossipGain
 from narrows.protocols.gossip.peers import GossipPeers
-from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.member.member import Member
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import VERSION, encode
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 

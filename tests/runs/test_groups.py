@@ -23,12 +23,13 @@ from torch import nn
 from narrows.compression.auto import Auto, Switch
 from narrows.compression.home import HOST
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, clock, engine, rank, world_size
-from narrows.worker.home import device_home
-from narrows.worker.slices import _cut
+from narrows.worker import DistributedOptimizer, clock, rank, world_size
+from narrows.worker.model.device_placement import device_home
+from narrows.worker.model.model_slices import _cut
+from narrows.worker.sync import engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,23 +31,23 @@ from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.compression.compressor import Chain
 from narrows.compression.value_codings import Section
 from narrows.protocols import messages as m
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import MasterArrived, Send, SendToPeer, ServerEffect, StateArrived
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
-from narrows.protocols.modes import Mode
-from narrows.protocols.plan import ModelSpec
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode, pack
-from narrows.ps.changes import Fold, LoadArrays, Publish
-from narrows.ps.folding import FoldAtBarrier
-from narrows.ps.inbox import check_part
-from narrows.ps.mixing import ParentGossip
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
-from narrows.ps.store import Store
+from narrows.ps.parent.parent_gossip import ParentGossip
+from narrows.ps.server.server import Server
+from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.push_assembler import check_part
+from narrows.ps.shard.reports import COORDINATOR
+from narrows.ps.store.changes import Fold, LoadArrays, Publish
+from narrows.ps.store.store import Store
 from narrows.worker import DistributedOptimizer
-from narrows.worker.runner import MemberLink
-from narrows.worker.updates import UpdateStep
+from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.sync.updates import UpdateStep
 
 copyreg.pickle(
     memoryview, lambda view: (memoryview, (bytes(view),))

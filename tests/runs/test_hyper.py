@@ -14,10 +14,10 @@ from kit.in_process import store_of
 from kit.scripts import Array, build, loss_of, run
 from kit.seed import SEED
 
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.ps.folding import FoldAtOnce
-from narrows.ps.hyper import FAR, HyperparameterVote, most_agreed
+from narrows.ps.shard.folding import FoldAtOnce
+from narrows.ps.store.hyperparameter_vote import FAR, HyperparameterVote, most_agreed
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 STEPS = 8

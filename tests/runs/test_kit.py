@@ -10,7 +10,7 @@ import torch
 from kit import scripts
 from kit.scripts import run, train
 
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
 
 
 def sgd(model: torch.nn.Module) -> Any:

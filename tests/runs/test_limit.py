@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from kit.liars import LIAR, NOISY, ended
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
-from narrows.ps.limit import FIRST, RECENT, NormClip
-from narrows.ps.looks import UpdateSample
+from narrows.ps.filters.norm_clip import FIRST, RECENT, NormClip
+from narrows.ps.filters.update_sample import UpdateSample
 
 WORKERS = 4
 

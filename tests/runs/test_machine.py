@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from narrows.worker import machine
+from narrows.worker.runtime import device
 
 
 def test_the_text_of_the_first_process_is_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes first waits for it, and without a folder, or past the limit, there is none."""
     monkeypatch.setenv("NARROWS_MACHINE_DIR", str(tmp_path))
-    monkeypatch.setattr(machine, "LOOK_S", 0.001)
+    monkeypatch.setattr(device, "LOOK_S", 0.001)
     ranks = {"first": 0, "second": 1, "third": 2}
-    monkeypatch.setattr(machine, "local_rank", lambda: ranks[threading.current_thread().name])
+    monkeypatch.setattr(device, "local_rank", lambda: ranks[threading.current_thread().name])
     found: dict[str, str | None] = {}
 
     def work() -> None:
         name = threading.current_thread().name
-        found[name] = machine.from_first("best", f"of the {name}")
+        found[name] = device.from_first("best", f"of the {name}")
 
     threads = [threading.Thread(target=work, name=name) for name in ("second", "third", "first")]
     for thread in threads:
@@ -28,8 +28,8 @@ def test_the_text_of_the_first_process_is_that_of_all(tmp_path: Path, monkeypatc
     for thread in threads:
         thread.join(20.0)
     assert found == dict.fromkeys(ranks, "of the first")
-    monkeypatch.setattr(machine, "local_rank", lambda: 1)
-    monkeypatch.setattr(machine, "TOLD_LIMIT_S", 0.01)
-    assert machine.from_first("worst", "") is None
+    monkeypatch.setattr(device, "local_rank", lambda: 1)
+    monkeypatch.setattr(device, "TOLD_LIMIT_S", 0.01)
+    assert device.from_first("worst", "") is None
     monkeypatch.setenv("NARROWS_MACHINE_DIR", "")
-    assert machine.from_first("best", "") is None
+    assert device.from_first("best", "") is None

@@ -8,8 +8,8 @@ import torch
 from kit.in_process import Cluster
 from kit.scripts import Array, build, flat, mean_loss, run, train, tree
 
-from narrows.protocols.modes import MODES, Rule
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.modes import MODES, Rule
+from narrows.protocols.config.settings import Settings
 
 STEPS = 8
 SPECS = ("dense", "int8", "topk:0.2+int8", "cycle:0.25+sign", "topk:8/64+2bit", "cycle:0.5/0.3+sign")

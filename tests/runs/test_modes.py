@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.scripts import build, flat, loss_of, run
 
+from narrows.protocols.config.modes import ELEMENTWISE, MODES, WINDOW, Rule
+from narrows.protocols.config.settings import SHARDS_MAX, STALENESS_MAX, Settings, contradiction
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.replica import STANDS_IN_UNBOUNDED, stand_in
-from narrows.protocols.modes import ELEMENTWISE, MODES, WINDOW, Rule
-from narrows.protocols.settings import SHARDS_MAX, STALENESS_MAX, Settings, contradiction
 from narrows.worker import DistributedOptimizer
 
 # The table of docs/modes.md: flags -> H, bound, folded at a barrier, pushed, server rule, window.

@@ -14,11 +14,12 @@ from kit.on_disk import OnDisk
 from kit.scripts import build, loss_of, run
 from torch import nn
 
-from narrows.protocols.cluster.generations import EVERY_LEAST_NS
-from narrows.protocols.saved import FOLDER
-from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, moments, step_count
-from narrows.worker.moments import AHEAD, OptimizerStateFile
+from narrows.protocols.config.checkpoint_names import FOLDER
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
+from narrows.worker import DistributedOptimizer, step_count
+from narrows.worker.checkpoint import optimizer_state
+from narrows.worker.checkpoint.optimizer_state import AHEAD, OptimizerStateFile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(moments, "say", texts.append)
+    monkeypatch.setattr(optimizer_state, "say", texts.append)
     return texts
 
 
@@ -166,10 +167,10 @@ def test_one_is_written_when_it_is_time_and_training_goes_on_where_that_fails(fo
         assert kept is not None
         stepped(net, optimizer, 2)
         assert kept.kept is False and not folder.exists(), "the first 5 s are not over"
-        kept.at_ns -= EVERY_LEAST_NS
+        kept.at_ns -= CHECKPOINT_LEAST_NS
         stepped(net, optimizer, 1)
         assert kept.kept and kept.idle.wait(10.0) and torch.load(kept.path)["clock"] == 2 + 1
-        kept.took_ns, kept.at_ns = EVERY_LEAST_NS, time.monotonic_ns() - 2 * EVERY_LEAST_NS
+        kept.took_ns, kept.at_ns = CHECKPOINT_LEAST_NS, time.monotonic_ns() - 2 * CHECKPOINT_LEAST_NS
         stepped(net, optimizer, 1)
         assert not kept.kept, "writing takes 2 % of the time"
         with torch.no_grad():

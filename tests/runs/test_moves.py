@@ -19,15 +19,15 @@ from kit.scripts import build, distance, flat, loss_of, run
 from narrows.compression.codecs import add
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log, Moved, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.settings import Settings
-from narrows.ps.planned import ModelShard
-from narrows.ps.process import checkpoints
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.shard.model_shard import ModelShard
 from narrows.worker import DistributedOptimizer, clock, rank, step_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +83,7 @@ def test_with_a_barrier_it_is_the_undisturbed_run(flags: dict[str, Any], more: d
 
 
 def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoints.write
+    write = checkpoint_files.write
 
     def refusing(folder: Path, shard: int, *rest: Any) -> Any:
         if shard == 1:
@@ -92,7 +92,7 @@ def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monk
 
     settings = Settings(sync="bsp", workers=2, shards=2)
     undisturbed = trained(settings, tmp_path / "a", {})
-    monkeypatch.setattr(checkpoints, "write", refusing)
+    monkeypatch.setattr(checkpoint_files, "write", refusing)
     assert distance(trained(settings, tmp_path / "b", {4: 3}), undisturbed) < 1e-6
 
 

@@ -13,12 +13,12 @@ from kit.liars import LIAR, NOISY, ended
 
 from narrows.compression import PayloadError, codecs, parse
 from narrows.compression.codecs import VOID, Piece, raw_pieces
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log
-from narrows.protocols.settings import Settings
-from narrows.ps.inbox import PushedUpdate
-from narrows.ps.limit import FAR, UnboundedNorms
-from narrows.ps.looks import UpdateSample, UpdateSampler
-from narrows.ps.screen import UpdateCheck, UpdateFilters
+from narrows.ps.filters.norm_clip import FAR, UnboundedNorms
+from narrows.ps.filters.update_filters import UpdateCheck, UpdateFilters
+from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
+from narrows.ps.shard.push_assembler import PushedUpdate
 
 WORKERS, STEPS = 4, 8
 KNOWN_AFTER = 4  # steps: updates that are folded as they come are held against some before them

@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 
+from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.modes import ELEMENTWISE
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, ranges, rank, sampler, session, step_count, world_size
 from narrows.worker.optimizer import begin_anew
 

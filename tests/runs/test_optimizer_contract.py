@@ -16,8 +16,8 @@ from kit.scripts import Array, alone, build, distance, flat, loss_of, run
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,8 @@ from kit.scripts import BATCH, Array, Each, alone, batch, build, distance, flat,
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,13 +24,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from narrows.compression.value_codings import EDGE_CODINGS, Key
+from narrows.protocols.config.deployment import Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
-from narrows.protocols.planning.layout import Deployment, StageEdge, StageServer, WorkerProcess
-from narrows.protocols.planning.stages import order
-from narrows.protocols.runtime.curve import new_pair
-from narrows.protocols.runtime.peers import ChannelRunner
-from narrows.ps.command import stages as stages_of_hosts
-from narrows.ps.process import checkpoints
+from narrows.protocols.runtime.network.channel_runner import ChannelRunner
+from narrows.protocols.runtime.network.curve import new_pair
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.command import stage_servers as stages_of_hosts
+from narrows.ps.planner.pipelines.stages import order
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, decode, encode
 from narrows.worker.pipelining.group import PipelineGroup, register
 from narrows.worker.pipelining.schedule import ScheduleEager1F1B
@@ -469,12 +469,12 @@ def test_two_hosts_tell_each_other_which_clocks_their_stages_have(tmp_path: Path
     )
     for stage, host, clocks in ((0, "a", (10, 20, 30)), (1, "b", (20, 40))):
         for clock in clocks:
-            checkpoints.write(tmp_path / host / f"stage-{stage}", 0, clock, arrays, facts)
+            checkpoint_files.write(tmp_path / host / f"stage-{stage}", 0, clock, arrays, facts)
     assert together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2) == [20, 20]
-    assert checkpoints.whole(tmp_path / "a" / "stage-0") == [10, 20] and checkpoints.whole(
+    assert checkpoint_files.whole(tmp_path / "a" / "stage-0") == [10, 20] and checkpoint_files.whole(
         tmp_path / "b" / "stage-1"
     ) == [20]
-    checkpoints.drop_all_after(tmp_path / "b" / "stage-1", -1)
+    checkpoint_files.drop_all_after(tmp_path / "b" / "stage-1", -1)
     with pytest.raises(UsageError, match="stage 0: 10, 20; stage 1: none"):
         together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2)
 

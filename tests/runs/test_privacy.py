@@ -15,11 +15,11 @@ from kit.scripts import Array, build, flat, loss_of, run
 from torch import nn
 
 from narrows.compression import NonFiniteError
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer
-from narrows.worker.command.recording import WorkerRecord
-from narrows.worker.privacy import CHUNK, DELTA, ORDERS, UpdatePrivacy
+from narrows.worker.command.record import WorkerRecord
+from narrows.worker.model.privacy import CHUNK, DELTA, ORDERS, UpdatePrivacy
 
 CLIP, SIGMA, RATE = 0.02, 0.5, 0.1
 PLAIN: dict[str, Any] = {"update_gain": 1.0, "look_ahead": 0.0}

@@ -28,15 +28,15 @@ import narrows.worker as narrows
 from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster import run as cluster_run
-from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
+from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.keys import parts
-from narrows.protocols.settings import Settings
-from narrows.ps.folding import FoldAtBarrier
-from narrows.ps.server import Server
+from narrows.ps.coordinator import run as cluster_run
+from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
+from narrows.ps.server.server import Server
+from narrows.ps.shard.folding import FoldAtBarrier
 from narrows.worker import DistributedOptimizer
-from narrows.worker.updates import UpdateStep
+from narrows.worker.sync.updates import UpdateStep
 
 # The rule, in NumPy and milliseconds, as docs/design/quorum.md has it: updates that are there and in no round yet are open.
 # A round closes when every worker has one; or when `quorum` have, and the grace since the last of those is over, which is

@@ -13,9 +13,9 @@ from kit.groups import groups
 from kit.in_process import Cluster
 from kit.scripts import Run, alone, build, distance, flat, loss_of, run, tree
 
-from narrows.protocols.cluster.ranges import RangeLedger
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
+from narrows.ps.coordinator.sample_leases import RangeLedger
 from narrows.worker import DistributedOptimizer, ranges
 
 SAMPLES, SIZE = 103, 8

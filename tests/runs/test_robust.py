@@ -14,20 +14,20 @@ import pytest
 from kit.liars import LIAR, TAUGHT, ended
 
 from narrows.compression.codecs import Piece, raw_pieces
+from narrows.protocols.config.robust import Robust
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.robust import Robust
-from narrows.protocols.settings import Settings
 from narrows.ps.command.serve import checked
-from narrows.ps.directions import AGREE, LEAST, RECENT, SHARE, SURE, CosineFilter
-from narrows.ps.gain import WINDOW, Gain
-from narrows.ps.inbox import PushedUpdate
-from narrows.ps.limit import UnboundedNorms
-from narrows.ps.looks import UpdateSample, UpdateSampler
-from narrows.ps.mean import TrimmedMean
-from narrows.ps.process import pickling
-from narrows.ps.process.pickling import _Pickler, _Unpickler
-from narrows.ps.screen import UpdateFilters
-from narrows.ps.store import assume_lent
+from narrows.ps.filters.cosine_filter import AGREE, LEAST, RECENT, SHARE, SURE, CosineFilter
+from narrows.ps.filters.norm_clip import UnboundedNorms
+from narrows.ps.filters.update_filters import UpdateFilters
+from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
+from narrows.ps.process import machine_pickling
+from narrows.ps.process.machine_pickling import _Pickler, _Unpickler
+from narrows.ps.shard.push_assembler import PushedUpdate
+from narrows.ps.store.gain import WINDOW, Gain
+from narrows.ps.store.reduction import TrimmedMean
+from narrows.ps.store.store import assume_lent
 
 STEPS = 48
 WORKERS = 4
@@ -89,7 +89,7 @@ def updates(values: Floats, begin: int, cuts: list[int]) -> list[tuple[float, li
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
 def test_the_trimmed_mean_is_that_of_the_definition(workers: int, cut: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, at_once = np.random.default_rng(workers), 1 << 10
-    monkeypatch.setattr("narrows.ps.mean.AT_ONCE", at_once)
+    monkeypatch.setattr("narrows.ps.store.reduction.AT_ONCE", at_once)
     begin, size = 7, 2 * at_once + 100
     values = rng.standard_normal((workers, size)).astype(np.float32)
     mean = TrimmedMean(begin, size, cut)
@@ -304,7 +304,7 @@ def test_what_is_known_of_a_worker_is_in_the_journal(monkeypatch: pytest.MonkeyP
     screen = UpdateFilters(0, UpdateSampler(0, KEYS), UnboundedNorms(unit, False), [check := CosineFilter(0)])
     for clock in range(LEAST + 2):
         send(screen, clock)
-    monkeypatch.setattr(pickling, "FUNCTIONS", pickling.FUNCTIONS | {(__name__, "unit")})
+    monkeypatch.setattr(machine_pickling, "FUNCTIONS", machine_pickling.FUNCTIONS | {(__name__, "unit")})
     file = io.BytesIO()
     _Pickler(file, assume_lent).dump(screen)
     file.seek(0)

@@ -15,13 +15,15 @@ from kit.on_disk import OnDisk
 from kit.scripts import Each, Run, build, distance, flat, loss_of, run
 from torch import nn
 
-from narrows.protocols import keys
 from narrows.protocols import messages as m
+from narrows.protocols.config import key_ranges
+from narrows.protocols.config.checkpoint_names import FOLDER
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.saved import FOLDER
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.worker import DistributedOptimizer, gradients, saved_state, server_state
+from narrows.worker import DistributedOptimizer, saved_state
+from narrows.worker.checkpoint import server_state
+from narrows.worker.sync import gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +49,7 @@ MAKES: dict[str, Make] = {
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More asks than may be under way at a time."""
-    monkeypatch.setattr(server_state, "parts", lambda begin, end: keys.parts(begin, end, 11))
+    monkeypatch.setattr(server_state, "parts", lambda begin, end: key_ranges.parts(begin, end, 11))
 
 
 def through_a_file(state: Any) -> Any:

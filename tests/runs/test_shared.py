@@ -15,10 +15,10 @@ from kit.scripts import Run, alone, batch, flat, loss_of, run, seeded, tree
 from torch import nn
 from torch.utils.data import DataLoader
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, sampler, world_size
-from narrows.worker.gossip import GossipStep
+from narrows.worker.sync.gossip import GossipStep
 
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},

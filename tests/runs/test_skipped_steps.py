@@ -16,8 +16,8 @@ from kit import bags
 from kit.groups import groups
 from kit.scripts import Array, batch, build, distance, flat, loss_of, run, seeded
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")

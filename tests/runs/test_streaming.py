@@ -20,15 +20,15 @@ from narrows.compression.codecs import CODED, RAW, raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import fragment, parts, split
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import LoadArrays, OuterStep, Publish, Rebase
-from narrows.ps.store import Store
+from narrows.ps.store.changes import LoadArrays, OuterStep, Publish, Rebase
+from narrows.ps.store.store import Store
 from narrows.worker import DistributedOptimizer, step_count
-from narrows.worker.engine import Engine
+from narrows.worker.sync.engine import Engine
 
 
 def engine_of(optimizer: DistributedOptimizer) -> Engine:

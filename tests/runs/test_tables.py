@@ -17,12 +17,13 @@ from torch import nn
 
 from narrows.compression import codecs, rows
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.ps.process.pickling import freeze, thaw
-from narrows.worker import DistributedOptimizer, embedding
+from narrows.ps.process.machine_pickling import freeze, thaw
+from narrows.worker import DistributedOptimizer
+from narrows.worker.model import embedding
 
 STEPS = 12
 Ends = list[tuple[torch.Tensor, torch.Tensor]]

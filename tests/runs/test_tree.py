@@ -13,11 +13,11 @@ from kit.processes import until
 from kit.scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from kit.trees import ABOVE, BELOW, STEPS, family, one_process, root_model, sgd
 
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.messages import TEXT_MAX, Hello
-from narrows.protocols.settings import Settings
+from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.worker import DistributedOptimizer, clock, world_size
 
 

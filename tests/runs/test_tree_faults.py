@@ -22,14 +22,14 @@ from kit.seed import SEED
 from kit.trees import ABOVE, BELOW, family, root_model
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.modes import WINDOW
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import MemberPhase
-from narrows.protocols.modes import WINDOW
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import OWED, LoadArrays
-from narrows.ps.process.checkpoints import read
-from narrows.ps.pushing import ParentPush
-from narrows.ps.shard import Shard
+from narrows.ps.checkpoints.checkpoint_files import read
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.changes import OWED, LoadArrays
 from narrows.worker import DistributedOptimizer, clock
 
 BARRIER = Settings(sync="bsp", push="update")

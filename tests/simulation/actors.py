@@ -1,7 +1,7 @@
 """The parts of a simulated cluster that stand where our runners stand: a disk, a server process, a scripted worker.
 
 - `Process` stands where ps/process/runner.py stands: it carries out effects and has no rule of its own.
-- `Worker` stands where worker/engine.py stands: it has the same `Exchange`, and numbers for a model.
+- `Worker` stands where worker/sync/engine.py stands: it has the same `Exchange`, and numbers for a model.
 - `MeasuredHost` is the cluster that they belong to, one alone (campaigns.py) or one of a tree (trees.py); `Watch` is
   told of all that they do.
 """
@@ -22,31 +22,31 @@ from narrows.compression.codecs import ROWS, Piece, raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster import coordinator
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.run import Decision
+from narrows.protocols.config.embedding_spec import TableSpec, rows_of
+from narrows.protocols.config.key_ranges import fragment, parts, split
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, MemberPhase
-from narrows.protocols.modes import Rule
-from narrows.protocols.plan import ModelSpec, TensorSpec, pack_arrays
-from narrows.protocols.runtime.clock import AwakeClock
-from narrows.protocols.settings import Settings
-from narrows.protocols.tables import TableSpec, rows_of
-from narrows.protocols.timing import Timing
+from narrows.protocols.runtime.network.clock import AwakeClock
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.changes import LoadArrays
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import ClockStage, MeanFactory
-from narrows.ps.process import pickling
-from narrows.ps.process.checkpoints import KEPT
+from narrows.ps.checkpoints.checkpoint_files import KEPT
+from narrows.ps.coordinator import coordinator
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.run import Decision
+from narrows.ps.process import machine_pickling
 from narrows.ps.process.journal import JournalReplay
-from narrows.ps.recut import recut
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
-from narrows.ps.shard import Shard
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import ClockStage, MeanFactory
+from narrows.ps.shard.reports import COORDINATOR
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.changes import LoadArrays
+from narrows.ps.store.reshard_arrays import recut
 from simulation.lives import Kept, Kill
 from simulation.mirrors import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
 from simulation.network import Simulator
@@ -76,7 +76,10 @@ def update_of(index: int, life: int, step: int) -> FloatArray:
     return values
 
 
-pickling.OURS = (*pickling.OURS, f"{__package__}.")  # a machine of a test has parts of its own, of any module here
+machine_pickling.OURS = (
+    *machine_pickling.OURS,
+    f"{__package__}.",
+)  # a machine of a test has parts of its own, of any module here
 
 
 class PlainSGD:
@@ -562,7 +565,7 @@ class Process:
             self._on_disk(self.writing)
 
     def _on_disk(self, writing: Writing | None) -> None:
-        """It is written, as by ps/process/writer.py, unless this life is over, or it belongs to a run that went back."""
+        """It is written, as by ps/checkpoints/writer.py, unless this life is over, or it belongs to a run that went back."""
         if writing is None or writing is not self.writing or not self.run.sim.alive(self.up):
             return
         (clock, arrays, publication, plan), self.writing = writing, None
@@ -787,7 +790,7 @@ class Worker:
         feedbacks = [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts]
         return HostReplica(begin, end, feedbacks, lambda low, high: parts(low, high, self.run.part_keys))
 
-    # Ranges of samples, as worker/taking.py takes them.
+    # Ranges of samples, as worker/sync/sample_client.py takes them.
 
     def _take(self, work: Work) -> None:
         if self.enough or len(self.rows) == work.a_step(self.index):

@@ -15,12 +15,12 @@ import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.embedding_spec import why_not
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import Rule
-from narrows.protocols.plan import ModelSpec
-from narrows.protocols.settings import Settings
-from narrows.protocols.tables import why_not
 from narrows.protocols.wire import decode, encode
 from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, TABLE, Disk, Kit, Process, Worker
 from simulation.invariants import Checker

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import NS
-from narrows.protocols.modes import Mode
 from simulation.trees import HEADER_BYTES, Road, Tree, TreeCase
 
 SKIPPED = 1 / 3  # of all rounds, at the beginning: windows fill, and who was ahead at the start is caught up with

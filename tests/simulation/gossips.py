@@ -14,15 +14,15 @@ from narrows.compression.home import HOST
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, partners
 from narrows.protocols.effects import NS, Log, MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import GossipDriver, GossipPhase, Says
 from narrows.protocols.gossip.exchanges import ARRIVED_MAX
 from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.mixing import Mixing
-from narrows.protocols.gossip.outer import OuterMomentum
+from narrows.protocols.gossip.outer_momentum import OuterMomentum
 from narrows.protocols.gossip.peers import GossipPeers
-from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, partners
 from narrows.protocols.wire import decode, encode
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator, Wire

@@ -3,7 +3,7 @@ those of a move, and
 
     told at last   who has no shards any more is told so, and why; who is not lost loses nothing
 
-`Machine` stands where ps/command/joining.py stands: it starts and ends processes as `RemoteShardsGrant` says.
+`Machine` stands where ps/command/remote_shards.py stands: it starts and ends processes as `RemoteShardsGrant` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Wish
-from narrows.ps.shard import Shard
+from narrows.ps.shard.shard import Shard
 from simulation.actors import Kit, Process
 from simulation.campaigns import Case, Trace, case_of
 from simulation.mirrors import Violation

@@ -32,13 +32,13 @@ import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
-from narrows.protocols.cluster.run import Seat
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.runtime.clock import TURN_NS
-from narrows.protocols.settings import Settings
-from narrows.ps.events import MachineEvent
+from narrows.protocols.runtime.network.clock import TURN_NS
+from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.run import Seat
+from narrows.ps.replication.events import MachineEvent
 from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:

@@ -27,11 +27,15 @@ from kit.merging import TrueGain
 from narrows.compression.codecs import add
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import MemberPhase
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import (
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.model_shard import ModelShard
+from narrows.ps.store.changes import (
     Change,
     Fold,
     LoadArrays,
@@ -43,11 +47,7 @@ from narrows.ps.changes import (
     Terms,
     Update,
 )
-from narrows.ps.events import MachineEvent
-from narrows.ps.folding import FoldAtBarrier
-from narrows.ps.gain import GONE
-from narrows.ps.planned import ModelShard
-from narrows.ps.pushing import ParentPush
+from narrows.ps.store.gain import GONE
 from simulation.mirrors import RATE, FloatArray, Violation
 
 if TYPE_CHECKING:

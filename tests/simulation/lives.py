@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.wire import encode
-from narrows.ps.events import MachineEvent
 from narrows.ps.process.journal import Journal, JournalReplay, files
-from narrows.ps.server import Server
-from narrows.ps.store import assume_lent
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.store.store import assume_lent
 from simulation.network import Random
 
 if TYPE_CHECKING:

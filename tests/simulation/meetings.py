@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.member import Member
-from narrows.protocols.settings import Settings
+from narrows.ps.coordinator.coordinator import Coordinator
 from simulation.actors import PLANS, TIMING
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator

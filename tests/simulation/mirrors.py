@@ -17,13 +17,13 @@ import numpy.typing as npt
 from kit.merging import TrueGain
 
 from narrows.protocols import messages as m
-from narrows.protocols.keys import split
-from narrows.ps.changes import Change, Fold, OuterStep, Publish, SetFirstWeights, Step, Terms, Update
-from narrows.ps.events import MachineEvent
-from narrows.ps.folding import FoldAtBarrier, FoldAtOnce
-from narrows.ps.gain import GONE
-from narrows.ps.inbox import PushedUpdate, PushSequence
-from narrows.ps.store import Store
+from narrows.protocols.config.key_ranges import split
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.shard.folding import FoldAtBarrier, FoldAtOnce
+from narrows.ps.shard.push_assembler import PushedUpdate, PushSequence
+from narrows.ps.store.changes import Change, Fold, OuterStep, Publish, SetFirstWeights, Step, Terms, Update
+from narrows.ps.store.gain import GONE
+from narrows.ps.store.store import Store
 from simulation.screens import Screen
 
 if TYPE_CHECKING:

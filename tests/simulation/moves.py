@@ -5,7 +5,7 @@
     exactly once  what was folded before is not folded again under the next epoch
     nothing lost  who leaves has every update in the model that it has pushed over whichever shards
 
-`Moved` stands where ps/command/moving.py stands: it starts and ends processes as the coordinator says.
+`Moved` stands where ps/command/reshard.py stands: it starts and ends processes as the coordinator says.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 
-from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.store import Store
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.store.store import Store
 from simulation.actors import Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.invariants import Checker

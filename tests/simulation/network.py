@@ -21,8 +21,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from narrows.protocols.effects import NS
-from narrows.protocols.timeline import Timeline
-from narrows.protocols.timeline import Wire as Wire
+from narrows.ps.planner.timeline import Timeline
+from narrows.ps.planner.timeline import Wire as Wire
 
 MS = NS // 1000
 AT_ONCE = 512  # values of a generator

@@ -34,18 +34,18 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.wire import encode
-from narrows.ps.changes import Change, Fold, OuterStep, Step
-from narrows.ps.copies import ReplicationPrimary, lost_after
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.planned import ModelShard
+from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.process.journal import JournalReplay
-from narrows.ps.process.pickling import frozen, thaw
-from narrows.ps.pushing import ParentPush
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
-from narrows.ps.siblings import PeerShards
-from narrows.ps.standby import Standby
-from narrows.ps.store import Store, assume_lent
+from narrows.ps.process.machine_pickling import frozen, thaw
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.replication.standby import Standby
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import ModelShard
+from narrows.ps.shard.reports import COORDINATOR
+from narrows.ps.store.changes import Change, Fold, OuterStep, Step
+from narrows.ps.store.store import Store, assume_lent
 from simulation.actors import Kit, Process, Worker, peer_of, source_of
 from simulation.levels import CLOSE, Level
 from simulation.lives import Kill, killed
@@ -548,7 +548,7 @@ class Serving(Process):
 
 
 class Second:
-    """A shard that stands by, where ps/process/follower.py stands."""
+    """A shard that stands by, where ps/process/standby_runner.py stands."""
 
     def __init__(self, site: Site, index: int) -> None:
         assert site.follows is not None

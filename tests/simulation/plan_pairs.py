@@ -16,14 +16,14 @@ import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.moves import ReshardPhase
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
+from narrows.protocols.member.summary import Summary, SummaryRow, packed
 from narrows.protocols.messages import RefuseCode
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow, packed
-from narrows.ps.events import MachineEvent
-from narrows.ps.process.machine import resumed
-from narrows.ps.pushing import ParentPush
+from narrows.ps.coordinator.resharding import ReshardPhase
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.process.machine_factory import resumed
+from narrows.ps.replication.events import MachineEvent
 from simulation.actors import Kit, Process, Worker
 from simulation.levels import CLOSE
 from simulation.mirrors import Violation
@@ -142,7 +142,7 @@ class OrphanStory(PlanStory):
         assert process.shard.planned is not None
         self.rows[process.index, clock] = [*process.shard.planned.store.__dict__.get("folded", [])]
         if process.coordinator is not None:
-            self.settings[clock] = process.coordinator.moves.next  # as ps/process/disk.py writes it
+            self.settings[clock] = process.coordinator.moves.next  # as ps/process/checkpoint_disk.py writes it
 
     def loaded(self, process: Process, clock: int) -> None:
         self.read.add((process.index, clock))

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.moves import ReshardPhase
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow, packed
-from narrows.ps.events import MachineEvent
-from narrows.ps.pushing import ParentPush
+from narrows.protocols.member.summary import Summary, SummaryRow, packed
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.resharding import ReshardPhase
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.replication.events import MachineEvent
 from simulation.actors import Kit, Process
 from simulation.levels import CLOSE, Child, Level, Values
 from simulation.lives import Kill

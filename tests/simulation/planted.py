@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from narrows.ps.copies import ReplicationPrimary
-from narrows.ps.inbox import PushSequence
+from narrows.ps.replication.replication_primary import ReplicationPrimary
+from narrows.ps.shard.push_assembler import PushSequence
 from simulation import test_campaigns, test_lives, test_moves, test_ranges, test_replans, test_standbys, test_trees
 from simulation.actors import Bug, planted
 from simulation.kinds import KINDS, mixed, shares

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.member.figures import MemberMetrics
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.modes import Rule
-from narrows.protocols.settings import Settings
-from narrows.protocols.summary import Summary, SummaryRow, packed
-from narrows.ps.coded import coded
-from narrows.ps.events import MachineEvent
+from narrows.protocols.member.link_meter import LinkMeter
+from narrows.protocols.member.metrics import MemberMetrics
+from narrows.protocols.member.summary import Summary, SummaryRow, packed
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.replication.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.mirrors import FloatArray, Violation
@@ -155,7 +155,7 @@ class Replanned(Moved):
         self.rate = NARROW if narrow else WIDE
         settings = coordinator.run.settings
         if settings.plan_number != self.settings.plan_number:
-            self.settings = settings  # as ps/command/cluster.py learns it
+            self.settings = settings  # as ps/command/shard_supervisor.py learns it
             self.plans.append(settings.plan_number)
             self.sim.struck["plan changed"] += 1
 

@@ -33,8 +33,8 @@ import numpy as np
 from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
+from narrows.protocols.config.topology import edges
 from narrows.protocols.effects import NS
-from narrows.protocols.gossip.topology import edges
 from narrows.protocols.wire import encode
 from simulation.gossips import COUNT, Array, Net, Wide
 from simulation.network import MS, Random, Wire

@@ -13,8 +13,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
-from narrows.protocols.settings import Settings
 from simulation.campaigns import Case, Run
 from simulation.network import MS, Faults
 

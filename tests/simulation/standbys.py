@@ -22,12 +22,12 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
-from narrows.protocols.member.views import FailoverView
-from narrows.ps.copies import ReplicationPrimary, lost_after
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.siblings import PeerShards
-from narrows.ps.standby import Standby
+from narrows.protocols.member.failover_view import FailoverView
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.replication.standby import Standby
+from narrows.ps.shard.reports import COORDINATOR
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator
 

@@ -14,27 +14,27 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.generations import CheckpointSchedule
-from narrows.protocols.cluster.roster import Members
-from narrows.protocols.cluster.rounds import Clocks
-from narrows.protocols.cluster.run import Seat
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect, StateArrived
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
-from narrows.protocols.modes import Mode
-from narrows.protocols.plan import ModelSpec, TensorSpec
-from narrows.protocols.runtime.clock import AwakeClock
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import Change, FloatArray, Fold, Terms
-from narrows.ps.folding import FoldAtOnce
-from narrows.ps.inbox import PushAssembler, PushedUpdate, PushSequence
-from narrows.ps.mean import WeightedMean
-from narrows.ps.process import checkpoints
-from narrows.ps.publications import Publications
-from narrows.ps.service import ShardRequests
-from narrows.ps.shard import Shard
-from narrows.ps.store import Store
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.members import Members
+from narrows.ps.coordinator.run import Seat
+from narrows.ps.shard.folding import FoldAtOnce
+from narrows.ps.shard.publications import Publications
+from narrows.ps.shard.push_assembler import PushAssembler, PushedUpdate, PushSequence
+from narrows.ps.shard.shard import Shard
+from narrows.ps.shard.shard_requests import ShardRequests
+from narrows.ps.store.changes import Change, FloatArray, Fold, Terms
+from narrows.ps.store.reduction import WeightedMean
+from narrows.ps.store.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.hunt import hunt
@@ -388,7 +388,7 @@ def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
     # The run has gone back from 9 to some clock before 6; then the disk of another shard refuses 7 and 8.
     for clock, shared in ((4, -1), (8, 4), (9, 8), (6, 4), (7, 6), (8, 6), (10, 6), (11, 10), (12, 11)):
         disk.write(0, clock, {"x": x, "p": x}, 0, b"", shared)
-        assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts, shared) == disk.clocks(0)
+        assert checkpoint_files.write(tmp_path, 0, clock, {"x": x, "p": x}, facts, shared) == disk.clocks(0)
     # Two shards become one: the file of the second goes when the first does not need that clock any more.
     for shard, clock, shards, shared in (
         (0, 14, 2, 12),
@@ -398,15 +398,15 @@ def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
         (0, 20, 1, 18),
     ):
         disk.write(shard, clock, {"x": x, "p": x}, 0, b"", shared, shards)
-        checkpoints.write(tmp_path, shard, clock, {"x": x, "p": x}, facts | {"shards": shards}, shared)
+        checkpoint_files.write(tmp_path, shard, clock, {"x": x, "p": x}, facts | {"shards": shards}, shared)
         for each in range(2):
-            assert checkpoints.clocks(tmp_path, each) == disk.clocks(each)
-            assert checkpoints.sound(tmp_path, each, shards)[0] == disk.sound(each, shards)
+            assert checkpoint_files.clocks(tmp_path, each) == disk.clocks(each)
+            assert checkpoint_files.sound(tmp_path, each, shards)[0] == disk.sound(each, shards)
     assert disk.clocks(1) == ()
     for clock in (6, -1):
         disk.drop_after(0, clock)
-        checkpoints.drop_after(tmp_path, 0, clock)
-        assert checkpoints.clocks(tmp_path, 0) == disk.clocks(0)
+        checkpoint_files.drop_after(tmp_path, 0, clock)
+        assert checkpoint_files.clocks(tmp_path, 0) == disk.clocks(0)
 
 
 # Bugs that were found, each as a scenario. After a change of the machines: play, and read the diff as code.

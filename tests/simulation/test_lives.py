@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.settings import Settings
-from narrows.ps.changes import Fold, OuterStep, Step
-from narrows.ps.events import EventKind, MachineEvent
+from narrows.protocols.config.settings import Settings
+from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process.journal import Journal, JournalReplay
-from narrows.ps.server import Server
-from narrows.ps.store import Store
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.store.changes import Fold, OuterStep, Step
+from narrows.ps.store.store import Store
 from simulation.actors import Bug, Disk, Kit, planted
 from simulation.campaigns import Case, Run, case_of
 from simulation.hunt import hunt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.meeting import GossipDirectory
-from narrows.protocols.cluster.roster import Members
-from narrows.protocols.cluster.run import Decision, Seat
+from narrows.ps.coordinator.gossip_directory import GossipDirectory
+from narrows.ps.coordinator.members import Members
+from narrows.ps.coordinator.run import Decision, Seat
 from simulation.actors import planted
 from simulation.hunt import hunt
 from simulation.meetings import Hall

@@ -9,13 +9,13 @@ import pytest
 
 from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.guests import RemoteHost, RemoteShards
-from narrows.protocols.cluster.moves import Resharding
-from narrows.protocols.cluster.run import Run
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.settings import Settings
-from narrows.ps import recut as recutting
-from narrows.ps.shard import Shard
+from narrows.ps.coordinator.remote_shards import RemoteHost, RemoteShards
+from narrows.ps.coordinator.resharding import Resharding
+from narrows.ps.coordinator.run import Run
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store import reshard_arrays as recutting
 from simulation import actors
 from simulation.actors import Bug, Kit, Process, planted
 from simulation.guests import Visited, visit_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.roster import Members
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.messages import name_of
-from narrows.ps.above import ParentSeat, SeatedParentLink
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.members import Members
+from narrows.ps.parent.parent_link import ParentSeat, SeatedParentLink
 from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.pairs import House, PairCase, Pairs, Serving, Strike, fenced, pair_case

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from narrows.compression import ErrorFeedback
-from narrows.protocols.cluster.moves import ReshardPhase
-from narrows.ps.above import ParentLink, ParentSeat, SeatedParentLink
-from narrows.ps.changes import LoadArrays
-from narrows.ps.holding import ParentHold
-from narrows.ps.membership import ParentMembership
-from narrows.ps.planned import ModelShard
-from narrows.ps.pushing import ParentPush
+from narrows.ps.coordinator.resharding import ReshardPhase
+from narrows.ps.parent.parent_link import ParentLink, ParentSeat, SeatedParentLink
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.server.parent_hold import ParentHold
+from narrows.ps.server.parent_membership import ParentMembership
+from narrows.ps.shard.model_shard import ModelShard
+from narrows.ps.store.changes import LoadArrays
 from simulation.actors import Bug, Kit, planted
 from simulation.hunt import hunt
 from simulation.kinds import KINDS

@@ -8,11 +8,11 @@ from itertools import count, islice
 
 import pytest
 
-from narrows.protocols.cluster.moves import Resharding
-from narrows.protocols.cluster.ranges import SampleLeases
-from narrows.protocols.cluster.rounds import Clocks
-from narrows.protocols.cluster.run import Seat
-from narrows.protocols.settings import Settings
+from narrows.protocols.config.settings import Settings
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.resharding import Resharding
+from narrows.ps.coordinator.run import Seat
+from narrows.ps.coordinator.sample_leases import SampleLeases
 from simulation.actors import Bug, Kit, planted
 from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
 from simulation.hunt import hunt

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.moves import Resharding
-from narrows.protocols.cluster.rounds import Clocks
-from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.member.exchange import Exchange
-from narrows.ps.shard import Shard
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.resharding import Resharding
+from narrows.ps.coordinator.run import Seat
+from narrows.ps.shard.shard import Shard
 from simulation.actors import Bug, Kit, planted
 from simulation.hunt import hunt
 from simulation.mirrors import Violation

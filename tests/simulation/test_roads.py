@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.roster import CUT_LEAST_NS, CUT_TRIPS, ROAD_MAX_NS
-from narrows.protocols.cluster.run import Seat
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
-from narrows.protocols.settings import Settings
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.members import CUT_LEAST_NS, CUT_TRIPS, ROAD_MAX_NS
+from narrows.ps.coordinator.run import Seat
 from simulation.actors import peer_of
 from simulation.campaigns import LEASE_S, TICK_NS, Run, case_of
 from simulation.network import MS, Faults, Random, Wire

@@ -11,10 +11,10 @@ import pytest
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
+from narrows.protocols.config.topology import TOPOLOGIES
 from narrows.protocols.effects import NS
 from narrows.protocols.gossip.driver import GossipDriver
 from narrows.protocols.gossip.mixing import Mixing
-from narrows.protocols.gossip.topology import TOPOLOGIES
 from simulation import gossips as gossiping
 from simulation.gossips import COUNT, Node
 from simulation.network import MS

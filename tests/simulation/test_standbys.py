@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, MemberEffect, Send
+from narrows.protocols.member.failover_view import FailoverView
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.views import FailoverView
-from narrows.protocols.settings import Settings
-from narrows.ps import feed
-from narrows.ps.copies import ReplicationPrimary
-from narrows.ps.standby import Standby
+from narrows.ps.replication import replication_stream
+from narrows.ps.replication.replication_primary import ReplicationPrimary
+from narrows.ps.replication.standby import Standby
 from simulation.actors import PLANS
 from simulation.hunt import hunt
 from simulation.mirrors import Violation
@@ -29,7 +29,7 @@ PLANTED_RUNS = 150  # within so many a planted bug is found
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A box is small, and yet several parts."""
-    monkeypatch.setattr(feed, "PART_BYTES", 1024)
+    monkeypatch.setattr(replication_stream, "PART_BYTES", 1024)
 
 
 def test_nothing_is_lost_and_one_serves() -> None:

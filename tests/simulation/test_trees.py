@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.above import ParentPlace
-from narrows.protocols.cluster.rounds import Clocks
-from narrows.protocols.cluster.run import Seat as ClusterSeat
+from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import NS
-from narrows.protocols.modes import Mode
-from narrows.ps.changes import Change, Rebase
-from narrows.ps.folding import FoldAtBarrier
-from narrows.ps.inbox import PushSequence
-from narrows.ps.planned import STAGES, ClockStage, ModelShard
-from narrows.ps.publications import PublicationChild, Publications
-from narrows.ps.pushing import ParentPush
-from narrows.ps.service import ShardRequests
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.run import Seat as ClusterSeat
+from narrows.ps.parent.parent_push import ParentPush
+from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.model_shard import STAGES, ClockStage, ModelShard
+from narrows.ps.shard.publications import PublicationChild, Publications
+from narrows.ps.shard.push_assembler import PushSequence
+from narrows.ps.shard.shard_requests import ShardRequests
+from narrows.ps.store.changes import Change, Rebase
 from simulation import trees as simulation_tree
 from simulation.actors import Bug, planted
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s

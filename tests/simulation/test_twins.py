@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from narrows.protocols.cluster.roster import Members
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.ps.events import EventKind, MachineEvent
-from narrows.ps.gain import Gain
-from narrows.ps.inbox import PushAssembler
+from narrows.ps.coordinator.members import Members
 from narrows.ps.process.journal import Journal
-from narrows.ps.publications import Publications
-from narrows.ps.reports import Reports
-from narrows.ps.server import HAPPENS, Server
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.server import HAPPENS, Server
+from narrows.ps.shard.publications import Publications
+from narrows.ps.shard.push_assembler import PushAssembler
+from narrows.ps.shard.reports import Reports
+from narrows.ps.store.gain import Gain
 from simulation.actors import Process
 from simulation.campaigns import MODES, Run, case_of
 from simulation.hunt import hunt

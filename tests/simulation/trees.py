@@ -16,10 +16,10 @@ from typing import Any
 from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.modes import MODES
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import MODES
-from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from simulation.actors import KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
 from simulation.levels import Level

@@ -14,10 +14,10 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import encode
-from narrows.ps.events import MachineEvent
 from narrows.ps.process.journal import Journal
-from narrows.ps.server import Server
-from narrows.ps.store import assume_lent
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.server.server import Server
+from narrows.ps.store.store import assume_lent
 from simulation.lives import Kept
 from simulation.mirrors import Violation
 

@@ -1,4 +1,4 @@
-"""`ps-worker --check`: what it finds in scripts, in real processes; each rule of worker/command/findings.py by itself."""
+"""`ps-worker --check`: what it finds in scripts, in real processes; each rule of worker/check/findings.py by itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kit.processes import finished
 
 from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
-from narrows.worker import embedding, watch
-from narrows.worker.command import findings
+from narrows.worker.check import findings, watch
+from narrows.worker.check.findings import FAULTS, NOTICES, STEPS, CheckedEvents, found
 from narrows.worker.command.cli import command
-from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, CheckedEvents, found
+from narrows.worker.model import embedding
 
 SCRIPT = """
 import torch

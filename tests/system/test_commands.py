@@ -28,16 +28,17 @@ from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.runtime import flags
-from narrows.protocols.runtime.flags import RUN_FLAGS
+from narrows.protocols.runtime.cli import flags
+from narrows.protocols.runtime.cli.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
-from narrows.worker.command import cities, surroundings
 from narrows.worker.command import cli as worker
+from narrows.worker.command import script_variables
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.managers import ManagerPlace
 from narrows.worker.command.options import checked
-from narrows.worker.runner import tell_left
+from narrows.worker.integrations import ray_cities
+from narrows.worker.runtime.member_link import tell_left
 
 Refusal = tuple[int, str]
 CLOSED = "tcp://127.0.0.1:1"
@@ -238,12 +239,12 @@ def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_fo
     ("cuda", True, "01", ["cuda:0:all", "cuda:1:all", "cuda:2:all"]),
 ])  # fmt: skip
 def test_each_copy_sees_its_own_gpu(flag: str, group: bool, there: str, seen: list[str], tmp_path: Path) -> None:
-    assert [shown(surroundings.device(flag, index, 3, group, [*there])) for index in range(3)] == seen
+    assert [shown(script_variables.device(flag, index, 3, group, [*there])) for index in range(3)] == seen
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
-    assert surroundings.gpus({}, tmp_path) == ["0", "1"] and surroundings.gpus({}, tmp_path / "none") == []
-    assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
-    assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert script_variables.gpus({}, tmp_path) == ["0", "1"] and script_variables.gpus({}, tmp_path / "none") == []
+    assert script_variables.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
+    assert script_variables.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 
 def test_keywords_are_flags() -> None:
@@ -282,9 +283,9 @@ def test_keywords_that_are_no_flags(values: dict[str, Any], why: str) -> None:
 ])  # fmt: skip
 def test_what_train_on_ray_cannot_take_is_said_before_anything_is_started(told: dict[str, Any], why: str) -> None:
     def take(clusters: Any = (), workers: Any = None, room_s: float = 1.0, **run: Any) -> None:
-        cities.cities_of(clusters, workers, None)
-        cities.RayLimits(1.0, room_s, 1.0)
-        cities.run_flags(run, workers=1, shards=1)
+        ray_cities.cities_of(clusters, workers, None)
+        ray_cities.RayLimits(1.0, room_s, 1.0)
+        ray_cities.run_flags(run, workers=1, shards=1)
 
     with pytest.raises(UsageError, match=why):
         take(**told)
@@ -292,9 +293,9 @@ def test_what_train_on_ray_cannot_take_is_said_before_anything_is_started(told: 
 
 def test_a_function_is_called_by_its_name(script: Callable[[str], str]) -> None:
     with pytest.raises(UsageError, match="a function that stands at the top of a file"):
-        cities.command_of(lambda: None, ())
-    assert cities.command_of(finished, ["7"])[1:] == [
-        "narrows.worker.call",
+        ray_cities.command_of(lambda: None, ())
+    assert ray_cities.command_of(finished, ["7"])[1:] == [
+        "narrows.worker.integrations.function_entry",
         inspect.getsourcefile(finished),
         "finished",
         "7",
@@ -303,9 +304,9 @@ def test_a_function_is_called_by_its_name(script: Callable[[str], str]) -> None:
 
 def test_each_city_has_its_own_workers() -> None:
     told: list[dict[str, Any]] = [{"labels": {"city": "leipzig"}, "workers": 3}, {"labels": {"city": "jena"}}]
-    found = cities.cities_of(told, (1, 2), {"role": "server"})
+    found = ray_cities.cities_of(told, (1, 2), {"role": "server"})
     assert [(city.low, city.high, city.labels["city"]) for city in found] == [(3, 3, "leipzig"), (1, 2, "jena")]
-    assert cities.cities_of((), 2, {"role": "any"}) == [cities.RayCity(2, 2, {"role": "any"})]
+    assert ray_cities.cities_of((), 2, {"role": "any"}) == [ray_cities.RayCity(2, 2, {"role": "any"})]
 
 
 def shown(env: dict[str, str]) -> str:
@@ -328,7 +329,9 @@ def test_ps_workers_that_a_manager_starts_on_one_machine_share_its_gpus(
     flag: str, group: bool, there: str, copies: int, sizes: int, seen: list[str]
 ) -> None:
     found = [
-        surroundings.device(flag, index, copies, group, [*there], ManagerPlace("Slurm", None, rank, local_size=sizes))
+        script_variables.device(
+            flag, index, copies, group, [*there], ManagerPlace("Slurm", None, rank, local_size=sizes)
+        )
         for rank in range(sizes)
         for index in range(copies)
     ]

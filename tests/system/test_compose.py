@@ -21,7 +21,7 @@ from kit.processes import BIN, LIMIT_S, SCRIPT, environment, until
 from safetensors.torch import load_file
 
 from narrows.ps.command import cli as serve
-from narrows.ps.command.recipe import READY
+from narrows.ps.command.managers.run_commands import READY
 
 pytestmark = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
 

@@ -44,7 +44,7 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.errors import ServerLostError
 from narrows.protocols.wire import HEADER_BYTES_MAX, decode, encode
-from narrows.ps.process.checkpoints import clocks
+from narrows.ps.checkpoints.checkpoint_files import clocks
 
 # Signals and deaths of ps-worker.
 

@@ -12,9 +12,9 @@ from kit.browser import browser, missing
 from kit.glance import BEAT_S, RUN, beats, figures, summary
 from kit.processes import SCRIPT, started, until
 
-from narrows.ps.glance.history import RunHistory
-from narrows.ps.glance.reading import RecordReader, frames
-from narrows.ps.glance.watch import RunWatch
+from narrows.ps.dashboard.history import RunHistory
+from narrows.ps.dashboard.reading import RecordReader, frames
+from narrows.ps.dashboard.run_watch import RunWatch
 
 EVIL = "<img src=x onerror=document.body.dataset.evil=1>"
 

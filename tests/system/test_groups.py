@@ -21,12 +21,12 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, NarrowsError, UsageError
 from narrows.protocols.wire import unpack
-from narrows.worker import hub
-from narrows.worker.group import GroupEndedError, _others
-from narrows.worker.hub import EVENTS, GroupMemberLink, owner, receive_event, send_event
-from narrows.worker.presence import GroupLiveness
-from narrows.worker.runner import LinkEvents
-from narrows.worker.sharded import FsdpSlices
+from narrows.worker.group import group_link
+from narrows.worker.group.group import GroupEndedError, _others
+from narrows.worker.group.group_link import EVENTS, GroupMemberLink, owner, receive_event, send_event
+from narrows.worker.group.group_liveness import GroupLiveness
+from narrows.worker.model.fsdp_slices import FsdpSlices
+from narrows.worker.runtime.member_link import LinkEvents
 
 GROUPED = """
 import hashlib, os, sys, time, torch
@@ -97,11 +97,12 @@ def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_go
 
 FAULTY = """
 import os, time, torch
-from narrows.worker import DistributedOptimizer, presence
+from narrows.worker import DistributedOptimizer
+from narrows.worker.group import group_liveness
 
 model = torch.nn.Linear(4, 4)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-presence.TOLD_S = 0.5
+group_liveness.TOLD_S = 0.5
 for step in range(4):
     if step == 3 and os.environ["LOCAL_RANK"] == "1":
         time.sleep(2)
@@ -203,7 +204,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.said: list[tuple[int, list[m.Message]]] = []
-        self.hub = object.__new__(hub.GroupLink)
+        self.hub = object.__new__(group_link.GroupLink)
         LinkEvents.__init__(self.hub)
         self.hub.say = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
         place: Any = unpack(self.hub.open(self))  # type: ignore[arg-type]
@@ -284,14 +285,14 @@ def test_a_rank_that_is_gone_without_a_word_ends_its_group(politely: bool, ranks
 
 def test_a_first_rank_that_is_gone_ends_its_group(ranks: Ranks) -> None:
     for connection in ranks.hub.ranks:
-        hub._hang_up(connection)
+        group_link._hang_up(connection)
     with pytest.raises(GroupEndedError, match="the first process of this group has ended"):
         ranks.ranks[2].take(GONE_S)
 
 
 def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "LIMIT_S", 0.5)
-    leads = object.__new__(hub.GroupLink)
+    monkeypatch.setattr(group_link, "LIMIT_S", 0.5)
+    leads = object.__new__(group_link.GroupLink)
     LinkEvents.__init__(leads)
     two: Any = type("Two", (), {"size": 2})()
     place: Any = unpack(leads.open(two))

@@ -12,16 +12,16 @@ import pytest
 from kit.processes import Worker, trained_alone
 from kit.scripts import distance, flat
 
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.clock import AwakeClock
-from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
-from narrows.ps.command import cluster, console
-from narrows.ps.command.cluster import ShardSupervisor
-from narrows.ps.command.lives import RestartPolicy
-from narrows.ps.process.gate import FLIGHT_TIMES, AccessControl
-from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S, Watchdog
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.connections import STRANGER_BYTES_MAX
+from narrows.ps.command import console, shard_supervisor
+from narrows.ps.command.restart_policy import RestartPolicy
+from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.ps.process.access_control import FLIGHT_TIMES, AccessControl
+from narrows.ps.process.watchdog import BEAT_S, BYTES_PER_S, HANG_S, Watchdog
 
 SOON_S = 3.0
 
@@ -30,7 +30,7 @@ def test_one_that_is_stopped_is_killed_and_another_goes_on(monkeypatch: pytest.M
     """As after a kill: nothing is lost, and nothing is done twice."""
     said: list[str] = []
     heard = RestartPolicy.expect
-    for where in (cluster, console):
+    for where in (shard_supervisor, console):
         monkeypatch.setattr(where, "say", lambda text, **more: said.append(text))
     monkeypatch.setattr(RestartPolicy, "expect", lambda lives, shard, within_s: heard(lives, shard, SOON_S))
     ours = ShardSupervisor(Settings(sync="ssp", shards=2, workers=1).validated())

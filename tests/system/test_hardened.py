@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 from kit.processes import BIN, ROOT, SCRIPT, environment, free_ports
 
-from narrows.protocols.runtime import keys
+from narrows.protocols.runtime.network import keys
 from narrows.ps.command import cli as serve
 
 # The nested user namespace makes us user 1234 of no name. Read-only are the sources, as an image's packages are.

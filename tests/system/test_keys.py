@@ -23,8 +23,8 @@ from kit.scripts import distance, flat
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, UsageError
-from narrows.protocols.runtime import keys
-from narrows.protocols.runtime.curve import (
+from narrows.protocols.runtime.network import keys
+from narrows.protocols.runtime.network.curve import (
     NOBODY,
     STRANGE_S,
     HandshakeFailure,
@@ -34,10 +34,10 @@ from narrows.protocols.runtime.curve import (
     listens,
     new_pair,
 )
-from narrows.protocols.runtime.keys import LIST_S, Guard, Identity
+from narrows.protocols.runtime.network.keys import LIST_S, Guard, Identity
 from narrows.protocols.wire import decode, encode
-from narrows.ps.process.gate import AccessControl
-from narrows.worker.runner import tell_left
+from narrows.ps.process.access_control import AccessControl
+from narrows.worker.runtime.member_link import tell_left
 
 AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process on a busy machine
 
@@ -302,7 +302,7 @@ def tapped(port: int) -> Iterator[tuple[int, list[bytes]]]:
 def test_what_is_sent_cannot_be_read_and_a_recording_opens_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrows.worker.runner.endpoint", lambda host, port: f"tcp://{host}:{port}")
+    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", lambda host, port: f"tcp://{host}:{port}")
     with serving("--sync", "async", "--keys", str(folder)) as server, tapped(server.port) as (port, sent):
         worker = Worker(f"tcp://127.0.0.1:{port}", key_of(folder))
         worker.train(4)
@@ -345,7 +345,7 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run ends as if they had not been there. The seconds that each took are printed."""
-    monkeypatch.setattr("narrows.worker.runner.endpoint", lambda host, port: f"tcp://{host}:{port}")
+    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", lambda host, port: f"tcp://{host}:{port}")
     other, gone = (keys.member_key(str(keys.add(str(folder), name, "worker")), "--key") for name in ("second", "gone"))
     took: dict[str, float] = {}
     with ExitStack() as stack:

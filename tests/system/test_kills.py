@@ -19,9 +19,9 @@ from kit.logs import Log, folded, settled, telling, whole_run, wrong
 from kit.processes import LIMIT_S, SCRIPT, Server, Worker, descendants, parent, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 
-from narrows.protocols.settings import Settings
-from narrows.ps.command import cluster
-from narrows.ps.command.cluster import ShardSupervisor
+from narrows.protocols.config.settings import Settings
+from narrows.ps.command import shard_supervisor
+from narrows.ps.command.shard_supervisor import ShardSupervisor
 from narrows.ps.process.journal import files
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
@@ -224,7 +224,7 @@ def test_only_one_that_was_killed_goes_on(
 ) -> None:
     """A process that failed, or was killed while it did all over again, would do so again."""
     told: list[Any] = []
-    monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
+    monkeypatch.setattr(shard_supervisor, "say", lambda *words, **more: None)
     ours = ShardSupervisor(Settings(shards=2).validated())
     ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "start_shard", lambda index, replay: told.append((index, replay)))
@@ -283,7 +283,7 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
     def refused(*words: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(cluster, "say", lambda text, **more: said.append(text))
+    monkeypatch.setattr(shard_supervisor, "say", lambda text, **more: said.append(text))
     monkeypatch.setattr("narrows.ps.process.journal.os.memfd_create", refused)
     ours = ShardSupervisor(Settings(shards=2).validated())
     ours.told, ours.ports[0] = {"resume": False}, 1

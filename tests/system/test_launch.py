@@ -36,7 +36,7 @@ from kit.processes import (
 from numba.core.caching import UserProvidedCacheLocator
 
 from narrows.compression import warm_up
-from narrows.protocols.runtime.children import NURSERY, STARTED_BY, ChildProcesses, StartedChild
+from narrows.protocols.runtime.processes.children import NURSERY, STARTED_BY, ChildProcesses, StartedChild
 
 Said = tuple[int, str, str]  # exit code, stdout, stderr
 ENV = environment()
@@ -177,7 +177,7 @@ def test_a_script_that_is_interrupted(here: Path, forks: Starter) -> None:
         child.signal(number)
         got, _, err = forks.said()
         assert got == code
-        assert (f'File "{path}", line ' in err) == (number == signal.SIGINT) and "launch.py" not in err
+        assert (f'File "{path}", line ' in err) == (number == signal.SIGINT) and "fork_server.py" not in err
 
 
 # Around it.
@@ -348,7 +348,8 @@ def started_without_fork(starter: Starter, here: Path, why: str) -> None:
 @pytest.mark.parametrize(("text", "why"), [
     ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
      "2 threads are alive after the imports"),
-    ("from narrows.protocols.runtime import launch\nlaunch.DEVICES = ('/dev/zero',)\nfile = open('/dev/zero')",
+    ("from narrows.protocols.runtime.processes import fork_server\nfork_server.DEVICES = ('/dev/zero',)\n"
+     "file = open('/dev/zero')",
      "an import has opened /dev/zero"),
     ("import os\ndef refused(pid):\n    raise OSError(38, 'Function not implemented')\nos.pidfd_open = refused",
      "the kernel has no pidfd (Function not implemented)"),
@@ -446,7 +447,8 @@ def test_a_nursery_ends_with_its_command(here: Path) -> None:
     """Also where the command is killed, in whatever the nursery does."""
     (here / "slow.py").write_text("import time\ntime.sleep(0.5)")
     (here / "command.py").write_text(
-        "import os, sys, time\nfrom narrows.protocols.runtime.children import Children\nchildren = Children()\n"
+        "import os, sys, time\nfrom narrows.protocols.runtime.processes.children import ChildProcesses\n"
+        "children = ChildProcesses()\n"
         "children.prepare(dict(os.environ), [('', 'slow')])\nprint(children.nursery.pid, flush=True)\n"
         "while len(sys.argv) > 1 and not children.forks:\n    time.sleep(0.01)\n"
         "print('ready', flush=True)\ntime.sleep(600)"
@@ -581,7 +583,7 @@ def test_a_first_compilation_is_said_with_its_seconds(tmp_path: Path) -> None:
 def test_workers_of_one_command_have_a_folder_in_which_the_first_tells_the_others(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        "import os\nfrom narrows.worker import local_rank\nfrom narrows.worker.machine import from_first\n"
+        "import os\nfrom narrows.worker import local_rank\nfrom narrows.worker.runtime.device import from_first\n"
         "print(os.environ['NARROWS_MACHINE_DIR'], from_first('best', f'of {local_rank()}'))"
     )
     code, out, err = finished("ps-worker", "--server", "tcp://127.0.0.1:1", "-n", "2", str(path))

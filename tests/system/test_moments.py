@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from kit.processes import Command, free_ports, serving, started, until
 
-from narrows.ps.process.checkpoints import clocks
+from narrows.ps.checkpoints.checkpoint_files import clocks
 
 # Two machines, of one worker each. Without argv[2] it trains for ever.
 SCRIPT = """

@@ -14,10 +14,10 @@ from typing import Any
 from kit.planned import cities, planned, told
 from kit.processes import Command, descendants, free_ports, started, until
 
-from narrows.protocols.planning.layout import parse
-from narrows.protocols.runtime.keys import add, make
-from narrows.ps.command.stages import go_back
-from narrows.ps.process.checkpoints import whole
+from narrows.protocols.config.deployment import parse
+from narrows.protocols.runtime.network.keys import add, make
+from narrows.ps.checkpoints.checkpoint_files import whole
+from narrows.ps.command.stage_servers import go_back
 
 STAGES, REPLICAS, STEPS, EVERY = 2, 2, 60, 5
 SCRIPT = """

@@ -20,11 +20,11 @@ from click.testing import CliRunner
 from kit.planned import cities, planned
 from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
+from narrows.protocols.config.deployment import Deployment, StageServer, WorkerProcess, parse
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.planning.layout import Deployment, StageServer, WorkerProcess, parse
 from narrows.ps.command import cli as serve
 from narrows.ps.command.probe import command as probe
-from narrows.ps.command.stages import watching
+from narrows.ps.command.stage_servers import watching
 from narrows.worker.command import cli as work
 
 FAILS_ONCE = """
@@ -182,10 +182,10 @@ def test_who_looks_at_a_run_is_told_where(tmp_path: Path) -> None:
 
 AGAIN = """
 import sys
-from narrows.protocols.planning.layout import Server, Stage
-from narrows.ps.command.stages import Servers
-server = Server("cluster 0", Stage("a", 1), sys.argv[1], [], "", [])
-sys.exit(Servers([server], [["-c", sys.argv[2]]], {}).watch())
+from narrows.protocols.config.deployment import ServerStart, StageServer
+from narrows.ps.command.stage_servers import StageServers
+server = ServerStart("cluster 0", StageServer("a", 1), sys.argv[1], [], "", [])
+sys.exit(StageServers([server], [["-c", sys.argv[2]]], {}).watch())
 """
 
 

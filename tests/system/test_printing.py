@@ -20,11 +20,11 @@ import yaml
 from click.testing import CliRunner
 from kit.processes import ROOT, until
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import RUN_FLAGS, given
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.cli.flags import RUN_FLAGS, given
 from narrows.ps.command import cli as serve
-from narrows.ps.command.printing import FORMATS
+from narrows.ps.command.managers.formats import FORMATS
 from narrows.ps.command.serve import checked
 from narrows.worker.command import cli as worker
 from narrows.worker.command.launcher import CHILD_END_S
@@ -389,7 +389,7 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     assert told["sync"] == "local" and told["local_steps"] == 8
     assert told["checkpoint_dir"] == "/shared/narrows"  # else the model is on the disk of one node
     (train,) = [
-        node for node in ast.parse((ROOT / "worker" / "ray.py").read_text()).body
+        node for node in ast.parse((ROOT / "worker" / "integrations" / "ray.py").read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name == "train"
     ]  # fmt: skip
     assert told.keys() <= {each.arg for each in train.args.kwonlyargs} | {name for name, *_ in RUN_FLAGS}

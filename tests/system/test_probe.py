@@ -21,13 +21,12 @@ from lab import pair
 from link import MTU, Way
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning import flows
-from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.probe_messages import ProbeDial
-from narrows.protocols.runtime import pairs
-from narrows.protocols.runtime.hosts import own_host
-from narrows.ps.command.probing import by_ssh, words_there
-from narrows.ps.command.steps import STEPS, of_record, step_seconds
+from narrows.protocols.runtime.network.hosts import own_host
+from narrows.ps.command.planning.steps import STEPS, of_record, step_seconds
+from narrows.ps.command.probe_runner import by_ssh, words_there
+from narrows.ps.planner.network import Network
+from narrows.ps.probe import flows, pairwise
+from narrows.ps.probe.messages import ProbeDial
 
 MB = 10**6
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -102,11 +101,11 @@ def test_a_pair_is_visited_twice_and_streams_in_doubt_are_read_again(monkeypatch
     monkeypatch.setattr(flows, "doubtful", lambda rows: [*flows.AGAIN])
     token, most, stop = "ab" * 16, 1 << 18, threading.Event()
     for first, phases in ((True, {flows.PINGED, *flows.FIRST}), (False, set(flows.VISITS[False]))):
-        listener = pairs.open_port("127.0.0.1", 0)
+        listener = pairwise.open_port("127.0.0.1", 0)
         asked = ProbeDial(token, "", listener.getsockname()[1], 8.0, first, most, most, 1e-4)
         with ThreadPoolExecutor(1) as pool:
-            listens = pool.submit(pairs.listen, listener, token, 8.0, first, stop)
-            found = [*pairs.dial("127.0.0.1", asked, stop), *listens.result()]
+            listens = pool.submit(pairwise.listen, listener, token, 8.0, first, stop)
+            found = [*pairwise.dial("127.0.0.1", asked, stop), *listens.result()]
         assert {flow.phase for flow in found} == phases
         assert flows.begun(merged(found)) if first else flows.whole(merged(found))
 
@@ -147,7 +146,7 @@ def test_a_script_makes_some_steps_and_their_seconds_are_in_the_file(tmp_path: P
     (tmp_path / "train.py").write_text(SCRIPT % "time.sleep(0.02)")
     probe = f"""
 import threading
-from narrows.ps.command.steps import of_script
+from narrows.ps.command.planning.steps import of_script
 print(of_script({str(tmp_path / "train.py")!r}, threading.Event()))
 """
     said = launch.run([sys.executable, "-c", probe], 100)[0]

@@ -1,4 +1,5 @@
-"""narrows.worker.ray on a real Ray of several nodes on this machine, of which actors and a node are killed: make test-ray."""
+"""narrows.worker.ray on a real Ray of several nodes on this machine, of which actors and a node are
+killed: make test-ray."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray installs it in .venv-ray")
 
 from narrows.protocols.errors import NarrowsError, UsageError  # noqa: E402
-from narrows.worker import keeper  # noqa: E402
-from narrows.worker import ray as runs  # noqa: E402
-from narrows.worker.command.cities import RayLimits  # noqa: E402
-from narrows.worker.keeper import CommandActor, NodeFacts  # noqa: E402
-from narrows.worker.ray import Actors, KeptActor, Progress, train  # noqa: E402
+from narrows.worker.integrations import ray as runs  # noqa: E402
+from narrows.worker.integrations import ray_actor  # noqa: E402
+from narrows.worker.integrations.ray import Actors, KeptActor, Progress, train  # noqa: E402
+from narrows.worker.integrations.ray_actor import CommandActor, NodeFacts  # noqa: E402
+from narrows.worker.integrations.ray_cities import RayLimits  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -428,7 +429,7 @@ def test_a_worker_that_made_no_step_ends_no_run(cities: Cities) -> None:
 
 
 def test_a_folder_that_another_server_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "LOCK_S", 0.0)
+    monkeypatch.setattr(ray_actor, "LOCK_S", 0.0)
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         server = CommandActor(["serve"], "--parent", None, "server", str(tmp_path), "127.0.0.1")

@@ -37,10 +37,10 @@ from kit.scripts import distance, flat
 from safetensors.torch import load_file
 
 from narrows.protocols.addresses import local_endpoint
-from narrows.ps.command.lives import RESTARTS_MAX
-from narrows.ps.process import checkpoints, model
+from narrows.ps.checkpoints import checkpoint_files, whole_model
+from narrows.ps.checkpoints.writer import CheckpointWriter
+from narrows.ps.command.restart_policy import RESTARTS_MAX
 from narrows.ps.process.main import first_line
-from narrows.ps.process.writer import CheckpointWriter
 
 
 def stepped(worker: Worker, done: Callable[[], bool]) -> Callable[[], bool]:
@@ -55,7 +55,7 @@ def stepped(worker: Worker, done: Callable[[], bool]) -> Callable[[], bool]:
 
 def written(folder: Path, shards: int = 2) -> int:
     """The newest clock that all shards have on disk."""
-    return max(set.intersection(*(set(checkpoints.clocks(folder, shard)) for shard in range(shards))), default=-1)
+    return max(set.intersection(*(set(checkpoint_files.clocks(folder, shard)) for shard in range(shards))), default=-1)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -76,9 +76,9 @@ def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
         assert server.command.wait() == 0, server.command
         said = server.command.err + server.command.out
     assert said.count(f"shard {index} died (signal 9 (SIGKILL)) and is started again") == 2
-    model = small_model()
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
+    whole_model = small_model()
+    whole_model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert distance(flat(whole_model), trained_alone(worker.clock)) < 1e-5
 
 
 def test_shard_0_may_die_again_before_a_new_checkpoint(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_shard_0_may_die_again_before_a_new_checkpoint(tmp_path: Path) -> None:
             worker.train(30)  # less than the 3 s to the next checkpoint
         worker.close()
         assert server.command.wait() == 0, server.command
-    model = small_model()
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
+    whole_model = small_model()
+    whole_model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert distance(flat(whole_model), trained_alone(worker.clock)) < 1e-5
 
 
 @pytest.mark.parametrize(("flags", "index"), [
@@ -223,7 +223,7 @@ def test_it_is_not_started_again_for_ever(tmp_path: Path) -> None:
             rf"ps-serve: shard 0 died and the run ends; --checkpoint-dir {tmp_path} --resume goes on from clock (\d+)\n",
             server.command.err,
         )
-        assert int(clock) in checkpoints.clocks(tmp_path, 0)
+        assert int(clock) in checkpoint_files.clocks(tmp_path, 0)
         worker.session.link.close()
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
 
@@ -266,7 +266,7 @@ def test_a_full_disk_loses_what_was_not_written_and_nothing_else(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("narrows.ps.process.checkpoints.os.fsync", full)
+        patch.setattr("narrows.ps.checkpoints.checkpoint_files.os.fsync", full)
         assert write(5) == (5, (3,), f"{tmp_path}: No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["shard-0.clock-3.safetensors"], "it needs the room"
     assert write(7) == (7, (3, 7), "")
@@ -277,7 +277,7 @@ def test_what_is_written_is_a_copy(tmp_path: Path) -> None:
     writer.write(1, {"x": values, "p": values}, {"publication": 0, "shards": 1, "plan": b"", "buffers": b""})
     values += 1
     writer.forget()
-    arrays, _ = checkpoints.read(tmp_path, 0, 1)
+    arrays, _ = checkpoint_files.read(tmp_path, 0, 1)
     assert not arrays["x"].any() and not arrays["p"].any()
 
 
@@ -285,11 +285,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-every", "0.1", "--checkpoint-dir", str(tmp_path))
     with serving(*flags) as server:
         worker = Worker(server.address)
-        until(stepped(worker, lambda: len(checkpoints.clocks(tmp_path, 1)) >= 2), "two checkpoints")
+        until(stepped(worker, lambda: len(checkpoint_files.clocks(tmp_path, 1)) >= 2), "two checkpoints")
         server.kill()
         worker.session.link.close()
-    *_, before, newest = checkpoints.clocks(tmp_path, 1)
-    path = checkpoints.path_of(tmp_path, 1, newest)
+    *_, before, newest = checkpoint_files.clocks(tmp_path, 1)
+    path = checkpoint_files.path_of(tmp_path, 1, newest)
     path.write_bytes(path.read_bytes()[:-5])
     with serving(*flags, "--resume") as server, Worker(server.address) as again:
         assert f"{path} is damaged" in server.command.out
@@ -310,7 +310,7 @@ def test_an_ended_run_is_not_resumed_but_under_its_name_or_for_more_steps(tmp_pa
     code, _, err = finished(*words, "--resume", "--run-id", "one", str(script), "5")  # a manager that starts it again
     assert code == 0 and "workers of run one that come again get its model" in err, err
     code, _, err = finished(*words, "--resume", "--steps", "8", str(script), "8")
-    assert code == 0 and model.end_of(folder) == {"clock": 8, "steps": 8, "run_id": ""}, err
+    assert code == 0 and whole_model.end_of(folder) == {"clock": 8, "steps": 8, "run_id": ""}, err
     code, _, err = finished(*words, "--fresh-run", str(script), "3")
-    assert code == 0 and model.end_of(folder) == {"clock": 3, "steps": 3, "run_id": ""}, err
-    assert model.end_of(folder / "earlier-1") == {"clock": 8, "steps": 8, "run_id": ""}
+    assert code == 0 and whole_model.end_of(folder) == {"clock": 3, "steps": 3, "run_id": ""}, err
+    assert whole_model.end_of(folder / "earlier-1") == {"clock": 8, "steps": 8, "run_id": ""}

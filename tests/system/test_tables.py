@@ -10,8 +10,8 @@ from kit.bags import OPTIMIZERS, Bags, alone, loss_of
 from kit.processes import Server, serving
 from safetensors.torch import load_file
 
-from narrows.worker import embedding
-from narrows.worker.optimizers import as_one
+from narrows.worker.model import embedding
+from narrows.worker.model.optimizers import as_one
 from narrows.worker.session import RunSession
 
 

@@ -1,4 +1,4 @@
-"""ps-worker --check: two workers make two steps of the script, and what they told is said (findings.py)."""
+"""ps-worker --check: two workers make two steps of the script, and what they told is said (worker/check/findings.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
-from narrows.worker.command import findings
-from narrows.worker.command.findings import CheckedEvents
+from narrows.worker.check import findings
+from narrows.worker.check.findings import CheckedEvents
 from narrows.worker.command.launcher import SERVER, Launcher
 from narrows.worker.command.options import checked
 

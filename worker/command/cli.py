@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import COMMAND, Bare, glance_flags, run, run_flags
+from narrows.protocols.runtime.cli.flags import COMMAND, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
 

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from narrows.protocols.runtime.output import STDERR, stdout
+from narrows.protocols.runtime.cli.output import STDERR, stdout
 
 PLAIN_S = 2.0
 LIVE_S = 0.25

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from narrows.protocols.config.checkpoint_names import MACHINE_DIR
 from narrows.protocols.errors import (
     AuthenticationError,
     IncompatibleError,
@@ -25,16 +26,16 @@ from narrows.protocols.errors import (
     UnreachableError,
     UsageError,
 )
-from narrows.protocols.runtime import flags, signals
-from narrows.protocols.runtime.children import ChildProcesses, StartedChild, signal_name
-from narrows.protocols.runtime.flags import ALLOCATOR
-from narrows.protocols.runtime.scratch import ScratchFolder
-from narrows.protocols.saved import MACHINE_DIR
+from narrows.protocols.runtime.cli import flags
+from narrows.protocols.runtime.cli.flags import ALLOCATOR
+from narrows.protocols.runtime.processes import signals
+from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild, signal_name
+from narrows.protocols.runtime.processes.scratch import ScratchFolder
 from narrows.protocols.wire import pack
-from narrows.worker.command import surroundings
+from narrows.worker.command import script_variables
 from narrows.worker.command.console import Console
 from narrows.worker.command.options import WorkerOptions
-from narrows.worker.command.recording import WorkerRecord
+from narrows.worker.command.record import WorkerRecord
 
 SERVER_START_S = 150.0
 CHILD_END_S = 15.0  # after Ctrl-C
@@ -175,11 +176,11 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """All workers share this."""
         threads = _cores(self.options.place.local_size) // self.options.nproc
-        own = dict.fromkeys(THREADS, str(max(1, threads))) | surroundings.debugger()
+        own = dict.fromkeys(THREADS, str(max(1, threads))) | script_variables.debugger()
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:
-        options, there = self.options, surroundings.gpus(os.environ)
+        options, there = self.options, script_variables.gpus(os.environ)
         own = {
             "NARROWS_SERVER": self.server,
             **options.paths,
@@ -189,10 +190,10 @@ class Launcher:
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
             "NARROWS_SKIP_LIMIT": str(options.skip_limit),
             MACHINE_DIR: self.scratch.path if self.scratch is not None else "",
-            **surroundings.device(options.device, index, options.nproc, options.group, there, options.place),
+            **script_variables.device(options.device, index, options.nproc, options.group, there, options.place),
             **(options.parts[index] if options.parts else {}),
         }
-        env = surroundings.without_ranks(self._environment())
+        env = script_variables.without_ranks(self._environment())
         return env | own | (self._in_group(index) if options.group else options.in_run(index))
 
     def _in_group(self, index: int) -> dict[str, str]:
@@ -331,8 +332,8 @@ class Launcher:
 
     def _tell_left(self, index: int, token: str) -> None:
         """Tell the coordinator that a child died, so that nobody waits for its lease."""
-        from narrows.protocols.runtime.keys import member_key
-        from narrows.worker.runner import tell_left
+        from narrows.protocols.runtime.network.keys import member_key
+        from narrows.worker.runtime.member_link import tell_left
 
         server = self.options.parts[index]["NARROWS_SERVER"] if self.options.parts else self.server
         tell_left(server, token, member_key(self.options.key, "--key") if self.options.key else None)

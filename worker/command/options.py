@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.addresses import parse_addresses
+from narrows.protocols.config.checkpoint_names import FOLDER
+from narrows.protocols.config.modes import MODES, Rule
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.modes import MODES, Rule
-from narrows.protocols.runtime.flags import given
-from narrows.protocols.saved import FOLDER
-from narrows.protocols.settings import Settings
+from narrows.protocols.runtime.cli.flags import given
 from narrows.worker.command.managers import ManagerPlace, place
 
 if TYPE_CHECKING:
-    from narrows.protocols.planning.layout import Deployment
+    from narrows.protocols.config.deployment import Deployment
 
 SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
 
@@ -95,10 +95,10 @@ class WorkerOptions:
 def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Deployment]:
     """Variables of each process that this host has in the plan, the file of its key, and the plan. `folder`: has one for each
     server, as that of ps-serve --plan has. Raises UsageError."""
-    from narrows.protocols.runtime import plans
+    from narrows.protocols.runtime.cli import plan_file
 
-    layout = plans.read(plan)
-    here = plans.this_host(layout, host)
+    layout = plan_file.read(plan)
+    here = plan_file.this_host(layout, host)
     names = {id(server.place): server.name.replace(" ", "-") for server in layout.servers()}
     found = [
         {
@@ -124,9 +124,9 @@ def checked(
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
     parts, key, layout = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", None)
     if key and not flags["key"]:
-        from narrows.protocols.runtime import plans
+        from narrows.protocols.runtime.cli import plan_file
 
-        flags["key"] = plans.key_file(key, "--key")
+        flags["key"] = plan_file.key_file(key, "--key")
     run |= {"plan_digest": layout.digest} if layout else {}
     if parts:
         own = {
@@ -166,7 +166,7 @@ def checked(
     if options.key:
         if not options.server:
             raise UsageError("--key: the embedded server is on this machine alone and has none; give --server too")
-        from narrows.protocols.runtime.keys import member_key  # and ZeroMQ, which most commands do without
+        from narrows.protocols.runtime.network.keys import member_key  # and ZeroMQ, which most commands do without
 
         member_key(options.key, "--key")
     if options.server:

@@ -21,15 +21,15 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from narrows.protocols.config.deployment import Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.errors import NarrowsError, StageLostError, UsageError
-from narrows.protocols.planning.layout import Deployment, StageEdge, StageServer, WorkerProcess
-from narrows.protocols.runtime import plans
-from narrows.protocols.runtime.keys import Secret
-from narrows.protocols.runtime.peers import ChannelRunner
+from narrows.protocols.runtime.cli import plan_file
+from narrows.protocols.runtime.network.channel_runner import ChannelRunner
+from narrows.protocols.runtime.network.keys import Secret
 from narrows.worker import session
-from narrows.worker.child_process import NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
-from narrows.worker.telling import complain as say
+from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
+from narrows.worker.runtime.launcher_pipe import complain as say
 
 ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0, "", 1)])
 
@@ -39,7 +39,7 @@ def _place() -> tuple[Deployment, WorkerProcess]:
     """Return the layout, and the place of this process in it, as ps-worker has told them."""
     if "NARROWS_STAGE" not in os.environ:
         return ALONE, ALONE.processes[0]
-    layout = plans.read(os.environ["NARROWS_PLAN"])
+    layout = plan_file.read(os.environ["NARROWS_PLAN"])
     return layout, layout.pipeline(int(os.environ["NARROWS_REPLICA"]))[int(os.environ["NARROWS_STAGE"])]
 
 

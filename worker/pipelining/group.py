@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from narrows.compression.value_codings import EDGE_CODINGS, FP32, Key, ValueCoding
+from narrows.protocols.config.deployment import StageEdge
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.protocols.planning.layout import StageEdge
-from narrows.protocols.runtime.peers import NO_STEP, ChannelRunner
+from narrows.protocols.runtime.network.channel_runner import NO_STEP, ChannelRunner
 from narrows.worker.pipelining import ties
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, framed, opened
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols import effects as e
-from narrows.protocols import summary
-from narrows.protocols.member import figures
+from narrows.protocols.member import metrics, summary
 from narrows.protocols.member.exchange import Exchange
-from narrows.ps.changes import Fold, OuterStep, Step
-from narrows.ps.planned import ModelShard
 from narrows.ps.process.journal import Journal
-from narrows.ps.store import Store
+from narrows.ps.shard.model_shard import ModelShard
+from narrows.ps.store.changes import Fold, OuterStep, Step
+from narrows.ps.store.store import Store
 
 TIMES = {"": 1, "lost": 0, "twice": 2}
 replaying = False
@@ -88,7 +87,7 @@ def _packed(rows: Any, packed: Any = summary.packed) -> Any:
 
 
 for where, name, what in (
-    (figures, "packed", _packed),
+    (metrics, "packed", _packed),
     (ModelShard, "go_on", _go_on),
     (Exchange, "go_on", _goes_on),
     (Store, "apply", _apply),

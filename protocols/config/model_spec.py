@@ -1,0 +1,254 @@
+"""The model as a worker declares it: tensors in registration order, its optimizer, and the module buffers beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from narrows.protocols.config.embedding_spec import TABLES_MAX, TableSpec
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
+from narrows.protocols.wire import FIELDS_BYTES_MAX, HEADER_BYTES_MAX, pack, unpack
+
+KEYS_MAX = 1 << 40  # parameters of one model
+NAME_MAX = 1024  # characters of a tensor's name
+BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model, packed: a Ready has room for them
+EXTENTS_MAX = 64  # torch has no tensor of more dimensions
+
+
+class Dtype(NamedTuple):
+    """How tensors of one dtype are carried.
+
+    A trained parameter travels as float32 keys. A module buffer travels as its raw bytes. A frozen parameter of any dtype stays
+    on its worker, and a digest of its raw bytes is compared.
+
+    Attributes:
+        bytes: Size of one value.
+        file: The name that safetensors has for it. "": no file holds it, so a buffer of it does not travel.
+        keys: float32 keys of one value of a trained parameter: 2 for a complex number, its real and its imaginary part.
+            0: a parameter of it is refused, for no optimizer of torch steps it.
+        rounded: float32 does not hold all of its values: a trained parameter is rounded.
+    """
+
+    bytes: int
+    file: str
+    keys: int = 0
+    rounded: bool = False
+
+
+# By torch's name. All else is refused for a trained parameter; a buffer of it stays on its worker.
+DTYPES = {
+    "bool": Dtype(1, "BOOL"),
+    "uint8": Dtype(1, "U8"),
+    "int8": Dtype(1, "I8"),
+    "int16": Dtype(2, "I16"),
+    "int32": Dtype(4, "I32"),
+    "int64": Dtype(8, "I64"),
+    "uint16": Dtype(2, "U16"),
+    "uint32": Dtype(4, "U32"),
+    "uint64": Dtype(8, "U64"),
+    "float16": Dtype(2, "F16", keys=1),
+    "bfloat16": Dtype(2, "BF16", keys=1),
+    "float32": Dtype(4, "F32", keys=1),
+    "float64": Dtype(8, "F64", keys=1, rounded=True),
+    "float8_e4m3fn": Dtype(1, "F8_E4M3"),
+    "float8_e5m2": Dtype(1, "F8_E5M2"),
+    "float8_e8m0fnu": Dtype(1, "F8_E8M0"),
+    "complex64": Dtype(8, "C64", keys=2),
+    "complex128": Dtype(16, "", keys=2, rounded=True),
+}
+TRAINED = tuple(name for name, dtype in DTYPES.items() if dtype.keys)
+RESERVED = "__metadata__"  # no tensor of a safetensors file has this name
+NamedArray = tuple[str, tuple[int, ...], bytes | memoryview]  # dtype, shape, raw little-endian values
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model: its name, shape, and the dtype that the workers hold it in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
+
+    @property
+    def key_count(self) -> int:
+        """Number of float32 keys that it has in the flat space."""
+        return self.size * DTYPES[self.dtype].keys
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The declaration of a worker: its tensors in order, and its optimizer as plain values.
+
+    `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
+    in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
+    further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
+    the gradient, from 0 (AdamW) to 1 (SGD). `tables` are beside the tensors: their rows are no keys. `frozen` are parameters
+    that no worker trains, each with a digest of its values: they do not travel, so all must have the same.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    optimizer: str
+    groups: tuple[tuple[int, ...], ...]
+    max_grad_norm: float = 0.0
+    aliases: tuple[tuple[str, int], ...] = ()
+    degree: float = 1.0
+    tables: tuple[TableSpec, ...] = ()
+    frozen: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Keys of the flat space."""
+        return sum(tensor.key_count for tensor in self.tensors)
+
+    def offsets(self) -> list[int]:
+        """Begin of each tensor in the flat space, and the end of the last."""
+        offsets = [0]
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + tensor.key_count)
+        return offsets
+
+    def pieces(self, begin: int, end: int) -> list[list[tuple[int, int, int]]]:
+        """By group: tensor, begin and end of each piece that a shard of these keys has of it."""
+        offsets = self.offsets()
+        cut = [[(t, max(offsets[t], begin), min(offsets[t + 1], end)) for t in group] for group in self.groups]
+        return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
+
+    def packed(self) -> bytes:
+        tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
+        groups = [list(group) for group in self.groups]
+        aliases = [list(alias) for alias in self.aliases]
+        tables = [[getattr(table, name) for name in TableSpec.__slots__] for table in self.tables]
+        frozen = [list(each) for each in self.frozen]
+        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree, tables, frozen])
+
+    @staticmethod
+    def unpacked(packed: bytes) -> ModelSpec:
+        """Raises RemoteProtocolError where `packed` is no plan."""
+        value: Any = unpack(packed)
+        try:
+            tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
+            plan = ModelSpec(
+                tuple(_trained(*row) for row in tensors),
+                _text(optimizer),
+                tuple(tuple(_count(i) for i in group) for group in groups),
+                float(norm),
+                tuple((_text(name), _count(i)) for name, i in aliases),
+                float(degree),
+                tuple(_table(*row) for row in tables),
+                tuple((_text(name), _text(digest)) for name, digest in frozen),
+            )
+        except (TypeError, ValueError):
+            raise RemoteProtocolError(
+                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases, a degree, tables and "
+                "what is frozen"
+            ) from None
+        for table in plan.tables:
+            table.check()
+        if len(plan.tables) > TABLES_MAX or sum(table.rows * table.dim for table in plan.tables) > KEYS_MAX:
+            raise RemoteProtocolError(
+                f"a model has at most {TABLES_MAX} tables of {KEYS_MAX} values in all, this plan has {len(plan.tables)}"
+            )
+        if not 0 < plan.size <= KEYS_MAX or not 0 <= plan.max_grad_norm < float("inf"):
+            raise RemoteProtocolError(
+                f"a model has 1 to {KEYS_MAX} parameters and a finite norm, this plan has {plan.size} and "
+                f"{plan.max_grad_norm}"
+            )
+        if not 0 <= plan.degree <= 1:
+            raise RemoteProtocolError(f"the degree of an optimizer is from 0 to 1, this plan has {plan.degree}")
+        names = [tensor.name for tensor in plan.tensors] + [name for name, _ in plan.aliases]
+        names += [table.name for table in plan.tables]
+        if len(set(names)) != len(names) or any(i >= len(plan.tensors) for _, i in plan.aliases):
+            raise RemoteProtocolError("two tensors of the plan have one name, or a name has no tensor")
+        if sorted(i for group in plan.groups for i in group) != list(range(len(plan.tensors))):
+            raise RemoteProtocolError("the parameter groups of the plan do not hold each of its tensors once")
+        return plan
+
+    def check_same(self, other: ModelSpec) -> None:
+        """Raise IncompatibleError naming the first thing in which `other`, a joiner's plan, differs from this run's."""
+        for ours, theirs in zip(self.tensors, other.tensors, strict=False):
+            if ours != theirs:
+                raise IncompatibleError(
+                    f"the model differs from the run's: tensor {theirs.name!r} is {theirs.dtype}{list(theirs.shape)}, "
+                    f"the run has {ours.name!r} as {ours.dtype}{list(ours.shape)} there; "
+                    "start every worker with the same script and arguments"
+                )
+        if len(self.tensors) != len(other.tensors):
+            longer = self.tensors if len(self.tensors) > len(other.tensors) else other.tensors
+            extra = longer[min(len(self.tensors), len(other.tensors))]
+            raise IncompatibleError(
+                f"the model differs from the run's: it has {len(other.tensors)} tensors, the run has "
+                f"{len(self.tensors)}; the first that one of them lacks is {extra.name!r}"
+            )
+        for what, mine, yours in (
+            ("optimizer", self.optimizer or "none (--push update)", other.optimizer or "none (--push update)"),
+            ("parameter groups", self.groups, other.groups),
+            ("max_grad_norm", self.max_grad_norm, other.max_grad_norm),
+            ("embedding tables", *([replace(table, seed=0) for table in plan.tables] for plan in (self, other))),
+        ):
+            if mine != yours:
+                raise IncompatibleError(f"{what}: this worker has {yours}, the run has {mine}; use the run's")
+        either = {*self.frozen} ^ {*other.frozen}
+        if name := next((name for name, digest in (*other.frozen, *self.frozen) if (name, digest) in either), ""):
+            raise IncompatibleError(
+                f"the frozen parameter {name!r} is not the run's, and frozen parameters are not sent: load the same weights "
+                "in each worker, or seed each alike before the model is made"
+            )
+
+
+def pack_arrays(arrays: dict[str, NamedArray]) -> bytes:
+    """Named small arrays (module buffers) as bytes: name -> dtype, shape, raw little-endian values."""
+    return pack({name: [dtype, list(shape), raw] for name, (dtype, shape, raw) in arrays.items()})
+
+
+def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
+    """The inverse of `pack_arrays`; empty for no bytes. Raises RemoteProtocolError."""
+    if len(packed) > BUFFERS_BYTES_MAX:
+        raise RemoteProtocolError(f"module buffers have {len(packed)} bytes, more than {BUFFERS_BYTES_MAX}")
+    value: Any = unpack(packed, rows=True) if packed else {}
+    arrays: dict[str, NamedArray] = {}
+    try:
+        for name, (dtype, shape, raw) in value.items():
+            spec = _spec(name, shape, dtype)
+            if type(raw) is not bytes or not DTYPES[spec.dtype].file:
+                raise ValueError
+            if len(raw) != spec.size * DTYPES[spec.dtype].bytes:
+                raise ValueError
+            arrays[spec.name] = (spec.dtype, spec.shape, raw)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RemoteProtocolError("module buffers are named arrays of the dtype, shape and bytes they state") from None
+    return arrays
+
+
+def _spec(name: object, shape: Any, dtype: object) -> TensorSpec:
+    if len(shape) > EXTENTS_MAX:
+        raise ValueError
+    return TensorSpec(_text(name), tuple(map(_count, shape)), _text(dtype))
+
+
+def _trained(name: object, shape: Any, dtype: object) -> TensorSpec:
+    spec = _spec(name, shape, dtype)
+    if spec.dtype not in TRAINED:
+        raise RemoteProtocolError(f"tensor {spec.name!r} is {spec.dtype:.40}: a parameter is {', '.join(TRAINED)}")
+    return spec
+
+
+def _table(name: object, rows: object, dim: object, seed: object, std: object, optimizer: object) -> TableSpec:
+    return TableSpec(_text(name), _count(rows), _count(dim), _count(seed), float(std), _text(optimizer))  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    if type(value) is not str or len(value) > NAME_MAX or value == RESERVED:
+        raise TypeError
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError
+    return value

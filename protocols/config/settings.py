@@ -1,0 +1,341 @@
+"""The settings of a run: what ps-serve is told, and what every worker learns on joining."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
+from narrows.protocols.config.robust import LEAST, Robust
+from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
+from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.messages import INT_MAX, WORKERS_MAX
+from narrows.protocols.wire import pack, unpack
+
+SHARDS_MAX = 256
+PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place for both an update and its noise
+NOT_GIVEN = -1  # of a numeric flag: the mode decides
+STALENESS_MAX = 1 << 20
+FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
+REPLAN = ("off", "say", "change")  # what comes of another way that would gain (ps/coordinator/replans.py)
+OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # what a new plan may change
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that a run is told; the flags of ps-serve. -1, "" and 0 mean "not given", where the mode decides."""
+
+    sync: str = "ssp"
+    staleness: int = -1
+    local_steps: int = -1
+    push: str = ""
+    compress: str = "dense"
+    compress_down: str = ""
+    topology: str = ""
+    shards: int = 1
+    workers: int = 1
+    outer_lr: float = -1.0
+    outer_momentum: float = -1.0
+    update_gain: float = -1.0  # of a mean of updates; -1: measured
+    look_ahead: float = -1.0  # clocks
+    max_update_norm: float = -1.0  # times the median of recent updates; -1: no limit
+    robust: str = ""
+    dp_clip: float = -1.0  # L2 norm of what a worker pushes; -1: as it is
+    dp_noise: float = -1.0  # standard deviation, times dp_clip; -1: none
+    quorum: int = -1  # -1: all live members
+    grace: float = -1.0  # seconds; -1: adaptive
+    fragments: int = 1
+    merge_delay: int = -1  # inner steps
+    merge_alpha: float = -1.0
+    lease: float = 10.0  # seconds
+    checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
+    checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
+    replan: str = "say"  # one of REPLAN
+    replan_after: float = 300.0  # seconds
+    plan_number: int = (
+        1  # no flag: the version of mode and SPEC, one more with each change in the running run (--replan change)
+    )
+    plan_digest: int = 0  # no flag: of the plan.json that started the server (Layout.digest); 0: none did
+
+    def validated(self) -> Settings:
+        """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
+        if self.sync not in MODES:
+            raise UsageError(f"--sync {self.sync}: unknown mode; the modes are {', '.join(MODES)}")
+        row = MODES[self.sync]
+        for name, low, high in (
+            ("shards", 1, SHARDS_MAX),
+            ("workers", 1, WORKERS_MAX),
+            ("staleness", -1, STALENESS_MAX),
+            ("local_steps", -1, STALENESS_MAX),
+            ("fragments", 1, FRAGMENTS_MAX),
+            ("merge_delay", -1, STALENESS_MAX),
+            ("lease", 0.1, 86400.0),
+            ("checkpoint_every", -1.0, 1e9),
+            ("checkpoint_clocks", -1, STALENESS_MAX),
+            ("outer_lr", -1.0, 1e6),
+            ("look_ahead", -1.0, 1e3),
+            ("quorum", -1, WORKERS_MAX),
+            ("grace", -1.0, 86400.0),
+            ("replan_after", 1.0, 86400.0),
+            ("plan_number", 1, INT_MAX),
+            ("plan_digest", 0, INT_MAX),
+        ):
+            value = getattr(self, name)
+            least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
+            if not (value == low or least <= value <= high):
+                raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
+        if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
+        for name, plain in (("outer_lr", 1.0), ("outer_momentum", 0.0)):
+            if getattr(self, name) not in (-1, plain) and row.update_rule is Rule.ADD:
+                raise UsageError(f"{_flag(name)}: --sync {self.sync} has no outer step; local and gossip have one")
+        if self.staleness not in (-1, row.bound) and not row.takes_staleness:
+            have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
+            raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
+        if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
+            raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        if self.max_update_norm != -1 and not 1 <= self.max_update_norm <= GAIN_MAX:
+            raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
+        screens = [_flag(name) for name, given in
+                   (("max_update_norm", self.max_update_norm != -1), ("robust", self.robust)) if given]  # fmt: skip
+        if screens and row.update_rule is Rule.MIX:
+            raise UsageError(f"{screens[0]}: under --sync gossip no update goes through the server")
+        if screens and self.fragments > 1:
+            raise UsageError(f"{screens[0]}: fragments differ, and are not compared; leave out one of the two")
+        self._check_privacy(row)
+        self._check_merging(row)
+        self._check_gain(row)
+        mixes = row.update_rule is Rule.MIX
+        if self.topology and not mixes:
+            raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
+        if self.topology and self.topology not in (*TOPOLOGIES, RANDOM):
+            raise UsageError(f"--topology {self.topology}: unknown; there are {', '.join(TOPOLOGIES)} and {RANDOM}")
+        if self.topology == RANDOM and self.staleness not in (-1, row.bound):
+            raise UsageError(f"--staleness: under --topology {RANDOM} nobody waits, so there is no bound to set")
+        if mixes and self.compress.startswith("auto"):
+            raise UsageError(
+                f"--compress {self.compress}: --sync gossip has no server that measures the link; name a SPEC"
+            )
+        if mixes and self.compress_down not in ("", "dense"):
+            raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
+        if self.replan not in REPLAN:
+            raise UsageError(f"--replan {self.replan}: give one of {', '.join(REPLAN)}")
+        if self.replan == "change" and self.compress.startswith("auto"):
+            raise UsageError(
+                f"--replan change: --compress {self.compress} chooses the SPEC already; leave out one of the two"
+            )
+        if self.push and self.push not in row.push_choices:
+            choices = " or ".join(row.push_choices)
+            raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
+        if self.quorum > self.workers:
+            raise UsageError(
+                f"--quorum {self.quorum}: a run of --workers {self.workers} has fewer pushes a round; "
+                f"give a value from 1 to {self.workers}"
+            )
+        if self.grace >= 0 and self.quorum < 0:
+            raise UsageError(f"--grace {self.grace}: it begins when a quorum has pushed; give --quorum too")
+        # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
+        # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
+        delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
+        steps = self.local_steps if self.local_steps > 0 else row.local_steps
+        momentum = self.outer_momentum if self.outer_momentum >= 0 else outer_momentum(steps)
+        filled = replace(
+            self,
+            outer_momentum=momentum,
+            outer_lr=self.outer_lr if self.outer_lr >= 0 else OUTER_LR if momentum else 1.0,
+            merge_delay=delay,
+            merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
+            staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
+            local_steps=steps,
+            push=self.push or row.push_choices[0],
+            compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
+            topology=self.topology or (TOPOLOGY if mixes else ""),
+        )
+        if self.quorum > 0 and filled.mode().streams:
+            raise UsageError(
+                f"--quorum {self.quorum}: a late update would be of another fragment than its round; leave out --fragments, "
+                "--merge-delay and --merge-alpha, or the quorum"
+            )
+        if self.quorum > 0 and not filled.mode().rounds:
+            bound = f" --staleness {self.staleness}" if row.takes_staleness and self.staleness > 0 else ""
+            raise UsageError(
+                f"--quorum {self.quorum}: --sync {self.sync}{bound} has no barrier of local rounds that a quorum could "
+                "close; --sync local with --staleness 0 has"
+            )
+        filled._check_robust()
+        return filled
+
+    def _check_robust(self) -> None:
+        """Raise UsageError where nobody can say which of the workers lies. The settings are filled in."""
+        robust, mode = Robust.parse(self.robust), self.mode()
+        if robust and self.workers < LEAST:
+            raise UsageError(
+                f"--robust {self.robust}: of {self.workers} workers nobody can say which one lies; it takes {LEAST}"
+            )
+        if robust.cut and not (mode.barrier and mode.rule in (Rule.OPTIMIZER, Rule.OUTER)):
+            raise UsageError(
+                f"--robust {self.robust}: only a barrier has all updates of a clock at once; --sync bsp with pushed gradients "
+                "and --sync local have one, and --robust cosine serves every mode with a server"
+            )
+
+    def _check_privacy(self, row: Mode) -> None:
+        """Raise UsageError where updates cannot be clipped, or noise would hide nothing."""
+        if self.dp_clip != -1 and not 0 < self.dp_clip <= PRIVACY_MAX:
+            raise UsageError(f"--dp-clip {self.dp_clip}: give a length above 0, at most {PRIVACY_MAX:g}")
+        if self.dp_noise != -1 and not 0 < self.dp_noise <= PRIVACY_MAX:
+            raise UsageError(f"--dp-noise {self.dp_noise}: give a value above 0, at most {PRIVACY_MAX:g}")
+        if self.dp_noise != -1 and self.dp_clip == -1:
+            raise UsageError(
+                f"--dp-noise {self.dp_noise}: it counts in lengths of --dp-clip, without which no noise hides an update"
+            )
+        if self.dp_clip != -1 and row.update_rule is Rule.MIX:
+            raise UsageError("--dp-clip: under --sync gossip a worker sends its model, and no update of its own")
+
+    def _check_merging(self, row: Mode) -> None:
+        """Raise UsageError where fragments or their merging are not what this mode can do."""
+        if self.merge_alpha != -1 and not 0 <= self.merge_alpha < 1:
+            raise UsageError(f"--merge-alpha {self.merge_alpha}: give a value from 0 up to, not including, 1")
+        given = [name for name, least in (("fragments", 1), ("merge_delay", 0), ("merge_alpha", 0))
+                 if getattr(self, name) > least]  # fmt: skip
+        if given and not row.takes_local_steps:
+            raise UsageError(
+                f"{_flag(given[0])}: --sync {self.sync} pushes every step; --sync local has local steps to merge"
+            )
+        if given and self.staleness > 0:
+            raise UsageError(
+                f"{_flag(given[0])}: with --staleness {self.staleness} updates are folded at once, and the link's time lies "
+                "under inner steps already: leave out one of the two"
+            )
+        steps = self.local_steps if self.local_steps > 0 else row.local_steps
+        if steps % self.fragments:
+            raise UsageError(
+                f"--fragments {self.fragments}: --local-steps {steps} is no multiple of it, and each fragment has its turn "
+                f"once in so many steps: give --local-steps {steps - steps % self.fragments + self.fragments}"
+            )
+        if self.merge_delay >= steps:
+            raise UsageError(
+                f"--merge-delay {self.merge_delay}: a fragment is pushed again after --local-steps {steps} inner steps, and "
+                f"must be merged before: give at most {steps - 1}"
+            )
+
+    def _check_gain(self, row: Mode) -> None:
+        """Raise UsageError where no updates are added one by one, and so no mean of them is scaled."""
+        if self.update_gain != -1 and not 0 < self.update_gain <= GAIN_MAX:
+            raise UsageError(f"--update-gain {self.update_gain}: give a value above 0, at most {GAIN_MAX:g}")
+        given = [name for name in ("update_gain", "look_ahead") if getattr(self, name) != -1]
+        if given == ["update_gain"] and row.update_rule is Rule.MIX:
+            if self.local_steps > 1:
+                raise UsageError("--update-gain: gossip scales updates of one step; leave it out, or --local-steps")
+            return
+        if given and (row.update_rule is not Rule.ADD or (self.push or row.push_choices[0]) != "update"):
+            adding = ", ".join(m.name for m in MODES.values() if m.update_rule is Rule.ADD)
+            raise UsageError(
+                f"{_flag(given[0])}: here no updates of workers are added; {adding} add them, with --push update"
+            )
+
+    def mode(self) -> Mode:
+        """The resolved mode of validated settings. `local` with a staleness bound folds at once.
+
+        Clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later, so a worker that begins clock c
+        has merged all up to c - 1 - ceil(merge_delay / h): that is its bound.
+        """
+        row = MODES[self.sync]
+        barrier = row.barrier and self.staleness == 0
+        steps = self.local_steps // self.fragments
+        unbounded = row.bound is None or self.topology == RANDOM
+        bound = None if unbounded else self.staleness + -(-self.merge_delay // steps)
+        return replace(
+            row,
+            local_steps=steps,
+            bound=bound,
+            barrier=barrier,
+            push=self.push,
+            fragments=self.fragments,
+            merge_delay=self.merge_delay,
+            merge_alpha=self.merge_alpha,
+        )
+
+    def summary(self) -> str:
+        """Validated settings in a few words, as flags."""
+        mode = self.mode()
+        flags = [f"--sync {self.sync}", "no bound" if mode.bound is None else f"staleness {mode.bound}"]
+        flags += [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
+        flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
+        flags += [f"--topology {self.topology}"] if self.topology else []
+        flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
+        return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
+
+    def changed(self, **way: Any) -> Settings:
+        """The next plan of this run, with these of OF_PLAN; what is not named is as the mode has it."""
+        given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
+        return replace(self, **given, plan_number=self.plan_number + 1).validated()
+
+    def follows(self, before: Settings) -> bool:
+        """They are those of the same run, over other shards or with another plan."""
+        return replace(self, **{name: getattr(before, name) for name in (*OF_PLAN, "shards")}) == before
+
+    def told(self, clock: int) -> dict[str, Any]:
+        """That the run has this plan from `clock` on, for a record and for the page."""
+        summary = self.summary()
+        told = {
+            "plan": self.plan_number,
+            "clock": clock,
+            "mode": self.sync,
+            "compress": self.compress,
+            "summary": summary,
+        }
+        return told | {"text": f"plan {self.plan_number} from clock {clock} on: {summary}"}
+
+    def packed(self) -> bytes:
+        return pack(asdict(self))
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Settings:
+        """Raises RemoteProtocolError where `packed` holds no settings of this release."""
+        value = unpack(packed)
+        known = {f.name: str(f.type) for f in fields(Settings)}
+        if not isinstance(value, dict) or set(value) != set(known):
+            raise RemoteProtocolError("the server's settings are not those of this release of narrows")
+        for name, kind in known.items():
+            if type(value[name]).__name__ != kind and not (kind == "float" and type(value[name]) is int):
+                raise RemoteProtocolError(f"the server's settings are not valid: {_flag(name)} is no {kind}")
+        try:
+            return Settings(**value).validated()
+        except UsageError as error:
+            raise RemoteProtocolError(f"the server's settings are not valid: {error}") from None
+
+
+def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
+    """One sentence naming a flag that a worker was given against the server's, or None where they agree.
+
+    Every flag of a run is compared: mode, compression and all the rest come from the server. Copies of plan.json are compared
+    where both sides were started by one.
+    """
+    ours, theirs = expected.get("plan_digest", 0), actual.plan_digest
+    if ours and theirs and ours != theirs:
+        shown = f"{ours:014x}" if type(ours) is int else "no number"
+        return (
+            f"plan.json differs from the server's: its digest here is {shown}, and there {theirs:014x}; give all hosts a copy "
+            "of one file"
+        )
+    for name in Settings.__slots__:
+        if name == "plan_digest":
+            continue
+        if actual.plan_number > 1 and name in OF_PLAN:
+            continue  # the run has changed that
+        has = getattr(actual, name)
+        if name in expected and expected[name] != has:
+            runs = (
+                f"runs {_flag(name)} {has}"
+                if has not in (-1, "")
+                else f"has no {_flag(name)} under --sync {actual.sync}"
+            )
+            return (
+                f"{_flag(name)} {expected[name]} contradicts the server, which {runs}: "
+                "leave the flag out, or start the server with it"
+            )
+    return None

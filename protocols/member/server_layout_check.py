@@ -1,0 +1,46 @@
+"""Checks where a server says that its shards are, and how it cuts the model, before a member takes any of it over.
+
+Each raises RemoteProtocolError for a place that is none. `plan`: of the member's model, packed.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import are_addresses
+from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.errors import RemoteProtocolError
+
+
+def _cut(ranges: m.Sets, plan: bytes, shards: int) -> tuple[Keys, ...] | None:
+    """The ranges of so many shards, None where these are others."""
+    right = split(ModelSpec.unpacked(plan).size, shards)
+    return tuple(right) if list(ranges) == right else None
+
+
+def welcomed(welcome: m.Welcome) -> Settings:
+    """The settings of the run."""
+    settings, ports = Settings.unpacked(welcome.settings), welcome.ports
+    if len(ports) != settings.shards or not are_addresses(welcome.hosts, ports):
+        text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
+        raise RemoteProtocolError(text)
+    return settings
+
+
+def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
+    """The keys of each shard."""
+    ranges = _cut(ready.ranges, plan, shards)
+    if ranges is None or not 0 <= ready.clock <= m.CLOCK_MAX:
+        text = "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
+        raise RemoteProtocolError(text)
+    return ranges
+
+
+def moved(move: m.Move, plan: bytes, before: Settings) -> tuple[Settings, tuple[Keys, ...]]:
+    """The settings of the run from this move on, which had those `before`, and the keys of each shard."""
+    settings, ranges = Settings.unpacked(move.settings), _cut(move.ranges, plan, len(move.ports))
+    placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
+    if ranges is None or not placed or not settings.follows(before):
+        raise RemoteProtocolError("the server sent a place that is none: it cuts the model elsewhere")
+    return settings, ranges

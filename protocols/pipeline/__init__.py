@@ -1,1 +1,0 @@
-"""The messages that the processes of one pipeline send each other. docs/design/pipelines.md has the protocol."""

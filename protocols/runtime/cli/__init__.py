@@ -1,0 +1,1 @@
+"""What the commands share: flags, output, plan.json."""

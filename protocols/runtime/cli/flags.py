@@ -1,0 +1,218 @@
+"""The flags of a run, once: ps-serve takes them, and ps-worker for the server it embeds. Each has NARROWS_<FLAG>.
+
+`run` is the one way out of both commands: an error is one sentence on stderr and its exit code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import click
+
+from narrows.protocols.config.modes import MODES
+from narrows.protocols.config.settings import NOT_GIVEN, Settings
+from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime.cli import output
+
+# How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
+# of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk or a terminal that takes nothing
+
+DASHBOARD = "127.0.0.1:5550"
+
+# name in Settings, type, default shown, help
+RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
+    ("shards", int, "1", "server processes that the model is cut over"),
+    ("workers", int, "1", "workers needed to start, and the script's world_size()"),
+    ("sync", str, "ssp", f"sync mode: {', '.join(MODES)}"),
+    ("staleness", int, "1 for ssp and gossip, 0 for local", "staleness bound S, in clocks"),
+    ("local_steps", int, "10", "inner steps between two pushes (local, gossip [1])"),
+    ("fragments", int, "1", "parts of the model that are exchanged in turn, one every H/F inner steps (local)"),
+    ("merge_delay", int, "0; 1 with --fragments", "inner steps from a push until what came for it is merged (local)"),
+    ("merge_alpha", float, "0; 0.5 with a delay", "weight of the worker's own values in a merge (local)"),
+    ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
+    (
+        "outer_lr",
+        float,
+        "0.7; 1 without momentum",
+        "rate of the outer optimizer (local); 1 with momentum 0 is local SGD",
+    ),
+    ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
+    ("update_gain", float, "measured", "factor of a mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
+    (
+        "look_ahead",
+        float,
+        "0.5 with a bound, 0 under SGD",
+        "clocks that a worker computes ahead of what is folded (ssp)",
+    ),
+    ("max_update_norm", float, "no limit", "an update is shortened to so many times the median of recent ones, e.g. 5"),
+    ("robust", str, "a mean", "against workers that lie: cosine leaves out who opposes the rest; trim:SHARE, median"),
+    ("dp_clip", float, "as it is", "L2 norm that each worker clips what it pushes to, over all shards"),
+    ("dp_noise", float, "none", "noise that each worker adds, in lengths of --dp-clip; epsilon is in the record"),
+    (
+        "quorum",
+        int,
+        "all live workers",
+        "pushes that close a round once --grace is over; later ones join the next (local)",
+    ),
+    (
+        "grace",
+        float,
+        "adaptive: a quarter of a round",
+        "seconds that a round waits for the rest once --quorum have pushed",
+    ),
+    ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
+    ("compress_down", str, "as --compress; bsp, gossip: dense", "what published states are coded with"),
+    (
+        "topology",
+        str,
+        TOPOLOGY,
+        f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
+    ),
+    ("lease", float, "10", "seconds of silence after which a worker is taken for dead; never under three of its steps"),
+    (
+        "checkpoint_every",
+        float,
+        "adaptive: 2 % of the run",
+        "seconds between two checkpoints; 0: only at the end and on Ctrl-C",
+    ),
+    (
+        "checkpoint_clocks",
+        int,
+        "by time",
+        "of a run that is one stage of a model: clocks between two checkpoints",
+    ),
+    (
+        "replan",
+        str,
+        "say",
+        "where another mode or SPEC would gain 20 %: off, say so, or change to it in the running run",
+    ),
+    ("replan_after", float, "300", "seconds that it must have gained so much without a break"),
+)
+
+
+def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add every run flag to a click command; one that was not given arrives as None."""
+    for name, kind, default, text in reversed(RUN_FLAGS):
+        flag = "--" + name.replace("_", "-")
+        function = click.option(flag, name, type=kind, default=None, help=f"{text} [{default}]")(function)
+    return function
+
+
+dashboard_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
+    "--dashboard",
+    default="",
+    metavar="[HOST:]PORT",
+    help=f"serve a page of the run there; alone: at {DASHBOARD}; elsewhere whoever reaches it reads it [off]",
+)
+
+
+def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of those who look at a run: "" where one was not given."""
+    text = "serve figures of the run for Prometheus there, on loopback where no host is named; elsewhere as --dashboard [off]"
+    return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
+
+
+class Bare(click.Command):
+    """A command whose --dashboard may stand alone, before words that are no address."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        takes = {
+            name for each in self.params if isinstance(each, click.Option) and not each.is_flag for name in each.opts
+        }
+        index = 0
+        while index < len(args) and args[index].startswith("-"):
+            alone = index + 1 == len(args) or not re.fullmatch(r"(\S*:)?\d+", args[index + 1])
+            if args[index] == "--dashboard" and alone:
+                args[index] = f"--dashboard={DASHBOARD}"
+            index += 2 if args[index] in takes else 1
+        return super().parse_args(context, args)
+
+
+class BareGroup(Bare, click.Group):
+    """The same, of a command with others below it."""
+
+
+def words(values: Mapping[str, Any]) -> list[str]:
+    """The words of these flags on a command line. None was not given; True and False are --NAME and --no-NAME."""
+    found = list[str]()
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            found += [f"--{flag}", str(value)]
+    return found
+
+
+def as_given(values: Mapping[str, Any], switches: Collection[str] = ()) -> dict[str, Any]:
+    """Those of `values`, keywords of a function, that are not None, each as its run flag takes it. `switches`: other flags,
+    which are True or False. Raises UsageError for a name that is no flag's, and for a value that its flag does not take."""
+    kinds = {name: kind for name, kind, *_ in RUN_FLAGS}
+    found = dict[str, Any]()
+    for name, value in values.items():
+        if name not in kinds and name not in switches:
+            like = difflib.get_close_matches(name, [*kinds, *switches], 1)
+            raise UsageError(f"{name}: ps-serve has no such flag of a run" + (f"; {like[0]} is one" if like else ""))
+        if value is None:
+            continue
+        if isinstance(value, bool) == (name in kinds):
+            raise UsageError(f"{name}={value!r}: " + ("give a value" if name in kinds else "give True or False"))
+        try:
+            found[name] = (
+                click.types.convert_type(kinds[name]).convert(str(value), None, None) if name in kinds else value
+            )
+        except click.BadParameter as error:
+            raise UsageError(f"{name}={value!r}: {error.message}") from None
+    return found
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are run flags and were given.
+
+    Raises UsageError for -1 where Settings has -1 for a flag that was not given: the run would take its default in silence.
+    """
+    unset = {field.name for field in fields(Settings) if field.default == NOT_GIVEN}
+    found = {name: values[name] for name, *_ in RUN_FLAGS if values.get(name) is not None}
+    for name in sorted(unset & found.keys()):
+        if found[name] == NOT_GIVEN:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {found[name]}: give a value that is not negative, or leave it out"
+            )
+    return found
+
+
+def run(command: click.Command, name: str) -> NoReturn:
+    """Parse the command line, run `command`, and exit with the code that it returns or that its error has."""
+    text = ""
+    output.open_standard_descriptors()
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+    except click.Abort:
+        code = 130
+    except click.ClickException as error:
+        code, text = UsageError.exit_code, error.format_message()
+    except NarrowsError as error:
+        code, text = error.exit_code, str(error)
+    except BrokenPipeError:  # `ps-serve keys list | head`
+        code = 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        code, text = 1, f"{error.filename or 'stdout'}: {error.strerror}"
+    if text:
+        output.STDERR.line(f"{name}: {text}")
+    output.end()
+    sys.exit(code)

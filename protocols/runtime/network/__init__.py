@@ -1,0 +1,1 @@
+"""What touches the network: sockets, keys, connections, the clock of a runner."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: their format, the thread that writes them, the whole model."""

@@ -1,0 +1,340 @@
+"""Checkpoints: one safetensors file per shard and clock.
+
+    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; tables; metadata: clock, publication, checksums, ...
+
+Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest KEPT clocks are kept.
+All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
+from narrows.protocols.config.key_ranges import overlaps, split
+from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray
+from narrows.protocols.errors import IncompatibleError, UsageError
+from narrows.ps.store import embedding_rows
+from narrows.ps.store.changes import LoadArrays
+from narrows.ps.store.reshard_arrays import recut
+
+KEPT = (
+    3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
+)
+DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
+
+
+class StreamedFile(Protocol):
+    """Values that nobody holds whole: so many bytes, part by part."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[memoryview]: ...
+
+
+NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # as NamedArray
+
+
+def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
+    """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].bytes, item[0]))  # so that all are aligned
+    end = 0
+    for name, (dtype, shape, raw) in ordered:
+        header[name] = {"dtype": DTYPES[dtype].file, "shape": list(shape), "data_offsets": [end, end + len(raw)]}
+        end += len(raw)
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(struct.pack("<Q", len(packed)) + packed)
+            for _, (_, _, raw) in ordered:
+                for part in (raw,) if isinstance(raw, (bytes, memoryview)) else raw:
+                    file.write(part)
+            size = file.tell()
+        publish(temporary, path, size)
+    except (OSError, IncompatibleError):
+        temporary.unlink(missing_ok=True)  # a full disk needs the room
+        raise
+
+
+def publish(temporary: Path, path: Path, size: int) -> None:
+    """Give a file that is written its name, once it is on the disk. Raises OSError where it has another size."""
+    with open(temporary, "rb+") as file:
+        if file.seek(0, os.SEEK_END) != size:
+            raise OSError(f"{path.name} is not whole")
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+def named(array: npt.NDArray[Any]) -> NamedArray:
+    return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def why_anew(folder: str) -> str:
+    """Why a run that is to go on from `folder` begins anew, in a sentence; "": there is a checkpoint."""
+    if _has_any(Path(folder)):
+        return ""
+    below = sorted((each for each in Path(folder).iterdir() if each.is_dir()), key=lambda each: -each.stat().st_mtime)
+    found = next(filter(_has_any, below), None)
+    other = f"; {found} has one: name that folder to go on from there" if found else ""
+    return f"{folder} has no checkpoint, so the run begins anew{other}"
+
+
+def _has_any(folder: Path) -> bool:
+    return any(SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors"))
+
+
+def clocks(folder: Path, shard: int) -> tuple[int, ...]:
+    """Clocks of which `folder` holds a checkpoint of this shard, ascending."""
+    found = [SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []
+    return tuple(sorted(int(match[2]) for match in found if match and int(match[1]) == shard))
+
+
+def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[str]]:
+    """Clocks that this shard, one of so many, can begin from, for the files of it hold what was written; and a sentence for
+    each other one."""
+    whole, sentences, own = [], [], clocks(folder, shard)
+    for clock in sorted({*own, *clocks(folder, 0)}):
+        try:
+            count = int(read(folder, shard if clock in own else 0, clock)[1].get("shards", shards))
+            for index in range(count) if count != shards else ():
+                read(folder, index, clock)
+        except IncompatibleError as error:
+            sentences += [str(error)] if clock in own else []
+            continue
+        if clock in own or count != shards:
+            whole.append(clock)
+    return tuple(whole), sentences
+
+
+def shards_of(folder: Path, clock: int) -> int:
+    """How many shards wrote the checkpoint of this clock. Raises IncompatibleError as `read`."""
+    return int(facts_of(folder, clock).get("shards", 1))
+
+
+def newest(folder: Path, shards: int) -> int:
+    """The newest clock that all of so many shards can begin from, -1: there is none.
+
+    Raises IncompatibleError where there would be one, were its files not damaged.
+    """
+    found = [sound(folder, shard, shards) for shard in range(shards)]
+    shared = max(set.intersection(*(set(whole) for whole, _ in found)), default=-1)
+    if shared < 0 and set.intersection(*(set(clocks(folder, shard)) for shard in range(shards))):
+        raise IncompatibleError(next(text for _, sentences in found for text in sentences))
+    return shared
+
+
+def make_folder(told: str, resume: bool) -> str:
+    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
+    if told == "none" or (not told and resume):
+        if resume:
+            raise UsageError("--resume: name the folder with --checkpoint-dir")
+        return ""
+    try:
+        if told:
+            folder = Path(told)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume and any(folder.glob("*.safetensors")):
+                raise UsageError(
+                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
+                )
+            return told
+        Path(DEFAULT).mkdir(exist_ok=True)
+        now = time.strftime("%Y-%m-%d-%H%M%S")
+        for name in (now, *(f"{now}-{again}" for again in range(2, 100))):
+            with suppress(FileExistsError):
+                Path(DEFAULT, name).mkdir()
+                return f"{DEFAULT}/{name}"
+        raise UsageError(f"--checkpoint-dir: {DEFAULT}/{now} and all its like are taken, name another folder")
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {told or DEFAULT}: {error.strerror}; name another folder, or none"
+        ) from None
+
+
+def move_aside(folder: Path) -> str:
+    """Move what runs have left in `folder` to a new folder in it, and return its name, "" without any. Raises OSError."""
+    names = (SHARD, COMING, STATE, ROUND)
+    left = [path for path in folder.iterdir() if any(name.fullmatch(path.name) for name in names)]
+    left += list(folder.glob("model.safetensors"))
+    if not left:
+        return ""
+    kept = next(kept for number in count(1) if not (kept := folder / f"earlier-{number}").exists())
+    kept.mkdir()
+    for path in left:
+        os.replace(path, kept / path.name)
+    return str(kept)
+
+
+def path_of(folder: Path, shard: int, clock: int) -> Path:
+    return folder / shard_file(shard, clock)
+
+
+def write(
+    folder: Path,
+    shard: int,
+    clock: int,
+    arrays: dict[str, npt.NDArray[np.float32]],
+    facts: dict[str, Any],
+    shared: int = -1,
+) -> tuple[int, ...]:
+    """Write a shard's checkpoint, drop later ones and all but the newest KEPT, and return the clocks on disk.
+
+    `shared`: the newest that all shards are known to have, which is not dropped: another shard's disk may refuse for long.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drop_coming(folder, shard)
+    tensors = {name: named(array) for name, array in arrays.items()}
+    tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
+    plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
+    sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
+    write_file(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
+    return tidy(folder, shard, clock, int(facts.get("shards", 1)), shared)
+
+
+def drop_coming(folder: Path, shard: int) -> None:
+    """Drop files of this shard that are not whole: a process was killed while it wrote or sent them."""
+    for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
+        if COMING.fullmatch(left.name):
+            left.unlink(missing_ok=True)
+
+
+def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tuple[int, ...]:
+    """After one of `clock` was written, by one of so many shards: drop later ones and those too old; the clocks on disk."""
+    drop_after(folder, shard, clock)  # of an earlier run: they would count as newer, and this one be dropped for them
+    for old in clocks(folder, shard)[:-KEPT]:
+        if old != shared:
+            path_of(folder, shard, old).unlink(missing_ok=True)
+    kept = clocks(folder, shard)
+    for left in folder.glob("shard-*.safetensors") if not shard else ():
+        match = SHARD.fullmatch(left.name)  # of shards that are no more
+        if match and int(match[1]) >= shards and int(match[2]) not in kept:
+            left.unlink(missing_ok=True)
+    return kept
+
+
+def drop_after(folder: Path, shard: int, clock: int) -> None:
+    """Drop the checkpoints of this shard that are later than `clock`: they are of a life that is over."""
+    for late in clocks(folder, shard):
+        if late > clock:
+            path_of(folder, shard, late).unlink(missing_ok=True)
+
+
+def whole(folder: Path) -> list[int]:
+    """Clocks of which this folder has a checkpoint that a run can begin from."""
+    found = []
+    for clock in clocks(folder, 0):
+        with suppress(IncompatibleError):
+            for shard in range(shards_of(folder, clock)):
+                read(folder, shard, clock)
+            found.append(clock)
+    return found
+
+
+def drop_all_after(folder: Path, clock: int) -> None:
+    """Drop the checkpoints of all shards that are later than `clock`."""
+    for path in folder.glob("shard-*.safetensors"):
+        if (match := SHARD.fullmatch(path.name)) and int(match[2]) > clock:
+            path.unlink(missing_ok=True)
+
+
+def read(
+    folder: Path, shard: int, clock: int, only: tuple[str, ...] | None = None
+) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """The arrays (all, or `only` these) and facts of a shard's checkpoint. IncompatibleError for a file that is none."""
+    path = path_of(folder, shard, clock)
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            facts = json.loads((file.metadata() or {})["narrows"])
+            sums = facts.pop("crc32")
+            for name in sums:
+                if only is None or name in only or name.startswith(BYTES):
+                    array = file.get_tensor(name)
+                    if zlib.crc32(named(array)[2]) != sums[name]:
+                        raise ValueError(f"{name} is not what was written")
+                    if name.startswith(BYTES):
+                        facts[name.removeprefix(BYTES)] = array.tobytes()
+                    elif array.dtype != embedding_rows.dtype_of(name) or (name in ("x", "p") and array.ndim != 1):
+                        raise ValueError(f"{name} is {array.dtype} with {array.ndim} dimensions")
+                    else:
+                        arrays[name] = array
+            missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)
+            if missing or facts["clock"] != clock:
+                raise ValueError(f"it lacks {', '.join(sorted(missing)) or f'clock {clock}'}")
+    except FileNotFoundError:
+        raise IncompatibleError(f"{path} is missing: the other shards have a checkpoint of clock {clock}") from None
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"{path} is damaged or no checkpoint of Narrows ({error}): only one before it can be gone on from"
+        ) from None
+    return arrays, facts
+
+
+def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """As `read`. Raises IncompatibleError as well where x or p has another size than the shard's part of the model."""
+    arrays, facts = read(folder, shard, clock)
+    begin, end = split(ModelSpec.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
+    for name in ("x", "p"):
+        if (size := arrays[name].size) != end - begin:
+            raise IncompatibleError(
+                f"{path_of(folder, shard, clock)} has {size} values of {name}, and by its plan its shard has {end - begin}: "
+                "only one before it can be gone on from"
+            )
+    return arrays, facts
+
+
+def facts_of(folder: Path, clock: int) -> dict[str, Any]:
+    """Return the facts of the checkpoint of a clock, by the file of shard 0. Raises IncompatibleError as `read`."""
+    return read(folder, 0, clock, only=())[1]
+
+
+def read_for(
+    folder: Path,
+    shard: int,
+    shards: int,
+    clock: int,
+    facts: dict[str, Any],
+    fetch: Callable[[int], object] = int,
+) -> tuple[LoadArrays, bool]:
+    """Return what one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another
+    number of shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises
+    IncompatibleError as `read`, and what `fetch` raises."""
+    count = int(facts.get("shards", 1))
+    if count == shards:
+        fetch(shard)
+        arrays, facts = _read_whole(folder, shard, clock)
+        return LoadArrays(arrays, int(facts["publication"])), False
+    plan = ModelSpec.unpacked(facts["plan"])
+    ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
+    # Rows of tables are dealt out one by one, so each shard has some of those of every other.
+    needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
+    for index in needed:
+        fetch(index)
+    before = [
+        (keys, _read_whole(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)
+    ]
+    arrays = recut(plan, before, (begin, end))
+    if plan.tables:
+        arrays |= embedding_rows.recut([each for _, each in before], len(plan.tables), shard, shards)
+    return LoadArrays(arrays, int(facts["publication"])), True

@@ -1,0 +1,236 @@
+"""The checkpoints of shards on other machines. They are in the folder of shard 0, with all others. So the run can go back
+without such a machine, and --resume finds them.
+
+Rules
+- A file travels in parts, over a connection of its own, and has its name only once it is whole.
+- A part that is not answered is asked for again. It says where it belongs, so coming twice does no harm.
+- `RemoteArchive` answers in a thread of its own: clocks close meanwhile. `ArchiveClient` waits, where a shard waits
+  for its disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from itertools import islice
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.protocols.wire import decode, encode, pack, unpack
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.store.changes import LoadArrays
+
+PART_BYTES = 1 << 20
+PARTS_AHEAD = 16
+AGAIN_S = 5.0  # a part without an answer is asked for again
+QUIET_S = 120.0  # no answer to any: another process 0 is in its place within less
+ASKED_MAX = 1024  # questions that wait; more are dropped, and asked again
+POLL_MS = 100
+COMING = re.compile(r"[0-9a-f]{16}")
+
+
+class ArchiveJob(IntEnum):
+    FACTS = 0  # of the checkpoint of `clock`
+    READ = 1  # the part of a file at `offset`
+    WRITE = 2  # the payload is the part of a file at `offset`
+    KEEP = 3  # that file has `offset` bytes, and is whole
+    SOUND = 4  # which clocks `shard`, of so many, can begin from
+    HELD = 5  # of which clocks there are files of `shard`
+
+
+class RemoteArchive:
+    """Serves the folder of process 0. Any thread may `ask`; `take` yields the answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: queue.Queue[tuple[bytes, m.FileRequest]] = queue.Queue(ASKED_MAX)
+        self.answers = deque[tuple[bytes, m.FileAnswer]]()
+        self.thread: Thread | None = None
+
+    def ask(self, peer: bytes, ask: m.FileRequest) -> None:
+        if self.thread is None:
+            self.thread = Thread(target=self._main, name="narrows-archive", daemon=True)
+            self.thread.start()
+        with contextlib.suppress(queue.Full):
+            self.asked.put_nowait((peer, ask))
+
+    def take(self) -> Iterator[tuple[bytes, m.FileAnswer]]:
+        while self.answers:
+            yield self.answers.popleft()
+
+    def _main(self) -> None:
+        while True:
+            peer, ask = self.asked.get()
+            self.answers.append((peer, self.answer(ask)))
+
+    def answer(self, ask: m.FileRequest) -> m.FileAnswer:
+        size, payload, text, clocks = 0, b"", "", m.Ints()
+        try:
+            match ask.what:
+                case ArchiveJob.FACTS:
+                    facts = checkpoint_files.facts_of(self.folder, ask.clock)
+                    payload = pack({name: facts[name] for name in ("shards", "publication", "plan")})
+                case ArchiveJob.READ:
+                    size, payload = self._read(checkpoint_files.path_of(self.folder, ask.shard, ask.clock), ask.offset)
+                case ArchiveJob.WRITE:
+                    self._write(ask)
+                case ArchiveJob.KEEP:
+                    clocks = self._keep(ask)
+                case ArchiveJob.SOUND:
+                    clocks = checkpoint_files.sound(self.folder, ask.shard, ask.shards)[0]
+                case ArchiveJob.HELD:
+                    clocks = checkpoint_files.clocks(self.folder, ask.shard)
+                case _:
+                    text = f"nothing is known of question {ask.what}"
+        except OSError as error:
+            text = f"{self.folder}: {error.strerror or error}"
+        except NarrowsError as error:
+            text = str(error)
+        return m.FileAnswer(ask.number, size, clocks, text[: m.TEXT_MAX], payload)
+
+    @staticmethod
+    def _read(path: Path, offset: int) -> tuple[int, bytes]:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), PART_BYTES, max(0, offset))
+
+    def _coming(self, ask: m.FileRequest) -> Path:
+        """A file that is not whole; checkpoints.write drops those that are left."""
+        if not COMING.fullmatch(ask.name):
+            raise NarrowsError("a file that is coming has a name of 16 hex digits")
+        path = checkpoint_files.path_of(self.folder, ask.shard, ask.clock)
+        return path.with_name(f"{path.name}.{ask.name}.tmp")
+
+    def _write(self, ask: m.FileRequest) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._coming(ask), os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            if os.pwrite(file, ask.payload, max(0, ask.offset)) != len(ask.payload):
+                raise OSError("a part was not written whole")
+        finally:
+            os.close(file)
+
+    def _keep(self, ask: m.FileRequest) -> tuple[int, ...]:
+        path, coming = checkpoint_files.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
+        if coming.exists():  # else it was kept, and the answer is lost
+            checkpoint_files.publish(coming, path, ask.offset)
+        checkpoint_files.drop_coming(self.folder, ask.shard)
+        return checkpoint_files.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
+
+
+class ArchiveClient:
+    """The files of a shard in the folder of process 0 on another machine. `dial`: a connection to that process, at
+    `there`. `alive`: is called each time that something comes. All raise NarrowsError where no answer comes, or a bad
+    one."""
+
+    def __init__(
+        self, folder: Path, index: int, there: str, dial: Callable[[], Sockets], alive: Callable[[], object] = str
+    ) -> None:
+        self.folder, self.index, self.there, self.dial, self.alive = folder, index, there, dial, alive
+
+    def sound(self, shards: int) -> tuple[int, ...]:
+        """Clocks that it can begin from, where it is one of so many."""
+        return self._one(ArchiveJob.SOUND, shards=shards).clocks
+
+    def held(self) -> tuple[int, ...]:
+        """Clocks of which its own files are there."""
+        return self._one(ArchiveJob.HELD).clocks
+
+    def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool]:
+        """As checkpoints.read_for."""
+        facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
+        here: list[Path] = []
+
+        def fetch(shard: int) -> None:
+            here.append(checkpoint_files.path_of(self.folder, shard, clock))
+            self._fetch(shard, clock, here[-1])
+
+        try:
+            return checkpoint_files.read_for(self.folder, self.index, shards, clock, facts, fetch)
+        finally:
+            for path in here:
+                path.unlink(missing_ok=True)
+
+    def keep(self, clock: int, shards: int, shared: int) -> tuple[int, ...]:
+        """Send the file of this clock, which is here, and drop it; the clocks that are there then."""
+        path, name = checkpoint_files.path_of(self.folder, self.index, clock), os.urandom(8).hex()
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                where = {"clock": clock, "name": name}
+                parts = (
+                    self._ask(
+                        number, ArchiveJob.WRITE, **where, offset=at, payload=os.pread(file.fileno(), PART_BYTES, at)
+                    )
+                    for number, at in enumerate(range(0, size, PART_BYTES))
+                )
+                for _ in self._each(parts):
+                    pass
+            return self._one(ArchiveJob.KEEP, **where, shards=shards, offset=size, shared=shared).clocks
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _fetch(self, shard: int, clock: int, path: Path) -> None:
+        whole = self._one(ArchiveJob.READ, shard=shard, clock=clock)
+        offsets = range(PART_BYTES, whole.size, PART_BYTES)
+        with open(path, "wb") as file:
+            file.write(whole.payload)
+            asks = (
+                self._ask(number, ArchiveJob.READ, shard=shard, clock=clock, offset=at)
+                for number, at in enumerate(offsets)
+            )
+            for ask, part in self._each(asks):
+                file.seek(ask.offset)
+                file.write(part.payload)
+
+    def _ask(self, number: int, what: ArchiveJob, **fields: Any) -> m.FileRequest:
+        known: dict[str, Any] = {
+            "shard": self.index,
+            "shards": 0,
+            "clock": -1,
+            "offset": 0,
+            "shared": -1,
+            "name": "",
+            "payload": b"",
+        }
+        return m.FileRequest(number=number, what=what, **known | fields)
+
+    def _one(self, what: ArchiveJob, **fields: Any) -> m.FileAnswer:
+        ((_, answer),) = self._each([self._ask(0, what, **fields)])
+        return answer
+
+    def _each(self, asks: Iterable[m.FileRequest]) -> Iterator[tuple[m.FileRequest, m.FileAnswer]]:
+        """The answers to all, some under way at a time."""
+        todo, sent = iter(asks), dict[int, tuple[float, m.FileRequest]]()
+        with contextlib.closing(self.dial()) as sockets:
+            heard = time.monotonic()
+            while True:
+                for ask in islice(todo, PARTS_AHEAD - len(sent)):
+                    sockets.send(self.there, encode(ask))
+                    sent[ask.number] = (time.monotonic(), ask)
+                if not sent:
+                    return
+                for _, frames in sockets.receive(POLL_MS):
+                    answer = decode(frames)
+                    if isinstance(answer, m.Refuse) or (isinstance(answer, m.FileAnswer) and answer.text):
+                        raise NarrowsError(f"the checkpoints at {self.there}: {answer.text}")
+                    if isinstance(answer, m.FileAnswer) and answer.number in sent:
+                        heard = time.monotonic()
+                        self.alive()
+                        yield sent.pop(answer.number)[1], answer
+                now = time.monotonic()
+                if now - heard > QUIET_S:
+                    raise NarrowsError(f"the checkpoints at {self.there}: no answer came within {QUIET_S:.0f} s")
+                for number, (since, ask) in sent.items():
+                    if now - since > AGAIN_S:
+                        sockets.send(self.there, encode(ask))
+                        sent[number] = (now, ask)

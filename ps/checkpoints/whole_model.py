@@ -1,0 +1,143 @@
+"""The whole model by tensor names, made of the checkpoints of all shards at the end of a run.
+
+DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
+                                      of the workers, and its buffers. Not what no worker trains: frozen parameters
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from narrows.compression.rows import first_values
+from narrows.protocols.config.checkpoint_names import MODEL
+from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray, unpack_arrays
+from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.runtime.cli.output import set_aside
+from narrows.ps.checkpoints.checkpoint_files import NamedBlocks, clocks, named, path_of, read, shards_of, write_file
+from narrows.ps.store import embedding_rows
+
+NAME = MODEL
+
+
+class CheckpointBlocks:
+    """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
+    holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
+
+    def __init__(self, folder: Path, clock: int, shards: int, number: int, spec: TableSpec) -> None:
+        self.paths = [path_of(folder, shard, clock) for shard in range(shards)]
+        self.prefix, self.spec = f"{embedding_rows.PREFIX}{number}.", spec
+
+    def __len__(self) -> int:
+        return 4 * self.spec.rows * self.spec.dim
+
+    def __iter__(self) -> Iterator[memoryview]:
+        spec, shards, name = self.spec, len(self.paths), f"{self.prefix}values"
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="numpy")) for path in self.paths]
+            held = [file.get_tensor(f"{self.prefix}rows").astype(np.int64) * shards + i for i, file in enumerate(files)]
+            values, read_to, sums = [file.get_slice(name) for file in files], [0] * shards, [0] * shards
+            for begin in range(0, spec.rows, spec.ask_rows_max):
+                numbers = np.arange(begin, min(begin + spec.ask_rows_max, spec.rows), dtype=np.uint64)
+                block, fresh = np.empty((numbers.size, spec.dim), np.float32), np.ones(numbers.size, np.bool_)
+                for i, rows in enumerate(held):
+                    first, read_to[i] = read_to[i], int(np.searchsorted(rows, begin + numbers.size))
+                    at, part = rows[first : read_to[i]] - begin, np.ascontiguousarray(values[i][first : read_to[i]])
+                    block[at], fresh[at], sums[i] = part, False, zlib.crc32(named(part)[2], sums[i])
+                block[fresh] = first_values(numbers[fresh], spec.dim, spec.seed, spec.std)
+                yield block.reshape(-1).view(np.uint8).data
+            for path, file, found in zip(self.paths, files, sums, strict=True):
+                if json.loads(file.metadata()["narrows"])["crc32"][name] != found:
+                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} is not what was written")
+
+
+def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
+    """A tensor of the model in the dtype that the workers hold it in. A complex128 one as complex64: no file has complex128."""
+    if dtype == "bfloat16":
+        return dtype, shape, _bfloat16(values).tobytes()
+    if dtype in ("float16", "float64"):
+        with np.errstate(over="ignore"):
+            return dtype, shape, values.astype(dtype).tobytes()
+    return "complex64" if DTYPES[dtype].keys > 1 else "float32", shape, values.tobytes()
+
+
+def _ours(path: Path) -> bool:
+    """Whether a run has written this model. The script, or a user who named a folder of models, may have one there too."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return "narrows" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def end_of(folder: Path) -> dict[str, Any] | None:
+    """Facts of the end of the run in `folder`: "clock", "steps" that it has made, and its "run_id".
+
+    Returns:
+        None where no run has ended there, or where it has gone on since.
+    """
+    with suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
+        with safe_open(folder / NAME, framework="numpy") as file:
+            facts: dict[str, Any] = json.loads((file.metadata() or {})["narrows"])
+        if "steps" in facts and max(clocks(folder, 0), default=-1) <= facts["clock"]:
+            return facts
+    return None
+
+
+def merge(
+    folder: Path,
+    clock: int,
+    buffers: dict[str, NamedArray],
+    said: Callable[[str], object] = str,
+    end: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write model.safetensors from the shards' checkpoints of `clock`; return its path.
+
+    A file of that name that no run has written is kept under another, and `said` is told which. `end`: facts of a run that has
+    ended, as `end_of` finds them.
+    """
+    flat = []
+    facts: dict[str, Any] = {}
+    shards = shards_of(folder, clock)
+    for shard in range(shards):
+        arrays, facts = read(folder, shard, clock, only=("x",))
+        flat.append(arrays["x"])
+    whole = np.concatenate(flat)
+    plan = ModelSpec.unpacked(facts["plan"])
+    if whole.size != plan.size:
+        raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
+    offsets = plan.offsets()
+    tensors: dict[str, NamedArray | NamedBlocks] = dict(buffers)
+    for i, tensor in enumerate(plan.tensors):
+        tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
+    tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
+    for number, spec in enumerate(plan.tables):
+        blocks = CheckpointBlocks(folder, clock, shards, number, spec)
+        tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
+    path = folder / NAME
+    if not _ours(path) and (kept := set_aside(path)):
+        said(f"{path} was not written by narrows, and is kept as {kept}")
+    write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})})
+    return path
+
+
+def buffers(folder: Path, clock: int) -> dict[str, NamedArray]:
+    """The module buffers that went along with the checkpoint of `clock`, by name."""
+    _, facts = read(folder, 0, clock, only=())
+    return unpack_arrays(facts.get("buffers", b""))

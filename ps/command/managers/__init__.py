@@ -1,0 +1,1 @@
+"""ps-serve --print: the files that cluster managers take."""

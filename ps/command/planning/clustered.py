@@ -1,0 +1,128 @@
+"""ps-plan of a data parallel run: its plan, and the table that explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from narrows.protocols.config.deployment import Deployment
+from narrows.protocols.errors import UsageError
+from narrows.ps.command.planning.figures import seconds, table
+from narrows.ps.planner import plan_writer
+from narrows.ps.planner.bottleneck import decides
+from narrows.ps.planner.choose import NEAR_MAX, Chooser, DeploymentChoice
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.host_subsets import ChosenHosts, keep, restricted
+from narrows.ps.planner.network import Network, named
+from narrows.ps.planner.step_prices import TrainingWork
+from narrows.ps.planner.tried import tried
+
+
+def planned(
+    places: plan_writer.HostAddresses,
+    parameters: float,
+    step_s: float,
+    script: str,
+    *,
+    batch: int,
+    shards: int,
+    insecure: bool,
+    keys: str,
+    all_hosts: bool = False,
+) -> tuple[Deployment, list[str]]:
+    """The plan, and lines. Raises UsageError."""
+    if (plan_writer.SAMPLES in script) != bool(batch):
+        raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
+    everybody, whole = places.network, TrainingWork(parameters, step_s, coded(), batch, shards)
+    kept = keep(everybody, whole, all_hosts)
+    network, work = restricted(everybody, whole, kept.hosts)
+    places = replace(places, network=network)
+    chooser = Chooser(network, work)
+    (plan, simulated_s), *others = tried(chooser.prices, kept.plans)
+    layout = plan_writer.clustered(places, plan, work, shards, insecure, keys)
+    names = network.hosts
+    children = len(plan.groups)
+    rows = [("level", "server on", "children", "mode", "ms a step", "steps beside bsp")]
+    spread = f", shards on {', '.join(names[host] for host in plan.spread[1:])}" if plan.spread else ""
+    rows.append(
+        ("root", names[plan.root] + spread, str(children), str(plan.above), f"{1e3 * plan.step_s:.3g}",
+         f"{plan.cost / plan.step_s:.2f}")
+    )  # fmt: skip
+    own = chooser.own_s(plan.below, plan.groups)
+    for server, group in plan.clusters:
+        rows.append(
+            (f"cluster of {', '.join(names[host] for host in group)}", names[server], str(len(group)), str(plan.below),
+             f"{1e3 * float(own[server]):.3g}", "")
+        )  # fmt: skip
+    ring_s = chooser.prices.ring_s()
+    ddp = f"DDP {seconds(ring_s)} a step at least" if math.isfinite(ring_s) else "DDP finds no ring of links"
+    lines = [
+        *table(rows),
+        "",
+        f"predicted {1e3 * plan.step_s:.3g} ms a step, {simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
+        f"bsp's steps to a loss; {ddp}; {decides(chooser, plan)}",
+    ]
+    near = [other for other, _ in others[:NEAR_MAX]]
+    for other, other_s in others[:NEAR_MAX]:
+        text = described(names, other)
+        if alike := [each for each in [plan, *near] if each is not other and described(names, each) == text]:
+            text += differing(names, other, alike[0])
+        lines.append(
+            f"next: {text}, predicted {1e3 * other.step_s:.3g} ms a step, {simulated(other_s)}, and "
+            f"{other.cost / other.step_s:.2f} times bsp's steps"
+        )
+    lines += left_out(everybody, kept, bool(batch))
+    if batch:
+        shared = zip(names, work.samples(network), strict=True)
+        lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
+    return layout, lines
+
+
+def described(names: Sequence[str], plan: DeploymentChoice) -> str:
+    """The ways of a plan, and how many clusters it has."""
+    clusters = "1 cluster" if len(plan.clusters) == 1 else f"{len(plan.clusters)} clusters"
+    spread = f" with shards on {', '.join(names[host] for host in plan.spread)}" if plan.spread else ""
+    return f"{plan.above}{spread}" + (f" over {clusters} with {plan.below}" if plan.clusters else "")
+
+
+def differing(names: Sequence[str], plan: DeploymentChoice, other: DeploymentChoice) -> str:
+    """What else a plan has than one with the same ways: its clusters, else where servers are."""
+    groups = [group for _, group in plan.clusters]
+    if groups != [group for _, group in other.clusters]:
+        return f" ({'; '.join(', '.join(names[host] for host in group) for group in groups)})"
+    servers = [plan.root, *(server for server, _ in plan.clusters)]
+    return f" (servers on {', '.join(names[host] for host in servers)})"
+
+
+def left_out(network: Network, kept: ChosenHosts, batch: bool) -> list[str]:
+    """Which hosts have no part and what that gains, what leaving out one more would cost, and what --batch would gain."""
+    names, lines = network.hosts, []
+    if absent := [name for host, name in enumerate(names) if host not in kept.hosts]:
+        larger = f"{len(names) / len(kept.hosts):.3g} times"
+        gains = (
+            f"with all hosts a loss takes {kept.whole / kept.cost:.2f} times as long; --all-hosts keeps them"
+            if math.isfinite(kept.whole)
+            else f"with all hosts there is {kept.lacking}"
+        )
+        share = (
+            "" if batch else f"; each other host computes {larger} its even share: give the script {larger} its batch"
+        )
+        lines.append(f"left out: {named(absent)}; {gains}{share}")
+    if len(kept.hosts) == 1:
+        lines.append(f"{names[kept.hosts[0]]} alone is fastest: python SCRIPT.py trains there without a server, too")
+    if kept.missed and math.isfinite(kept.missed[1]):
+        host, cost = kept.missed
+        lines.append(
+            f"without {names[host]}, the host that is missed least, a loss takes {cost / kept.cost:.2f} times as long"
+        )
+    if kept.by_speed and kept.by_speed < kept.cost:
+        part = kept.by_speed / kept.cost
+        lines.append(
+            f"--batch, with {plan_writer.SAMPLES} in --script, shares a step by speed: a loss takes {part:.2f} times as long"
+        )
+    return lines
+
+
+def simulated(step_s: float | None) -> str:
+    return "not simulated" if step_s is None else f"simulated {1e3 * step_s:.3g} ms"

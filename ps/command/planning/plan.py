@@ -1,0 +1,252 @@
+"""ps-plan: how a run stands on a network: who is in which cluster, where servers are, which mode and SPEC each level has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from narrows.protocols.addresses import bracketed, is_address
+from narrows.protocols.config.deployment import CODINGS, Deployment, parse
+from narrows.protocols.config.settings import REPLAN, SHARDS_MAX
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.cli.flags import COMMAND, run
+from narrows.protocols.runtime.cli.output import replace_text
+from narrows.ps.planner.network import STEP_S, Network, named, speeds
+from narrows.ps.planner.network_places import placed
+from narrows.ps.probe import measured
+
+# Flags of every plan.
+FOR_ALL = (
+    "network",
+    "places",
+    "machines",
+    "parameters",
+    "step_s",
+    "addresses",
+    "script",
+    "form",
+    "out",
+    "replan",
+    "replan_after",
+)
+
+
+MICRO_BATCHES_MAX = 4096  # each is simulated on each host
+
+
+class NumberOption(click.FloatRange):
+    """A number within bounds, and none that is infinite or NaN."""
+
+    name = "number"
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__(least, most)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if math.isnan(found := float(super().convert(value, param, ctx))):
+            self.fail(f"{value} is no number", param, ctx)
+        return found
+
+
+@click.command(context_settings=COMMAND)
+@click.argument("network", metavar="NETWORK.JSON")
+@click.option("--places", metavar="NAME", default="", help="NETWORK.JSON describes places: which of its networks")
+@click.option("--machines", metavar="COUNTS", default="",
+              help="in these places: in all, shared evenly, or of each, as in 8x4,32x1 [as many as it says]")  # fmt: skip
+@click.option("--parameters", type=NumberOption(1, 1e15), required=True, help="of the model: a number such as 1.3e6")
+@click.option("--step", "step_s", type=NumberOption(*STEP_S),
+              help="seconds of a step of one worker, its even share, on a host of speed 1 "
+              "[the least of step_seconds in the network]")  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=0), default=0,
+              help="samples of a step, shared by speed; {samples} in the script is a worker's [shared evenly]")  # fmt: skip
+@click.option("--all-hosts", is_flag=True, help="leave no host out, though fewer may come to a loss sooner")
+@click.option("--script", default="SCRIPT.py ARGS", show_default=True, help="what each worker runs, as one word")
+@click.option(
+    "--shards", type=click.IntRange(1, SHARDS_MAX), default=1, show_default=True, help="of each server, on its host"
+)
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    metavar="HOST=ADDR",
+    help="where others reach a host [as the network says, else its name]",
+)
+@click.option("--insecure", is_flag=True, help="the commands go without keys")
+@click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
+@click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
+@click.option(
+    "--replicas", type=click.IntRange(min=1), help="of each stage [as many as make the most samples a second]"
+)
+@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
+@click.option("--activation-bytes", type=NumberOption(0, 1e15),
+              help="float32 values of one micro-batch at a cut, in bytes, before they are coded "
+              "[--pipeline needs it]")  # fmt: skip
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(1, MICRO_BATCHES_MAX),
+    default=8,
+    show_default=True,
+    help="of a step of a pipeline",
+)
+@click.option("--coding", type=click.Choice(("auto", *CODINGS)), default="auto", show_default=True,
+              help="of tensors between stages; auto: dense each way of an edge that is fast enough, "
+              "else int8")  # fmt: skip
+@click.option("--layer-memory", type=NumberOption(0, 1e18),
+              help="bytes that a layer needs where it is trained [52 a parameter]")  # fmt: skip
+@click.option("--money", type=NumberOption(0, 1e18), default=0.0,
+              help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
+              "[0: it is shown alone]")  # fmt: skip
+@click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
+              "say so, or change to it [say]")  # fmt: skip
+@click.option(
+    "--replan-after",
+    type=click.FloatRange(1, 86400),
+    help="seconds that it must have gained so much without a break [300]",
+)
+@click.option("--commands", "form", type=click.Choice(["short", "long"]), default="short", show_default=True,
+              help="short: each host reads the plan; long: what that does, in commands of their own")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="of the search for a pipeline")
+@click.option("--out", default="plan.json", show_default=True, help="where the plan is written")
+@click.version_option(package_name="narrows", allow_from_autoenv=False)
+@click.pass_context
+def command(context: click.Context, /, network: str, places: str, machines: str, parameters: float, step_s: float | None,
+            addresses: tuple[str, ...], out: str, script: str, form: str, **flags: Any) -> None:  # fmt: skip
+    """Plan a run on the hosts of NETWORK.JSON, as ps-probe writes it: the plan of least predicted seconds to a loss.
+
+    \b
+    ps-plan network.json --parameters 1.3e6 --step 0.1 --script 'train.py --lr 0.002'
+    ps-plan network.json --parameters 1.3e9 --step 2 --pipeline 4 --layers 24 --activation-bytes 5e7
+    ps-plan cities.json --places europe --machines 64 --parameters 1e8 --step 1
+    """
+    from narrows.ps.planner import plan_writer
+
+    planned = _planner(flags["stages"])
+    taken = _taken(context, planned, flags)
+    if flags["stages"] and form == "long":
+        raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
+    read, step, unknown, known = _read(network, places, machines)
+    step_s = step_s or step
+    if step_s is None:
+        raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
+    layout, lines = planned(
+        plan_writer.HostAddresses(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
+    )
+    layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
+    parse(layout.text())  # what no command would read is not written
+    long = form == "long"
+    commands = plan_writer.long_commands(layout, script) if long else plan_writer.commands(layout, out, script)
+    _write(out, layout.text())
+    click.echo("\n".join([*lines, *([unknown] if unknown else []), ""]))
+    for host, words in commands.items():
+        if words:
+            click.echo("\n".join([f"on {host}:", *(f"    {line}" for line in words)]))
+    if keys := plan_writer.handing_over(layout):
+        click.echo("\n".join(keys))
+    click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
+
+
+Planner = Callable[..., tuple[Deployment, list[str]]]  # the plan, and lines that explain it
+
+
+def _planner(stages: int | None) -> Planner:
+    """Raises UsageError where SciPy is missing, which only pipelines need."""
+    if not stages:
+        from narrows.ps.command.planning import clustered
+
+        return clustered.planned
+    try:
+        from narrows.ps.command.planning import staged
+    except ImportError:
+        raise UsageError("SciPy is missing here: pip install 'narrows[plan]'") from None
+    return staged.planned
+
+
+def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> dict[str, Any]:
+    """Those of `flags` that this planner takes. Raises UsageError for one of the others on the command line; a variable of the
+    environment may be meant for other commands."""
+    takes = signature(planned).parameters
+    for option in context.command.params:
+        name = option.name or ""
+        if name in takes or name in FOR_ALL or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        which = "of a pipeline" if flags["stages"] else "without --pipeline"
+        raise UsageError(f"{option.opts[0]}: a plan {which} has no use for it; leave it out")
+    return {name: value for name, value in flags.items() if name in takes}
+
+
+def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str, dict[str, str]]:
+    """The network, the step of its fastest host, a sentence about hosts whose speed nobody knows, and addresses of hosts."""
+    try:
+        document = dict(json.loads(Path(path).read_text("utf-8"), parse_constant=_no_number))
+        if "hosts" in document and (places or machines):
+            raise UsageError("--places and --machines are for a file that describes places; this one has hosts")
+        network = Network.parse(document) if "hosts" in document else placed(document, places, machines)
+        known, steps = speeds(document, len(network.hosts)), [s for s in document.get("step_seconds") or [] if s]
+        unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
+        told = _taken_for(unknown, len(network.hosts))
+        return network, min(steps, default=None), told, measured.addresses(document)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: it is no network (its brackets are nested too deeply)") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"{path}: it is no network ({error})") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _taken_for(unknown: Sequence[str], hosts: int) -> str:
+    if not unknown:
+        return ""
+    if len(unknown) == hosts:
+        return "nobody measured how fast the hosts are: all are taken for equally fast; ps-probe --script measures it"
+    return f"taken for as fast as the fastest host, for nobody measured it: {named(unknown)}; ps-probe --script measures it"
+
+
+def _addresses(network: Network, given: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return where hosts are reached: `known` to the network, or as --address says."""
+    found = dict[str, str]()
+    for each in given:
+        name, _, address = each.partition("=")
+        if name not in network.hosts or not address:
+            raise UsageError(f"--address {name}={address}: give HOST=ADDR with one of {named(network.hosts)}")
+        if not is_address(f"tcp://{bracketed(address)}:1") or (":" in address and not _is_ip(address)):
+            raise UsageError(f"--address {each}: give a host name or an IP address alone; ps-plan gives the ports")
+        if found.setdefault(name, address) != address:
+            raise UsageError(
+                f"--address {name}={address}: it has {found[name]} already; give one address for each host"
+            )
+    known = {name: address for name, address in known.items() if name in network.hosts}
+    return known | {name: bracketed(address) for name, address in found.items()}
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        return bool(ip_address(address.strip("[]")))
+    except ValueError:
+        return False
+
+
+def _write(out: str, text: str) -> None:
+    if kept := replace_text(out, text, "--out"):
+        click.echo(f"the plan that was there is kept as {kept}", err=True)
+
+
+def main() -> None:
+    run(command, "ps-plan")
+
+
+if __name__ == "__main__":
+    main()

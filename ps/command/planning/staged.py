@@ -1,0 +1,212 @@
+"""ps-plan of a pipeline: its plan, and the table that explains it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from narrows.protocols.config.deployment import Deployment
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.network.keys import public_key
+from narrows.ps.command.planning.figures import seconds, table
+from narrows.ps.planner import plan_writer
+from narrows.ps.planner.choose import SMALL
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.pipelines.choose import StagedPlan, StagedPlanner
+from narrows.ps.planner.pipelines.cost import Job
+from narrows.ps.planner.pipelines.cost import Layout as Arrangement
+from narrows.ps.planner.pipelines.edge_costs import carried
+from narrows.ps.planner.pipelines.search import plan
+from narrows.ps.planner.pipelines.stages import (
+    PARAMETER_MEMORY_BYTES,
+    PipelineModel,
+    contiguous,
+    fits,
+    soonest_alone,
+)
+
+PARTS = 8  # of as many replicas as there are hosts for: so many numbers are tried, and halves, where hosts are SMALL at most
+MANY = 256  # of more hosts each has a part: a search takes seconds
+MORE = 1.05  # fewer replicas must make so many times as many samples a second
+FOUND, PLAIN = "what the search has found", "hosts in the order of the network and layers even"
+MOVED = "the best of these after moves of hosts"
+
+
+def planned(
+    places: plan_writer.HostAddresses,
+    parameters: float,
+    step_s: float,
+    script: str,
+    *,
+    stages: int,
+    replicas: int | None,
+    layers: int | None,
+    activation_bytes: float | None,
+    micro_batches: int,
+    coding: str,
+    layer_memory: float | None,
+    money: float,
+    seed: int,
+    insecure: bool,
+    keys: str,
+) -> tuple[Deployment, list[str]]:
+    """The plan, and lines. Raises UsageError."""
+    network = places.network
+    if layers is None:
+        raise UsageError("--pipeline: give --layers, how many the model has")
+    if activation_bytes is None and stages > 1:
+        raise UsageError(
+            "--pipeline: give --activation-bytes, the float32 values of one micro-batch at a cut, in bytes"
+        )
+    if plan_writer.SAMPLES in script:
+        raise UsageError("--script: replicas of a pipeline have even shares of a step; leave {samples} out")
+    if money and not network.price.any():
+        raise UsageError(
+            "--money: the network has no price_per_byte, so no byte costs any; write it there, or leave this out"
+        )
+    memory = PARAMETER_MEMORY_BYTES * parameters / layers if layer_memory is None else layer_memory
+    cut = activation_bytes or 0.0
+    model = PipelineModel(parameters, layers, step_s, micro_batches, cut, memory, carried(), coded(), money)
+    most = max(1, len(network.hosts) // stages)
+    count, gain = (replicas, 1.0) if replicas else fastest(network, model, stages, most, coding, seed)
+    job = model.job(stages, count, coding)
+    tried = candidates(network, model, job, coding, seed)
+    best = tried[0][1]
+    names = [network.hosts[int(host)] for host in best.layout.grid.flat]
+    publics = {} if insecure else {name: public_key(keys, name) for name in names}
+    layout = plan_writer.staged(
+        places, best.layout.grid, best.layout.depths, best.servers, best.ways, best.edges, publics, keys
+    )
+    lines = [
+        *table(rows(network, best)),
+        "",
+        f"{tried[0][0]}: {steps(best)}; {decides(network, best)}",
+        alone(network, model, job.replicas),
+        *(f"next: {label}: {steps(other)}" for label, other in tried[1:]),
+    ]
+    if not fits(network, model, contiguous(network, job)):
+        lines.append(f"{PLAIN}: a host has no memory for its stage")
+    if gain > 1:
+        lines.append(
+            f"{count} replicas make {gain:.2f} times as many samples a second as the {most} that there are hosts for; "
+            "--replicas gives another number"
+        )
+    spare = [name for name in network.hosts if name not in names]
+    if spare:
+        lines.append(f"without a part: {', '.join(spare)}")
+    return layout, lines
+
+
+def fastest(
+    network: Network, model: PipelineModel, stages: int, most: int, coding: str, seed: int
+) -> tuple[int, float]:
+    """Return how many replicas make the most samples a second, by steps to a loss and money, and how many times as many as
+    `most` replicas make. A replica on a slow host or behind a slow link holds up all others. Raises UsageError where none
+    fits."""
+    known = dict[int, float]()
+    failed = list[UsageError]()
+
+    def cost(count: int) -> float:
+        """Seconds of a step for each replica's share, in a layout that the search finds."""
+        if count not in known:
+            try:
+                job = model.job(stages, count, coding)
+                stager = StagedPlanner(network, model, job, coding)
+                known[count] = stager.price(stager.stand(plan(network, job, seed).layout)) / count
+            except UsageError as error:
+                failed.append(error)
+                known[count] = math.inf
+        return known[count]
+
+    parts = range(1, PARTS + 1) if len(network.hosts) <= SMALL else ()
+    halvings = most.bit_length() if len(network.hosts) <= MANY else 1
+    counts = {most * part // PARTS for part in parts} | {most >> turn for turn in range(halvings)}
+    best = min(sorted(counts - {0}, reverse=True), key=cost)
+    if math.isinf(cost(best)):
+        raise failed[0]
+    gain = cost(most) / cost(best)
+    return (best, gain) if gain > MORE else (most, 1.0)
+
+
+def candidates(
+    network: Network, model: PipelineModel, job: Job, coding: str, seed: int
+) -> list[tuple[str, StagedPlan]]:
+    """Layouts that were tried, the cheapest first. Raises UsageError.
+
+    The search takes computing and links for one after the other, so moves in virtual time follow. It takes exchanges for dense
+    ones, which cost more money: so it also looks for seconds alone.
+    """
+    stager, plain = StagedPlanner(network, model, job, coding), contiguous(network, job)
+    tried = dict[bytes, tuple[str, StagedPlan]]()
+
+    def stand(label: str, layout: Arrangement) -> None:
+        known = tried.get(layout.key)
+        names = label if known is None or known[0] == label else f"{known[0]}, {label}"
+        tried[layout.key] = names, known[1] if known else stager.stand(layout)
+
+    for each in [job, *([replace(job, money_s=0.0)] if job.money_s else [])]:
+        stand(FOUND, plan(network, each, seed).layout)
+    if fits(network, model, plain):
+        stand(PLAIN, plain)
+    best = min((staged for _, staged in tried.values()), key=stager.price)
+    if (moved := stager.descended(best)) is not best:
+        tried[moved.layout.key] = MOVED, moved
+    return sorted(tried.values(), key=lambda each: stager.price(each[1]))
+
+
+def rows(network: Network, plan: StagedPlan) -> list[list[str]]:
+    """Of the table, a row for each stage."""
+    priced = bool(network.price.any())
+    found = [["stage", "layers", "hosts", "server on", "mode", "to the next stage", *["money a step"] * priced]]
+    first = 0
+    for stage, (names, depth) in enumerate(zip(plan.layout.names(network), plan.layout.depths, strict=True)):
+        last = first + int(depth) - 1
+        edge = plan.edges[stage] if stage < len(plan.edges) else None
+        found.append(
+            [
+                str(stage),
+                f"{first} to {last}",
+                ", ".join(names),
+                network.hosts[plan.servers[stage]],
+                str(plan.ways[stage]),
+                f"{edge.forward}, back {edge.backward}, {edge.in_flight} in flight" if edge else "-",
+                *[f"{plan.money[stage]:.3g}"] * priced,
+            ]
+        )
+        first = last + 1
+    return found
+
+
+def steps(plan: StagedPlan) -> str:
+    """Seconds of a step, and what the modes of stages cost."""
+    shown = "not simulated with exchanges" if plan.simulated_s is None else f"simulated {seconds(plan.simulated_s)}"
+    spent = f", {sum(plan.money):.3g} of money" if any(plan.money) else ""
+    return f"predicted {seconds(plan.predicted_s)} a step, {shown}{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
+
+
+def decides(network: Network, plan: StagedPlan) -> str:
+    """What a step waits for, and how long."""
+    exchanges_s = max(0.0, (plan.simulated_s or plan.predicted_s) - plan.alone_s)
+    computing_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other < 0)
+    links_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other >= 0)
+    part, part_s = max(plan.critical.items(), key=lambda item: item[1])
+    what = f"computing of stage {part.stage} on {network.hosts[part.host]}"
+    if part.other >= 0:
+        what = f"the link {network.hosts[part.host]}-{network.hosts[part.other]}"
+    if exchanges_s > part_s:
+        stage = max(range(len(plan.stages_s)), key=lambda stage: plan.stages_s[stage])
+        what, part_s = f"the exchange of stage {stage} on {network.hosts[plan.servers[stage]]}", exchanges_s
+    return (
+        f"{what} decides with {seconds(part_s)}: a step waits {seconds(computing_s)} for computing, {seconds(links_s)} for "
+        f"links between stages, {seconds(exchanges_s)} for exchanges of stages"
+    )
+
+
+def alone(network: Network, model: PipelineModel, replicas: int) -> str:
+    """One machine that makes all of a step."""
+    found = soonest_alone(network, model, replicas)
+    if found is None:
+        needed = model.layers * model.layer_memory_bytes
+        return f"one machine alone: none has the {needed / 1e9:.3g} GB that all layers need"
+    return f"one machine alone, {network.hosts[found[0]]}: {seconds(found[1])} a step"

@@ -1,0 +1,76 @@
+"""How long a step of a script takes on this machine: from the record of a run, or of one that is made for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.ps.planner.plan_writer import words_of
+from narrows.ps.probe.director import STEPS_S
+
+STEPS = 20  # whose median counts
+ENDS_S = 30.0  # that a script has after Ctrl-C
+TURN_S = 0.2
+LINES_MAX = 100_000  # of a record that are read
+
+
+def of_record(path: str, flag: str = "--record") -> list[float]:
+    """Seconds of the first steps in a record of ps-worker, without waiting and coding; at most STEPS. Raises UsageError."""
+    found = list[float]()
+    try:
+        with open(path) as lines:
+            for line, _ in zip(lines, range(LINES_MAX), strict=False):
+                event = json.loads(line) if line.endswith("\n") else {}
+                if event.get("event") == "step" and "step_seconds" in event and len(found) < STEPS:
+                    others = event.get("encode_seconds", 0.0) + event.get("wait_seconds", 0.0)
+                    found.append(max(0.0, float(event["step_seconds"]) - float(others)))
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{flag} {path}: this is no record of ps-worker ({error})") from None
+    return found
+
+
+def step_seconds(record: str, script: str, stop: threading.Event) -> float:
+    """The median; 0.0 where neither is given. Raises NarrowsError."""
+    found = of_record(record) if record else of_script(script, stop) if script else [0.0]
+    if not found:
+        raise UsageError(f"--record {record}: it has no step of a worker yet")
+    return statistics.median(found)
+
+
+def of_script(script: str, stop: threading.Event) -> list[float]:
+    """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps, or `stop` says that nobody wants to know. Raises
+    NarrowsError."""
+    words = words_of(script)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
+        record = Path(folder) / "steps.jsonl"
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *words]
+        made = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
+        end, found = time.monotonic() + STEPS_S, list[float]()
+        try:
+            while len(found) < STEPS and made.poll() is None and time.monotonic() < end and not stop.wait(TURN_S):
+                found = of_record(str(record), "--script") if record.exists() else []
+        finally:
+            for number in (signal.SIGINT, signal.SIGKILL):
+                if made.poll() is None:
+                    made.send_signal(number) if number == signal.SIGINT else os.killpg(made.pid, number)
+                    try:
+                        made.wait(ENDS_S)
+                    except subprocess.TimeoutExpired:
+                        continue
+        if not (found := found or (of_record(str(record), "--script") if record.exists() else [])):
+            said.seek(0)
+            last = said.read()[-4096:].decode(errors="replace").strip().splitlines()[-3:]
+            raise NarrowsError(f"--script {script}: it made no step; its last words: {' / '.join(last)}")
+        return found

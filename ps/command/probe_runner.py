@@ -1,0 +1,338 @@
+"""The runners of ps-probe: the process that directs, and a machine that measures. `planning.probe.Probe` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import shlex
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from narrows.protocols.addresses import ANY_HOSTS, bracketed, parse_address
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import (
+    AuthenticationError,
+    NarrowsError,
+    RemoteProtocolError,
+    ServerLostError,
+    UnreachableError,
+    UsageError,
+)
+from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.network import keys
+from narrows.protocols.runtime.network.curve import CurveKeys, HandshakeFailure, KeyPair
+from narrows.protocols.runtime.network.hosts import own_host
+from narrows.protocols.runtime.network.sockets import Peer, Sockets
+from narrows.protocols.wire import pack
+from narrows.ps.command.planning import steps
+from narrows.ps.probe import pairwise
+from narrows.ps.probe.director import BEAT_NS, Effects, PrintLine, ProbeDirector
+from narrows.ps.probe.messages import (
+    ProbeBeat,
+    ProbeDial,
+    ProbeEnd,
+    ProbeJoin,
+    ProbeListen,
+    ProbeListening,
+    ProbeReport,
+    ProbeStepTime,
+    decode,
+    encode,
+)
+
+TURN_MS = 100
+SILENT_S = 30.0  # without a word of the director, once it has answered
+ENDS_S = 5.0  # that a machine which was started has, once all is over
+SCRIPT_ENDS_S = 2 * steps.ENDS_S + 5  # and its script, which is killed where it does not end
+BY_SSH = "ssh:"  # before the port of a director, in place of its address
+SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its stdin is that of the command
+
+
+@dataclass(slots=True)
+class ProbeMachineRunner:
+    """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an event is
+    set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's public key; None: all
+    is in the open. `over`: set by who wants it to end."""
+
+    address: str
+    join: ProbeJoin
+    steps: Callable[[threading.Event], float]
+    port: int
+    own: tuple[KeyPair, str] | None
+    connect_s: float
+    refusal: Callable[[HandshakeFailure], str] = lambda why: ""
+    refused: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+    worker: threading.Thread | None = None
+    answers: queue.SimpleQueue[ProbeStepTime | ProbeListening | ProbeReport] = field(default_factory=queue.SimpleQueue)
+    over: threading.Event = field(default_factory=threading.Event)
+    failed: list[NarrowsError] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Until the director says that all is over. Raises NarrowsError."""
+        own = self.own
+        curve = CurveKeys(None, lambda address: own, lambda public: False) if own is not None else None
+        with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
+            sockets.send(self.address, encode(self.join))
+            timer = threading.Thread(target=self._time, args=(sockets.wake,), name="steps", daemon=True)
+            timer.start()
+            heard_s, beat_s, met = time.monotonic(), 0.0, False
+            try:
+                while not self.over.is_set():
+                    now_s = time.monotonic()
+                    if now_s - beat_s >= BEAT_NS / NS:
+                        beat_s = now_s
+                        sockets.send(self.address, encode(ProbeBeat(0)))
+                    for _, frames in sockets.receive(TURN_MS):
+                        heard_s, met = time.monotonic(), True
+                        if self._told(decode(frames), sockets.wake):
+                            return
+                    while not self.answers.empty():
+                        sockets.send(self.address, encode(self.answers.get()))
+                    self._check(time.monotonic() - heard_s, met)
+            finally:
+                self.stop.set()
+                self.over.set()
+                timer.join(SCRIPT_ENDS_S)
+
+    def _time(self, wake: Callable[[], None]) -> None:
+        try:
+            self.answers.put(ProbeStepTime(float(self.steps(self.over))))
+        except NarrowsError as error:
+            self.failed.append(error)
+        wake()
+
+    def _failed(self, address: str, why: HandshakeFailure, key: str) -> None:
+        self.refused = self.refused or self.refusal(why)
+
+    def _check(self, silent_s: float, met: bool) -> None:
+        if self.failed:
+            raise self.failed[0]
+        if self.refused:
+            raise AuthenticationError(self.refused)
+        if not met and silent_s > self.connect_s:
+            raise UnreachableError(f"no ps-probe answers at {self.address} within {self.connect_s:g} s")
+        if met and silent_s > SILENT_S:
+            raise ServerLostError(f"the ps-probe at {self.address} has said nothing for {SILENT_S:g} s")
+
+    def _told(self, message: object, wake: Callable[[], None]) -> bool:
+        """Whether all is over."""
+        if isinstance(message, ProbeEnd):
+            if message.why:
+                raise UsageError(f"the director at {self.address} says: {message.why}")
+            return True
+        if isinstance(message, ProbeListen | ProbeDial):
+            self.stop.set()  # of a try that was given up
+            before, self.stop = self.worker, threading.Event()
+            work = (message, self.stop, before, wake)
+            self.worker = threading.Thread(target=self._measure, args=work, name="measure", daemon=True)
+            self.worker.start()
+        return False
+
+    def _measure(
+        self,
+        asked: ProbeListen | ProbeDial,
+        stop: threading.Event,
+        before: threading.Thread | None,
+        wake: Callable[[], None],
+    ) -> None:
+        if before is not None:
+            before.join(pairwise.CONNECT_S)
+        try:
+            if isinstance(asked, ProbeListen):
+                with pairwise.open_port("", self.port) as listener:
+                    self.answers.put(ProbeListening(asked.token, listener.getsockname()[1]))
+                    wake()
+                    found = pairwise.listen(listener, asked.token, asked.seconds, asked.first, stop)
+            else:
+                host = asked.host or parse_address("--join", self.address)[0]
+                found = pairwise.dial(host, asked, stop)
+            report = ProbeReport(asked.token, "", pack([flow.plain() for flow in found]))
+        except NarrowsError as error:
+            report = ProbeReport(asked.token, str(error), pack([]))
+        if not stop.is_set():
+            self.answers.put(report)
+            wake()
+
+
+class ProbeDirectorRunner:
+    """`keys_folder`: whose keys are let in; "": all are."""
+
+    def __init__(self, probe: ProbeDirector, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
+        self.probe, self.say = probe, say
+        self.guard = guard = keys.Guard(keys_folder) if keys_folder else None
+        curve = None
+        if guard is not None:
+            curve = CurveKeys(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
+        self.sockets = Sockets(curve=curve)
+        self.host, _ = parse_address("--bind", bind, any_port=True)
+        self.port = self.sockets.listen(bind)
+
+    @property
+    def address(self) -> str:
+        """Where this machine itself dials it."""
+        return f"tcp://{'127.0.0.1' if self.host in ANY_HOSTS else self.host}:{self.port}"
+
+    def run(self, wait_s: float, ended: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more, each with
+        a sentence. Raises UnreachableError where fewer than two have come."""
+        probe, deadline = self.probe, time.monotonic() + wait_s
+        while not probe.over:
+            for peer, frames in self.sockets.receive(TURN_MS):
+                self._heard(peer, frames)
+            now_ns = time.monotonic_ns()
+            self._do(probe.tick(now_ns))
+            if probe.began_ns is None:
+                for name, why in ended():
+                    self._do(probe.without(why, now_ns, name))
+                if time.monotonic() > deadline and len(probe.machines) < probe.count:
+                    self._do(probe.without(f"{probe.missing()} in {wait_s:g} s", now_ns))
+                if probe.count < 2:
+                    raise UnreachableError(f"{probe.missing()}; two are needed: {'; '.join(probe.failed)}")
+
+    def _heard(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+        assert isinstance(peer, bytes)
+        try:
+            self._do(self.probe.hear(peer, decode(frames), time.monotonic_ns()))
+        except RemoteProtocolError as error:
+            self.say(f"a message was left out: {error}")
+            self.sockets.send(peer, encode(ProbeEnd(str(error))))
+
+    def _do(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, PrintLine):
+                self.say(effect.text)
+            else:
+                self.sockets.send(effect.peer, encode(effect.message))
+
+    def close(self) -> None:
+        self.sockets.close()
+
+
+@contextmanager
+def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with which it
+    has ended, if it has."""
+    failed: list[NarrowsError] = []
+
+    def measure() -> None:
+        try:
+            measurer.run()
+        except NarrowsError as error:
+            failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise failed.pop()
+
+    thread = threading.Thread(target=measure, name="machine", daemon=True)
+    thread.start()
+    try:
+        yield check
+        thread.join(ENDS_S)  # it is told that all is over
+    finally:
+        measurer.over.set()
+        thread.join(SCRIPT_ENDS_S)
+        for error in failed:
+            tell(str(error))
+
+
+def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[str]:
+    """ps-probe, as it joins the director at `bound` and `port` from the machine `there`. A name that leads nowhere from here
+    may be one of ssh's config: others cannot dial it either, and the machine says by itself where it is."""
+    try:
+        towards = own_host(there, 22)
+    except OSError:
+        towards = ""
+    here = bound if bound not in ANY_HOSTS else towards
+    join = f"tcp://{here}:{port}" if here else f"{BY_SSH}{port}"
+    return ["ps-probe", "--join", join, "--name", there, *(["--host", bracketed(there)] if towards else []), *more]
+
+
+def by_ssh(address: str) -> str:
+    """Where the director is: ssh:PORT is at the machine from which ssh has started this one. Raises UsageError."""
+    if not address.startswith(BY_SSH):
+        return address
+    client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not client:
+        raise UsageError(f"--join {address}: no SSH_CONNECTION says who has started this; give tcp://HOST:PORT")
+    return f"tcp://{bracketed(client)}:{address.removeprefix(BY_SSH)}"
+
+
+class SshCommands:
+    """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's too."""
+
+    def __init__(
+        self, hosts: Sequence[str], ssh: str, director: ProbeDirectorRunner, keys_folder: str, more: Sequence[str]
+    ) -> None:
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        access = ["--key", "-"] if keys_folder else ["--insecure"]
+        for host in hosts:
+            there = host.rpartition("@")[2]
+            words = words_there(there, director.host, director.port, [*access, *more])
+            try:
+                line = [word.format(host=host, command=shlex.join(words)) for word in shlex.split(ssh)]
+                made = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+            except (OSError, ValueError, KeyError, IndexError) as error:
+                raise UsageError(f"--ssh {ssh}: {error}") from None
+            self.running[host] = made
+            assert made.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                if keys_folder:
+                    made.stdin.write(keys.add(keys_folder, _key_name(there), "worker").read_bytes())
+                made.stdin.close()
+
+    def ended(self) -> list[tuple[str, str]]:
+        """The name of each that has ended since, and a sentence."""
+        found = {host: code for host, made in self.running.items() if (code := made.poll()) is not None}
+        for host in found:
+            del self.running[host]
+        text = "{}: ps-probe did not start there, or has ended with code {}"
+        return [(host.rpartition("@")[2], text.format(host, code)) for host, code in found.items()]
+
+    def close(self) -> None:
+        deadline = time.monotonic() + ENDS_S
+        for made in self.running.values():
+            try:
+                made.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                made.terminate()
+                made.wait(ENDS_S)
+
+
+def _key_name(host: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in host)[:60]
+
+
+@contextmanager
+def own_keys() -> Iterator[str]:
+    """A folder of keys for this run alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys.make(folder)
+        yield folder
+
+
+def key_of(path: str) -> keys.Secret:
+    """That of a file, or of stdin for "-". Raises UsageError."""
+    if path != "-":
+        return keys.member_key(path, "--key")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "stdin"
+        with (
+            os.fdopen(os.open(copy, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file,
+            open(0, "rb", closefd=False) as given,
+        ):
+            file.write(given.read(1 << 16))
+        return keys.member_key(str(copy), "--key")
+
+
+def secret() -> str:
+    return secrets.token_hex(16)

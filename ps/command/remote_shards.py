@@ -1,0 +1,298 @@
+"""ps-serve --join ADDR: a machine that has shards of the server at ADDR. Process 0 there says which.
+
+Rules
+- A thread says once a second what this machine wants, and hands on the answer. The processes follow the answers
+  (ps/coordinator/remote_shards.py).
+- A shard that dies goes on by its journal here, as on any machine. Its checkpoints are with the server.
+- Ctrl-C has the keys move back, and ends then. Whatever ends this machine before tells the server that they are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import parse_address
+from narrows.protocols.config.settings import SHARDS_MAX, Settings, contradiction
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsError, ServerLostError, UsageError
+from narrows.protocols.messages import RefuseCode, Wish
+from narrows.protocols.runtime.network import sealing
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.hosts import reached
+from narrows.protocols.runtime.network.sockets import LINGER_MS, Sockets
+from narrows.protocols.runtime.processes.children import Event
+from narrows.protocols.runtime.processes.scratch import ScratchFolder
+from narrows.protocols.wire import decode, encode
+from narrows.ps.command.console import say
+from narrows.ps.command.reshard import ReshardRequest
+from narrows.ps.command.shard_supervisor import START_S, ShardSupervisor
+
+SAY_S = 1.0
+POLL_MS = 50
+LOST_S = 60.0  # silence of the server; a process 0 that died is there again long before
+LEAVE_S = 600.0  # in which keys have moved back: a checkpoint of them travels twice
+LINE = -8  # in place of a child's index
+
+
+class JoinLine:
+    """Says to the server at `there` what `join` says. `hear` is called with its answers, in the thread of the line."""
+
+    def __init__(
+        self, there: str, keys: str, secret: str, join: m.RemoteShardsOffer, hear: Callable[[m.Message], None]
+    ) -> None:
+        self.there, self.keys, self.secret, self.join, self.hear = there, keys, secret, join, hear
+        self.said: m.RemoteShardsOffer | None = None
+        self.closing = False
+        self.thread = threading.Thread(target=self._main, name="narrows-line", daemon=True)
+        self.thread.start()
+
+    def say(self, **changes: Any) -> None:
+        """At once."""
+        self.join = replace(self.join, **changes)
+
+    def _main(self) -> None:
+        from narrows.ps.process.access_control import AccessControl
+
+        gate, due = AccessControl(self.keys, "", self.secret, self.there), 0.0
+        with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
+            while not self.closing or self.said is not self.join:
+                if self.said is not self.join or time.monotonic() >= due:
+                    self.said, due = self.join, time.monotonic() + SAY_S
+                    sockets.send(self.there, encode(self.said))
+                for _, frames in sockets.receive(POLL_MS):
+                    with contextlib.suppress(NarrowsError):
+                        self.hear(decode(frames))
+
+    def close(self) -> None:
+        self.closing = True
+        self.thread.join(1 + LINGER_MS / 1000)
+
+
+class RemoteShardOffer(ReshardRequest):
+    """The moves of a `RemoteShardSupervisor`, whose processes come and go as `RemoteShardsGrant` says. `left`: shards
+    that have ended as told."""
+
+    def __init__(self, cluster: ShardSupervisor) -> None:
+        super().__init__(cluster)
+        self.left: set[int] = set()
+        self.had: set[int] = set()  # shards that have had keys
+
+    def strange(self, index: int) -> bool:
+        """Each begins as one of so many shards as are to be."""
+        return False
+
+    def bound(self, index: int) -> None:
+        """Process 0 is on another machine."""
+
+    def exited(self, index: int) -> bool:
+        if index not in self.going and index not in self.cluster.done:
+            return False
+        self.going.discard(index)
+        self.cluster.forget(index)
+        self.left.add(index)
+        if self.cluster.address:
+            self.cluster.write_ready()
+        return True
+
+    def follow(self, room: m.RemoteShardsGrant) -> None:
+        """Start who is to come, let go who is to go."""
+        cluster, most = self.cluster, max(room.shards, room.target)
+        mine = range(room.first, min(room.first + room.count, most)) if room.first >= 0 else range(0)
+        cluster.settings = replace(cluster.settings, shards=max(1, most))
+        self.had |= {index for index in mine if index < room.shards}
+        for index in [index for index in cluster.shards if index not in mine and index not in self.going]:
+            self._let_go(index, killed=index not in self.had or room.code not in (0, RefuseCode.NOT_A_MEMBER))
+        for index in mine:
+            if index not in cluster.shards and index not in self.left:
+                cluster.start_shard(index)
+
+
+class RemoteShardSupervisor(ShardSupervisor):
+    """The shards that this machine has of the server at `there`, which has `told` what they must know."""
+
+    def __init__(self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int) -> None:
+        super().__init__(Settings(**told["settings"]))
+        self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
+        self.lives.over(wanted)
+        self.moving: RemoteShardOffer = RemoteShardOffer(self)
+        self.room: m.RemoteShardsGrant | None = None  # the newest answer
+        self.clock = AwakeClock()
+        self.heard_ns = self.clock.now()
+        self.line: JoinLine | None = None
+        self.run_over = False
+
+    def first_port(self, index: int) -> int:
+        return self.port + index - self.room.first if self.port and self.room is not None else 0
+
+    def process_0(self, index: int) -> str:
+        return self.there
+
+    def over(self, index: int) -> bool:
+        """While keys move back, each shard is needed."""
+        return bool(self.errors or len(self.signals) > 1)
+
+    def _join(self) -> None:
+        """Ask for room, as a new machine."""
+        self.room, self.address = None, ""
+        self.moving.left.clear()
+        self.moving.had.clear()
+        join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, Wish.STAY)
+        if self.line is not None:
+            self.line.join = join
+        else:
+            hear: Callable[[m.Message], None] = lambda message: self.children.events.put((LINE, "heard", message))  # noqa: E731
+            self.line = JoinLine(self.there, self.keys, self.secret, join, hear)
+
+    def _taken(self, event: Event) -> None:
+        match event:
+            case (_, "heard", m.RemoteShardsGrant() as room):
+                self._told(room)
+            case (_, "heard", m.Refuse(_, _, _, text)):
+                self.errors.append((LINE, ServerLostError.exit_code, f"another server is at {self.there}: {text}"))
+            case (_, "heard", _):
+                pass
+            case _:
+                if event[1] == "done":
+                    self.run_over |= bool(event[2].get("over"))
+                super()._taken(event)
+                if event[1] == "ready" and self.room is not None:
+                    self.moving.follow(self.room)
+
+    def _told(self, room: m.RemoteShardsGrant) -> None:
+        assert self.line is not None
+        before = self.room
+        if room.token != self.line.join.token or (before is not None and before.over):
+            return
+        self.heard_ns = self.clock.now()
+        if before is not None and (room.epoch, room.version) < (before.epoch, before.version):
+            return
+        self.room = room
+        if self.ready:
+            self.moving.follow(room)
+        mine = range(room.first, room.first + room.count)
+        if room.first >= 0 and self.line.join.first != room.first:
+            self.line.say(first=room.first)
+            if room.shards <= room.first:
+                say(f"{_shards(mine)} of the server at {self.there} will be here: keys move while workers train")
+        if not self.address and room.first >= 0 and mine.stop <= room.shards:
+            self.address = self.there
+            self.write_ready()
+            say(f"has {_shards(mine)} of the server at {self.there}; Ctrl-C moves the keys back")
+
+    def watch(self) -> int:
+        """Until this machine has no shards any more. Raises NarrowsError."""
+        self._join()  # the server is to know us before shards can start here: its run may end meanwhile
+        assert self.line is not None
+        start_by, leave_by = time.monotonic() + START_S, float("inf")
+        while True:
+            if not self.ready and time.monotonic() > start_by:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
+            if len(self.signals) > 1:
+                say("ends at once: the keys here are lost, and the run goes back to its newest checkpoint", error=True)
+                return 128 + self.signals[1]
+            if self.signals and not self.stopping:
+                self.stopping, leave_by = True, time.monotonic() + LEAVE_S
+                self.line.say(wish=Wish.GO)
+                say(f"the keys here move back to the server at {self.there}, while workers train; Ctrl-C ends at once")
+            self._take(0.1)
+            self._check(leave_by)
+            if self.shards or not (self.run_over or (self.room is not None and self.room.over)):
+                continue
+            room = self.room
+            again = room is not None and room.code == RefuseCode.NOT_A_MEMBER
+            if self.run_over or room is None or room.code == 0 or (again and self.stopping):
+                had = "the keys that were here are with other shards" if self.moving.had else "no keys were here"
+                say("the run is over" if self.run_over else had)
+                return 0
+            if not again:
+                raise BY_EXIT_CODE.get(room.code, NarrowsError)(f"{self.there}: {room.text}")
+            say(f"{room.text}: joins again")
+            self._join()
+
+    def _check(self, leave_by: float) -> None:
+        """Raise NarrowsError where this cannot go on."""
+        self.clock.turn()
+        for index, code, text in self.errors:
+            where = "" if index == LINE else f"shard {index}: "
+            raise BY_EXIT_CODE.get(code, NarrowsError)(f"{where}{text}")
+        if self.ended:
+            raise NarrowsError(
+                f"shard {min(self.ended)} died; the run goes back to its newest checkpoint without this machine"
+            )
+        if self.clock.now() - self.heard_ns > LOST_S * NS:
+            raise ServerLostError(f"the server at {self.there} has not answered for {LOST_S:.0f} s")
+        if time.monotonic() > leave_by:
+            raise NarrowsError(
+                f"the keys have not moved back within {LEAVE_S:.0f} s; the run goes back to its newest checkpoint"
+            )
+
+    def leave(self) -> None:
+        """Tell the server, where it counts on us."""
+        if self.line is not None:
+            if self.shards:
+                self.line.say(wish=Wish.GONE)
+            self.line.close()
+
+
+def _shards(which: range) -> str:
+    return f"shard {which.start}" if len(which) == 1 else f"shards {which.start} to {which.stop - 1}"
+
+
+def join(
+    there: str,
+    bind: str,
+    keys: str,
+    flags: dict[str, Any],
+    more: list[str],
+    journal: bool,
+    ready_file: str,
+    local: Callable[[str], bool],
+    digest: int,
+) -> int:
+    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is loopback;
+    `digest`: of the plan.json that started this, 0: none did."""
+    from narrows.ps.process.bootstrap_client import JOIN, ask
+
+    wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)
+    if more := [*(f"--{name.replace('_', '-')}" for name in flags), *more]:
+        raise UsageError(f"--join: the server at {there} says what the run is; leave out {more[0]}")
+    if not 1 <= wanted <= SHARDS_MAX:
+        raise UsageError(f"--shards {wanted}: give a number from 1 to {SHARDS_MAX}")
+    if port + wanted - 1 >= 65536:
+        raise UsageError(f"--bind {bind}: --shards {wanted} take the ports from there on, and 65535 is the last")
+    told = ask("--join", there, keys, JOIN)
+    if text := contradiction({"plan_digest": digest}, Settings(**told["settings"])):
+        raise IncompatibleError(f"{there}: {text}")
+    if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
+        raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
+    guest = RemoteShardSupervisor(there, told, keys, reached(bind, there), wanted)
+    scratch = None
+    try:
+        guest.prepare()
+        guest.host, guest.port, guest.ready_file, guest.lives.keeps = host, port, ready_file, journal
+        scratch = ScratchFolder()  # where a checkpoint is while it travels
+        guest.told = {
+            "first_epoch": 0,
+            "checkpoint_dir": scratch.path,
+            "keeps": told["keeps"],
+            "secret": told["secret"],
+            "resume": False,
+            "keys": os.path.abspath(keys) if keys else "",
+            "host": guest.known_as,
+            "seals": sealing.rate() if keys else 0.0,
+            "replicas": 0,
+        }
+        guest.listen()
+        return guest.watch()
+    finally:
+        guest.leave()
+        guest.kill()
+        if scratch:
+            scratch.close()

@@ -1,0 +1,363 @@
+"""The shard processes of one ps-serve: started, started again where one dies, and ended.
+
+It owns the processes; each process owns its shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
+from narrows.protocols.pipeline_channels import ON
+from narrows.protocols.runtime.cli.flags import ALLOCATOR
+from narrows.protocols.runtime.cli.output import STDERR
+from narrows.protocols.runtime.processes import signals
+from narrows.protocols.runtime.processes.children import ChildProcesses, Event, StartedChild, signal_name
+from narrows.ps.command.console import EMBEDDED, doing, say, show
+from narrows.ps.command.reshard import ReshardRequest
+from narrows.ps.command.restart_policy import Restart, RestartPolicy
+from narrows.ps.command.standby_notice import StandbyNotice
+from narrows.ps.dashboard.run_watch import RunWatch
+from narrows.ps.process.main import JOURNAL
+
+START_S = 120.0  # a cold machine compiles kernels first
+ONE_STOPPED = "the model of a worker that was stopped"
+END_S = (
+    40.0  # a shard that does not end within this after the stop is killed, or within what it says one event may take
+)
+LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
+NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
+OPTIMIZERS = [("importing torch ...", "narrows.ps.store.torch_optimizer:warm_up")]  # where gradients are pushed
+
+
+def environment(hash_seed: str) -> dict[str, str]:
+    """Each shard has one thread, and no module of the folder in which ps-serve was started."""
+    ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
+    return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": hash_seed}
+
+
+class ShardSupervisor:
+    """The shard processes of one ps-serve."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.host, self.port = "", 0
+        self.address = ""  # that workers were told
+        self.ready_file = ""
+        self.glance = RunWatch()
+        self.told: dict[str, Any] = {}  # what every shard is told
+        self.children = ChildProcesses()
+        self.hash_seed = self.children.hash_seed  # of all lives of a shard: they take sets in the same order
+        self.standing = StandbyNotice()
+        self.follows: dict[int, str] = {}  # shards that copy others, and where those are
+        self.ready = False  # shards can be started
+        self.shards: dict[int, StartedChild] = {}
+        self.stopping = False
+        self.ports: dict[int, int] = {}  # of those that are bound
+        self.done: set[int] = set()  # that said so
+        self.ended: set[int] = set()
+        self.lives = RestartPolicy(settings.shards)
+        self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
+        self.checkpoint = -1  # clock of the newest
+        self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
+        self.run_id = ""  # as --run-id says
+        self.end: dict[str, Any] = {}  # of the run, once its workers have done it
+        self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
+        self.signals: list[int] = []
+        self.asked: list[int] = []  # to show the tree
+        self.moving = ReshardRequest(self)
+
+    def follow(self, standby: str, original: dict[str, Any]) -> None:
+        """Copy the server at this address, which has told this of itself."""
+        host, _ = parse_address("--standby", standby)
+        self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
+        self.told |= {name: value for name, value in original.items() if name in self.told}
+
+    def listen(self) -> None:
+        """Hear what this process is told: signals, and the end of stdin where it is embedded."""
+        signals.hear(self.signals, EMBEDDED)
+        signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
+
+    def prepare(self) -> None:
+        """Begin to import what shards need."""
+        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
+        self.children.prepare(environment(self.hash_seed), needs)
+
+    def start(self) -> None:
+        """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
+        deadline = time.monotonic() + START_S
+        self._until(lambda: self.ready, deadline)
+        for indices in (range(1), range(1, self.settings.shards)):
+            for index in indices if not self.signals else ():
+                self.start_shard(index)
+            self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
+
+    def _until(self, done: Callable[[], bool], deadline: float) -> None:
+        while not done() and not self.signals:
+            self._take(min(0.1, deadline - time.monotonic()))
+            for _, code, text in self.errors:
+                raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
+            if self.ended:
+                raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
+            if time.monotonic() > deadline:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
+
+    def first_port(self, index: int) -> int:
+        """On which the first life of this shard listens, 0: on any."""
+        return self.port + index if self.port else 0
+
+    def process_0(self, index: int) -> str:
+        """Where this shard dials it, "" in it."""
+        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
+        return f"tcp://{here}:{self.ports[0]}" if index else ""
+
+    def start_shard(self, index: int, replay: bool = False) -> None:
+        """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
+        shards = self.moving.target if self.moving.strange(index) else self.settings.shards
+        # One that has keys while workers train has them from a checkpoint.
+        again = self.lives.restarts > 0 or (self.address > "" and not self.moving.strange(index))
+        told = self.told | {
+            "index": index,
+            "settings": asdict(replace(self.settings, shards=shards)),
+            "bind": f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
+            "coordinator": self.process_0(index),
+            "away": [*self.moving.away.items()],
+            "resume": self.told["resume"] or again,
+            "again": again,
+            "replay": replay,
+            "done": sorted(self.done),
+            "follows": self.follows.get(index, ""),
+            "watched": self.glance.watched,
+        }
+        words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
+        try:
+            if not replay:
+                self.lives.begin(index)
+        except OSError as error:
+            say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
+        passed = dict(zip(JOURNAL, self.lives.files.get(index, ()), strict=False))
+        self.shards[index] = self.children.start(
+            index, words, environment(self.hash_seed), listens={1: "event"}, stdin=True, passed=passed, name=name
+        )
+        self.shards[index].write(json.dumps(told))
+        self.lives.starts(index, START_S)
+
+    def _exited(self, index: int, code: int) -> None:
+        """A shard that died is started again, if the run goes on without an error of its own. Under gossip one that failed is
+        not: the workers have the model and go on alone."""
+        if self.moving.exited(index):
+            return
+        again = Restart.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
+        others = self.settings.mode().rule is Rule.MIX or self.standing.by  # who go on without it
+        if again is Restart.NOT or (again is Restart.CHECKPOINT and others):
+            self.ended.add(index)
+            return
+        self.shards[index].close_stdin()
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        say(text := f"shard {index} died ({how}) and is started again", error=True)
+        self.glance.note("died", {"shard": index, "text": text})
+        self.start_shard(index, again is Restart.JOURNAL)
+
+    def over(self, index: int) -> bool:
+        """Nobody needs another life of this shard."""
+        return bool(index in self.done or self.errors or self.signals or self.stopping)
+
+    def forget(self, index: int) -> None:
+        """This shard is none any more."""
+        self.shards.pop(index).close_stdin()
+        self.ports.pop(index, None)
+        self.done.discard(index)
+        self.lives.forget(index)
+        self.lives.serving.discard(index)
+
+    def write_ready(self) -> None:
+        """Write address, ports and process ids of this server to --ready-file, where it is given. Raises UsageError."""
+        if self.ready_file:
+            here = range(self.settings.shards)
+            ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
+            temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
+            told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
+            try:
+                temporary.write_text(json.dumps(told))
+                os.replace(temporary, self.ready_file)
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise UsageError(f"--ready-file {self.ready_file}: {error.strerror}") from None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {index: shard.pid for index, shard in self.shards.items()}
+
+    def watch(self) -> int:
+        """Show events until every process has ended; one that ends before the others is an error."""
+        deadline = float("inf")
+        while len(self.ended) < self.moving.here:
+            if self.lives.deserted.ends(time.monotonic()):
+                say(f"the last worker of this stage is lost, and the run ends: {ON}", error=True)
+                self.signals.append(signal.SIGINT)
+            if self.signals and not self.stopping:
+                self.stopping, deadline = True, time.monotonic() + self.end_s
+                for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
+                    self.shards[index].write("stop")
+                    self.shards[index].close_stdin()
+            self.moving.turn()
+            if text := self.standing.missing(self.address):
+                say(text)
+                self.glance.note("standby", {"there": False, "text": text})
+            if self.asked:
+                self.asked.clear()
+                self.shards[0].write("")
+            if time.monotonic() > deadline or len(self.signals) > 1:
+                say("a shard did not end in time and was killed")
+                return 1
+            known = len(self.errors)
+            self._take(0.1)
+            for index, _, text in self.errors[known:]:
+                say(f"shard {index}: {text}", error=True)
+            for index in self.ended - self.done:
+                if not self.errors:
+                    kept = self.checkpoint >= 0 and self.told["keeps"]
+                    go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
+                    say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
+                return self.code or 1
+            if self.ended:
+                deadline = min(deadline, time.monotonic() + self.end_s)
+        return self.code
+
+    @property
+    def end_s(self) -> float:
+        """Seconds that the shards have for their end: END_S, or as long as their arrays take to a slow disk."""
+        return max(END_S, *self.lives.within.values()) if self.lives.within else END_S
+
+    @property
+    def code(self) -> int:
+        return self.errors[-1][1] if self.errors else 0
+
+    def _take(self, timeout_s: float) -> None:
+        if event := self.children.next(timeout_s):
+            self._taken(event)
+        for index in () if event else self.lives.silent():  # with nothing left to hear
+            say(f"shard {index} has given no sign of life for too long, and is killed", error=True)
+            self.shards[index].kill()
+
+    def _taken(self, event: Event) -> None:
+        match event:
+            case (_, "ready", {"why": why}):
+                self.ready = True
+                if why:
+                    say(f"each shard starts in an interpreter of its own: {why}")
+            case (_, "say", {"text": text}):
+                doing(text)
+            case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
+                self.ports[index] = port
+                self.lives.serving.add(index)
+                if not index:  # its next life begins later, whatever its checkpoints say
+                    self.told["first_epoch"] = epoch + LIFE_EPOCHS
+                    self.told["parent"] = parent
+                self.moving.bound(index)
+                if self.address:
+                    try:
+                        self.write_ready()  # it is another process
+                    except UsageError as error:
+                        say(f"{error}; it has the process ids of before", error=True)
+            case (index, "alive", {"within": within}):
+                self.lives.expect(index, within)
+            case (_, "log", {"name": "move", "values": values}):
+                self.settings = Settings(**values["settings"] | {"shards": self.settings.shards})
+                self.moving.heard(values["shards"], values["target"], values["text"], values["away"])
+                if values["text"]:
+                    show("move", values)
+            case (index, "log", {"name": name, "values": values}):
+                if name == "member":
+                    self.lives.deserted.heard(values["live"], values["how"], time.monotonic())
+                elif name == "checkpoint":
+                    self.checkpoint = values["clock"] if index == 0 else self.checkpoint
+                    self.disk.pop(index, None)
+                elif name == "ended":
+                    self.end = {"steps": values["steps"]}
+                elif name == "handed over":
+                    self.handed = values
+                elif name == "journal":  # it has none any more
+                    self.lives.forget(index)
+                elif name == "standby":
+                    self.standing.by = values.get("there", False)
+                elif name == "above":
+                    self.told["parent"] = values.get("parent", self.told["parent"])  # where its next life finds it
+                elif name == "took over":
+                    self.follows.pop(index, None)
+                elif name == "disk":
+                    self.disk[index] = values["why"]
+                show(name, values)
+                self.glance.note(name, values)
+            case (_, "err", line):
+                STDERR.line(line)
+            case (index, "error", {"text": text}) if self.moving.strange(index):
+                say(f"shard {index}: {text}", error=True)
+            case (index, "error", {"code": code, "text": text}):
+                self.errors.append((index, code, text))
+            case (index, "done", {"refused": refused}):
+                self.done.add(index)
+                for text, count in refused.items():
+                    show("counted", {"text": f"shard {index} refused {count} times: {text}"})
+                self.lives.due.pop(index, None)
+            case (index, "exit", code):
+                self._exited(index, code)
+            case (index, kind, value):
+                raise LocalProtocolError(f"shard {index} says {kind!r}: {value}")
+
+    def merge(self) -> None:
+        """Write the whole model of the last checkpoint."""
+        from narrows.ps.checkpoints import checkpoint_files, whole_model
+
+        clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
+        if not self.told["keeps"]:
+            return
+        if self.disk:
+            kept = checkpoint_files.newest(folder, self.settings.shards)
+            back = (
+                f"--checkpoint-dir {folder} --resume goes on from clock {kept}"
+                if kept >= 0
+                else "no checkpoint is left"
+            )
+            why = "; ".join(self.disk.values())
+            raise NotSavedError(f"the run was trained, but {folder / whole_model.NAME} is missing: {why}; {back}")
+        if clock < 0:  # none was told of in this life of ours: the newest that is there
+            clock = checkpoint_files.newest(folder, self.settings.shards)
+        if clock >= 0:
+            try:
+                end = {**self.end, "run_id": self.run_id} if self.end else None
+                path = whole_model.merge(folder, clock, whole_model.buffers(folder, clock), say, end)
+            except OSError as error:
+                why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
+                raise NotSavedError(f"the run was trained, but {folder / whole_model.NAME} is missing: {why}") from None
+            say(f"{self._whose(clock)} is in {path}")
+
+    def _whose(self, clock: int) -> str:
+        """Name the model of the last checkpoint."""
+        if self.settings.mode().rule is not Rule.MIX:
+            return f"the model at clock {clock}"
+        if self.handed.get("last"):
+            return "the model that the workers ended with"
+        stopped = self.handed.get("stopped", 0)
+        if not stopped:
+            return "no worker has handed over its model: what the run began with"
+        return f"the mean of the models of {stopped} workers that were stopped" if stopped > 1 else ONE_STOPPED
+
+    def kill(self) -> None:
+        """End what is left."""
+        for shard in self.shards.values():
+            if shard.code is None:
+                shard.kill()
+            shard.wait()
+        self.children.close()
+        self.glance.close()

@@ -1,0 +1,197 @@
+"""ps-serve --plan: the servers that stand on this host, of stages, of clusters, and guests: each a ps-serve of its own.
+
+Rules
+- One that does not find the server above it is started again, until MEET_S: the hosts of a plan begin in any order.
+- Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
+  their servers, before these start. Later checkpoints are dropped.
+- A pipeline that has lost a stage does not come back while its servers run. A stage whose last worker is lost ends, with 6.
+- Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
+  and end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols.config.deployment import Deployment, ServerStart
+from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
+from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.cli import plan_file
+from narrows.protocols.runtime.processes import signals
+from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild
+from narrows.ps.command.console import doing, say
+from narrows.ps.command.restart_policy import DESERTED
+from narrows.ps.command.serve import PLAN_DIGEST
+
+MEET_S = 600.0  # all hosts have begun within this
+TAG = 0
+DESERTED_LEASES, DESERTED_LEAST_S = 2, 2.0  # a stage without workers ends after so long: all hosts know by then
+OF_EACH = ("run_id", "steps", "fresh_run")  # flags of each server
+OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of one server: the root's, which knows all below it
+
+
+def serve(
+    plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **more: Any
+) -> int:
+    """`more`: the flags of OF_EACH and of OF_ROOT.
+
+    Raises UsageError where the plan is none, a flag is for another host, or the stages have no checkpoint in common.
+    """
+    layout = plan_file.read(plan)
+    here = plan_file.this_host(layout, host)
+    servers = [server for server in layout.servers(keys) if server.place.host == here]
+    if not servers:
+        raise UsageError(
+            f"--plan {plan}: no server stands on {here}; its workers are started with ps-worker --plan {plan}"
+        )
+    each = [*(["--run-id", more["run_id"]] if more["run_id"] else []), *["--fresh-run"] * more["fresh_run"]]
+    each += ["--steps", str(more["steps"])] if more["steps"] else []
+    watched = watching(layout, here, {name: more[name] for name in OF_ROOT})
+    if resume and not checkpoint_dir:
+        raise UsageError("--resume: name the folder with --checkpoint-dir")
+    if resume and layout.served(here):
+        go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
+    environment |= {"PYTHONSAFEPATH": "1", PLAN_DIGEST: str(layout.digest)}
+    if len(layout.stages) > 1:
+        environment[DESERTED] = str(max(DESERTED_LEAST_S, DESERTED_LEASES * layout.lease))
+
+    def words(server: ServerStart) -> list[str]:
+        name = server.name.replace(" ", "-")
+        more = ["--journal" if journal else "--no-journal"]
+        if server.children:  # checkpoints of a guest are with the server that it joins
+            folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
+            more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume, *each]
+        more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
+        more += watched.get(name, [])
+        flags = [*server.flags]
+        for at in [at for at, flag in enumerate(flags, 1) if flag == "--parent-key"]:
+            flags[at] = plan_file.key_file(flags[at], "--parent-key")
+        return ["-m", "narrows.ps.command.cli", *flags, *more]
+
+    return StageServers(servers, [words(server) for server in servers], environment).watch()
+
+
+def watching(layout: Deployment, here: str, given: dict[str, Any]) -> dict[str, list[str]]:
+    """What the servers of this host are told beside the plan, by name: the flags of OF_ROOT. Each stage of a pipeline
+    has a record. Raises UsageError for a flag that no server here can take."""
+    given, root = {name: value for name, value in given.items() if value}, layout.stages[0]
+    names = [f"stage-{index}" for index in layout.served(here)]
+    if len(layout.stages) > 1:
+        for name in [name for name in given if name != "record"]:
+            raise UsageError(
+                f"--{name}: each of the {len(layout.stages)} stages is a run of its own, and no server knows all of them; "
+                "leave it out, --record FILE writes a record of each stage"
+            )
+        return {name: ["--record", f"{file}.{name}"] for name in names for file in given.values()}
+    if given and not names:
+        raise UsageError(
+            f"--{next(iter(given))}: the root's server takes it, which stands on {root.host}; give it there"
+        )
+    return {name: [word for flag, value in given.items() for word in (f"--{flag}", str(value))] for name in names}
+
+
+class StageServers:
+    """Those of this host, started and ended together. `words`: what follows `python`, of each."""
+
+    def __init__(self, servers: list[ServerStart], words: list[list[str]], environment: dict[str, str]) -> None:
+        self.servers, self.words, self.environment = servers, words, environment
+        self.children = ChildProcesses()
+        self.started: dict[int, StartedChild] = {}
+        self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
+        self.parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
+        self.heard: list[int] = []
+        self.meet_by = time.monotonic() + MEET_S
+        signals.hear(self.heard)
+
+    def watch(self) -> int:
+        """Until all have ended: the code of the first that failed, else 0, or what a signal says."""
+        for index in range(len(self.servers)):
+            self._start(index)
+        told = 0
+        while len(self.codes) < len(self.started):
+            match self.children.next(0.2):
+                case (index, "exit", code):
+                    self._ended(index, code)
+                case (index, kind, str(line)):
+                    say(f"{self.servers[index].name}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
+            for number in self.heard[told:]:
+                for child in self.started.values():
+                    child.signal(number)
+            told = len(self.heard)
+        failed = [abs(code) + 128 * (code < 0) for code in self.codes.values()]
+        failed = [code for code in failed if code and code != 128 + signal.SIGINT]
+        return failed[0] if failed else 128 + self.heard[0] if self.heard else 0
+
+    def _start(self, index: int) -> None:
+        listens: dict[int | str, str] = {1: "out", 2: "err"}
+        words, passed = self.words[index], {"NARROWS_PARENT_FD": self.parent_fd}
+        self.started[index] = self.children.start(index, words, self.environment, listens=listens, passed=passed)
+
+    def _ended(self, index: int, code: int) -> None:
+        server = self.servers[index]
+        if code == UnreachableError.exit_code and server.above and not self.heard and time.monotonic() < self.meet_by:
+            doing(f"{server.name} is started again, and waits for the server at {server.above} ...")
+            return self._start(index)
+        self.codes[index] = code
+        if code and not self.heard:
+            text = f"the server of {server.name} ended with exit code {code}; the others of this host end too"
+            say(text, error=True)
+            self.heard.append(signal.SIGINT)
+
+
+def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
+    """Drop what the stages of this host have written after the newest clock that all stages have. Return that clock, -1 where
+    no stage has any. Raises UsageError where they have none in common."""
+    from narrows.ps.checkpoints import checkpoint_files  # and NumPy
+
+    ours = {stage: checkpoint_files.whole(folder / f"stage-{stage}") for stage in layout.served(here)}
+    having = _all_stages(layout, here, ours, keys)
+    clock = max(set.intersection(*(set(clocks) for clocks in having.values())), default=-1)
+    if clock < 0 and any(having.values()):
+        has = "; ".join(f"stage {s}: {', '.join(map(str, c)) or 'none'}" for s, c in sorted(having.items()))
+        raise UsageError(f"--resume: the stages have no checkpoint of one clock ({has}), so the run cannot go on")
+    for stage in ours if clock >= 0 else ():
+        checkpoint_files.drop_all_after(folder / f"stage-{stage}", clock)
+    doing(f"all stages go on from clock {clock}" if clock >= 0 else "no stage has a checkpoint, so the run begins anew")
+    return clock
+
+
+def _all_stages(layout: Deployment, here: str, ours: dict[int, list[int]], keys: str) -> dict[int, list[int]]:
+    """The clocks of every stage, told by the ps-serve --plan of each host."""
+    hosts = sorted({stage.host for stage in layout.stages})
+    if len(hosts) == 1:
+        return ours
+    from narrows.protocols.runtime.network.channel_runner import NO_STEP, ChannelRunner
+    from narrows.protocols.runtime.network.keys import server_key
+
+    doing(f"asks the servers of {', '.join(set(hosts) - {here})} which checkpoints they have ...")
+    addresses = [layout.address(layout.stages[layout.served(host)[0]]) for host in hosts]
+    secret = server_key(keys) if keys else None
+    with_keys = (secret.pair, [secret.public] * len(hosts)) if secret else ()
+    names = [f"ps-serve --plan on {host}" for host in hosts]
+    peers = ChannelRunner(hosts.index(here), addresses, names, layout.digest, layout.lease, say, *with_keys)
+    failed = True
+    try:
+        peers.wait(MEET_S)
+        having, others = dict(ours), [rank for rank, host in enumerate(hosts) if host != here]
+        for other in others:
+            peers.send(other, NO_STEP, TAG, json.dumps([*ours.items()]).encode(), MEET_S)
+        for other in others:
+            having |= _told(peers.receive(other, TAG, MEET_S).payload)
+        failed = False
+        return having
+    finally:
+        peers.close(failed)
+
+
+def _told(payload: Buffer) -> dict[int, list[int]]:
+    try:
+        return {int(stage): [int(clock) for clock in clocks] for stage, clocks in json.loads(bytes(payload))}
+    except (ValueError, TypeError) as error:
+        raise RemoteProtocolError(f"the clocks of another host are not readable: {error}") from None

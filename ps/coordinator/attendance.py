@@ -1,0 +1,112 @@
+"""For which members a run waits: one clause, which consoles, pages and the members themselves show.
+
+Rules
+- Before the start it counts those that have joined. After it, it names those whose update the present clock lacks, and in the
+  end it counts those that have done their last step.
+- A cluster whose own workers are all there waits for what its server above waits for, and says that.
+- The console has it once it has held for a while, and again after twice as long. A page has each change of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.effects import NS, Log
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.gossip_directory import GossipDirectory
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.run import Run, Seat
+
+FRESH_NS = NS // 2  # a clause is made anew after this: each heartbeat of a thousand members asks for it
+SAY_NS = 10 * NS  # it has held for so long when the console first has it
+SAY_MOST_NS = 600 * NS  # and from one line to the next at most
+NAMED_MAX = 3  # members that a clause names
+
+
+class Attendance:
+    """says_above: the clause of the server above, as this cluster has heard it."""
+
+    def __init__(
+        self, run: Run, rounds: Clocks, above: ParentPlace, generations: CheckpointSchedule, meeting: GossipDirectory
+    ) -> None:
+        self.run, self.rounds, self.above, self.generations, self.meeting = run, rounds, above, generations, meeting
+        self.says_above: Callable[[], str] = str
+        self.made = ""  # the newest clause
+        self.made_ns = self.began_ns = -1  # when it was made, and since when members are missing
+        self.told = ""  # to whoever watches
+        self.said_ns, self.every_ns = 0, SAY_NS  # for the console
+
+    def clause(self, now_ns: int) -> str:
+        """What the run waits for, "": for no member."""
+        if self.made_ns < 0 or now_ns - self.made_ns >= FRESH_NS:
+            self.made, self.made_ns = self._clause(), now_ns
+        return self.made
+
+    def _clause(self) -> str:
+        if self.run.over:
+            return ""
+        if not self.run.started:
+            return self._gathering()
+        return self._ending() or self._lagging()
+
+    def _noun(self, count: int) -> str:
+        noun = "cluster" if any(seat.below for seat in self.run.seats.values()) else "worker"
+        return f"{count} {noun}{'s' * (count != 1)}"
+
+    def _gathering(self) -> str:
+        needed, here = self.generations.needed, len(self.run.seats)
+        joined = f"{min(here, needed)} of {self._noun(needed)} joined"
+        if here < needed:
+            return f"{joined}; waiting for {needed - here}"
+        without = here - len(self.run.declared) - len(self.above.undeclared)
+        if without > 0:
+            return f"{joined}; waiting for the model of {without}"
+        return self._above() if self.above.child else ""
+
+    def _above(self) -> str:
+        says = self.says_above()
+        return f"in the run above: {says}" if says else ""
+
+    def _ending(self) -> str:
+        declared, done = self.run.declared, [seat for seat in self.run.declared if self._done(seat)]
+        if not done:
+            return ""
+        going = len(declared) - len(done)
+        if not going:
+            return self._above() if self.above.child else ""
+        clock = "" if self.run.mode.rule is Rule.MIX else f", at clock {self.rounds.min_clock}"
+        have = "has done its" if len(done) == 1 else "have done their"
+        return f"{len(done)} of {self._noun(len(declared))} {have} last step; waiting for {going}{clock}"
+
+    def _done(self, seat: Seat) -> bool:
+        return seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting
+
+    def _lagging(self) -> str:
+        """Those whose update of the present clock is missing, where others have pushed theirs."""
+        if self.run.mode.rule is Rule.MIX or self.run.mode.bound is None:
+            return ""
+        late = self.rounds.late()
+        if not 0 < len(late) < len(self.run.declared):
+            return self._above() if self.above.child and not late else ""
+        names = ", ".join(f"{seat.rank} ({seat.host})" for seat in late[:NAMED_MAX])
+        more = f" and {len(late) - NAMED_MAX} more" if len(late) > NAMED_MAX else ""
+        return f"waiting for rank{'s' * (len(late) > 1)} {names}{more}, at clock {self.rounds.min_clock}"
+
+    def tick(self, now_ns: int) -> list[Log]:
+        """What is told of it: to a page with each change, to the console while members are missing."""
+        clause = self.clause(now_ns)
+        missing = clause if not self.run.started or self._ending() else ""
+        if not missing:
+            self.began_ns, self.every_ns = -1, SAY_NS
+        elif self.began_ns < 0:
+            self.began_ns = self.said_ns = now_ns
+        values: dict[str, object] = {"waits": missing}
+        if missing and now_ns - self.said_ns >= self.every_ns:
+            self.said_ns, self.every_ns = now_ns, min(2 * self.every_ns, SAY_MOST_NS)
+            values["text"] = f"{missing}, {(now_ns - self.began_ns) // NS} s so far"
+        elif missing == self.told:
+            return []
+        self.told = missing
+        return [Log("waits", values)]

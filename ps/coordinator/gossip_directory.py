@@ -1,0 +1,87 @@
+"""Introduces the workers of a run that gossips to each other.
+
+Rules
+- All hear of each change of the members, and so does who says that it has an older roster.
+- Once all have done their last step nobody joins any more, so all end with the mean of the same models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from narrows.protocols import messages as m
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.effects import Send
+from narrows.ps.coordinator.run import Decision, Run, Seat
+
+
+class GossipDirectory(Decision):
+    """In other modes it never begins."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.mixes = run, run.mode.rule is Rule.MIX
+        self.ended: set[int] = set()  # workers that have done their last step
+        self.closed = False  # all had
+        self.introduced = 0  # epoch of the roster that all were sent
+
+    @property
+    def begun(self) -> bool:
+        return self.mixes and self.run.started
+
+    @property
+    def epoch(self) -> int:
+        """That of the newest roster that a member may have; 0: there is none."""
+        return self.run.epoch if self.begun else 0
+
+    def mismatch(self, address: str) -> str:
+        """Why who has this address cannot gossip with those who are here: shards mix with the same shard of others."""
+        ours = {len(other.address.split(" ")) for other in self.run.declared} if self.mixes else set()
+        if not ours or len(address.split(" ")) in ours:
+            return ""
+        return (
+            "workers and clusters of more than one shard do not gossip with each other: let each of them join what the "
+            "others join"
+        )
+
+    def end(self, seat: Seat) -> bool:
+        """It has done its last step. False: that was known."""
+        news = seat.worker not in self.ended
+        self.ended.add(seat.worker)
+        return news
+
+    def rosters(self, seats: Iterable[Seat]) -> list[Send]:
+        """The roster, for each of `seats` that knows what to do with it."""
+        if not self.begun:
+            return []
+        members = self.run.declared
+        rows = tuple((seat.worker, seat.epoch, seat.rank, seat.start) for seat in members)
+        roster = (self.epoch, True, rows, tuple(seat.address for seat in members), self.closed)
+        first = self.run.first_round
+
+        def names(seat: Seat) -> tuple[str, ...]:
+            return tuple(m.pair_name(seat.name, each.name) for each in members)
+
+        return [
+            Send(seat.peer, m.Roster(seat.worker, *roster, names(seat), first)) for seat in seats if seat.ready_sent
+        ]
+
+    def introductions(self) -> list[Send]:
+        """The roster for all, where it has changed since the last time."""
+        before, self.introduced = self.introduced, self.epoch
+        return self.rosters(self.run.declared) if before != self.introduced else []
+
+    def decide(self, now_ns: int) -> bool:
+        """Close."""
+        members = self.run.declared if self.begun and not self.closed else []
+        if not members or not all(seat.worker in self.ended or seat.leaving for seat in members):
+            return False
+        self.closed = True
+        self.run.changed()
+        return True
+
+    def left(self, seat: Seat, how: str) -> None:
+        self.ended.discard(seat.worker)
+
+    def anew(self) -> None:
+        self.ended.clear()
+        self.closed = False

@@ -1,0 +1,183 @@
+"""Other machines that have shards of this server: which, from when on, and until when.
+
+Rules
+- A guest says what it wants (`RemoteShardsOffer`), again and again: that is its sign of life. The answer
+  (`RemoteShardsGrant`) says which shards are its.
+- It comes and goes by a move of keys, one at a time. Its shards come after all that are there. Where it goes, those after
+  its own go too; their machines join again.
+- One that is silent for GUEST_LEASES leases is lost with its shards, and all after them: the run goes back to the newest
+  checkpoint, over the shards before them.
+- A coordinator that begins anew knows which shards are on which host, and waits for a word of their guests as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Log, Send
+from narrows.protocols.messages import RefuseCode, Wish
+from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
+from narrows.ps.coordinator.run import Decision, Run
+
+GUEST_LEASES = 3  # nobody can tell a machine that is lost from a link that is, and to go back costs work
+GONE_MAX = 256  # tokens of those who were here that are remembered
+FAILED, DONE = 1, 0  # exit codes
+
+
+@dataclass(slots=True)
+class RemoteHost:
+    """One machine. `token` "": of before this life of the coordinator."""
+
+    token: str
+    host: str
+    shards: int  # that it has room for, or has
+    seen_ns: int
+    first: int = -1  # of its shards, -1: it waits for the move before
+    came: bool = False  # it has had keys
+    wish: int = Wish.STAY
+    again: bool = False  # its shards go because those before them do: then it joins again
+    peer: bytes = b""  # by which it spoke last
+
+    def has(self, shard: int) -> bool:
+        return self.first <= shard < self.first + self.shards
+
+
+class RemoteShards(Decision):
+    """`guests`: in the order of their shards; who waits comes last."""
+
+    def __init__(self, run: Run, moves: Resharding) -> None:
+        self.run, self.moves = run, moves
+        self.guests = [RemoteHost("", host, 1, -1, shard, came=True) for shard, host in sorted(moves.away.items())]
+        self.gone: dict[str, tuple[int, str]] = {}  # by token, the exit code and why
+        self.untold: list[RemoteHost] = []  # that are forgotten, and have not been sent why
+        self.said: list[Log] = []
+
+    # Messages of guests.
+
+    def hear(self, peer: bytes, join: m.RemoteShardsOffer, now_ns: int) -> None:
+        guest = self._of(join)
+        if guest is None and join.token not in self.gone:
+            guest = self._new(join, now_ns)
+        if guest is not None:
+            guest.peer, guest.seen_ns, guest.wish = peer, now_ns, max(guest.wish, join.wish)
+
+    def _of(self, join: m.RemoteShardsOffer) -> RemoteHost | None:
+        guest = next((guest for guest in self.guests if guest.token == join.token), None)
+        if guest is not None or join.first < 0:
+            return guest
+        here = [each for each in self.guests if not each.token and join.first <= each.first < join.first + join.shards]
+        if not here or here[0].first != join.first:
+            return None
+        found = RemoteHost(join.token, join.host, len(here), 0, join.first, came=True)
+        self.guests = sorted([found, *(each for each in self.guests if each not in here)], key=lambda each: each.first)
+        return found
+
+    def _new(self, join: m.RemoteShardsOffer, now_ns: int) -> RemoteHost | None:
+        if join.first >= 0:
+            self._forget(join, RefuseCode.SERVER_LOST, "the server does not know it any more")
+        elif self.moves.never:
+            self._forget(join, FAILED if self.run.over else RefuseCode.INCOMPATIBLE, self.moves.never)
+        else:
+            self.guests.append(RemoteHost(join.token, join.host, max(1, join.shards), now_ns))
+            return self.guests[-1]
+        return None
+
+    def _forget(self, who: RemoteHost | m.RemoteShardsOffer, code: int, text: str) -> None:
+        self.gone[who.token] = (code, text)
+        if isinstance(who, RemoteHost):
+            self.untold.append(who)
+        while len(self.gone) > GONE_MAX:
+            self.gone.pop(next(iter(self.gone)))
+
+    def room(self, token: str, version: int) -> m.RemoteShardsGrant:
+        """Return what the guest with this token is told."""
+        guest = next((guest for guest in self.guests if guest.token == token), None)
+        code, text = self.gone.get(token, (DONE, ""))
+        first, count = (guest.first, guest.shards) if guest is not None else (-1, 0)
+        shards, target = self.run.shards, self.moves.target
+        return m.RemoteShardsGrant(
+            token, self.run.epoch, version, first, count, shards, target, guest is None, code, text
+        )
+
+    # Who comes and who goes.
+
+    def decide(self, now_ns: int) -> bool:
+        for guest in self.guests:
+            guest.came |= 0 <= guest.first < self.run.shards
+            guest.seen_ns = now_ns if guest.seen_ns < 0 else guest.seen_ns
+        going = next((guest for guest in self.guests if guest.wish == Wish.GO), None)
+        if self.moves.phase is not ReshardPhase.STILL:
+            return going is not None and self._gives_up(going)
+        if gone := [guest for guest in self.guests if guest.first >= self.run.shards]:
+            self._let_go(gone[-1])
+            return True
+        for guest in self.guests:  # its last shards may be gone
+            guest.shards = min(guest.shards, self.run.shards - guest.first) if guest.first >= 0 else guest.shards
+        if going is not None:
+            return self._go(going)
+        coming = next((guest for guest in self.guests if guest.first < 0), None)
+        return coming is not None and self._come(coming)
+
+    def _gives_up(self, going: RemoteHost) -> bool:
+        """A move is under way; that to this guest is called off, where that can still be."""
+        if going.first < self.run.shards or not self.moves.may_stay:
+            return False
+        self.said.append(self.moves.call_off(f"the machine at {going.host} goes"))
+        return True
+
+    def _let_go(self, guest: RemoteHost) -> None:
+        """Its shards have no keys any more, or never had any."""
+        self.guests.remove(guest)
+        if guest.wish == Wish.STAY and guest.again:
+            self._forget(guest, RefuseCode.NOT_A_MEMBER, "the keys of a machine before it have moved back")
+        elif guest.wish == Wish.STAY and not guest.came:
+            self._forget(guest, FAILED, f"the keys stay where they are: {self.moves.why}")
+        else:
+            self._forget(guest, DONE, "")
+
+    def _go(self, guest: RemoteHost) -> bool:
+        if guest.first < 0:
+            self._let_go(guest)
+            return True
+        if self.moves.unfit(guest.first):  # no run to go from, or none that is not over
+            return False
+        for other in self.guests:
+            other.again = other.first > guest.first
+        self.said.append(self.moves.ask(guest.first))
+        return True
+
+    def _come(self, guest: RemoteHost) -> bool:
+        shards = self.run.shards + guest.shards
+        if why := self.moves.unfit(shards, guest.host):
+            self.guests.remove(guest)
+            self._forget(guest, FAILED, f"the keys stay where they are: {why}")
+            return True
+        guest.first = self.run.shards
+        self.said.append(self.moves.ask(shards, guest.host))
+        return True
+
+    # Those who are lost.
+
+    def lost(self, now_ns: int) -> RemoteHost | None:
+        """One that is silent, or says so itself."""
+        limit_ns = int(GUEST_LEASES * self.run.settings.lease * NS)
+        silent = [guest for guest in self.guests if guest.seen_ns >= 0 and now_ns - guest.seen_ns > limit_ns]
+        return next((each for each in self.guests if each in silent or each.wish == Wish.GONE), None)
+
+    def lose(self, guest: RemoteHost) -> None:
+        """It is none any more; those after it join again."""
+        after = [each for each in self.guests if each.first > guest.first >= 0]
+        self.guests = [each for each in self.guests if each is not guest and each not in after]
+        self._forget(guest, RefuseCode.SERVER_LOST, "the server has not heard this machine, and went on without it")
+        for each in after:
+            self._forget(each, RefuseCode.NOT_A_MEMBER, "a machine before it was lost")
+
+    def words(self, version: int) -> list[Send]:
+        """Tell those who are no guests any more: nobody may be here when they ask again, for the run may be over."""
+        untold, self.untold = self.untold, []
+        return [Send(guest.peer, self.room(guest.token, version)) for guest in untold if guest.peer]
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said

@@ -1,0 +1,153 @@
+"""Whether another plan of a running run, a mode and a SPEC, would gain by what its members measure now. docs/planning.md.
+
+Rules
+- Plans are numbered from 1 on (Settings.plan_number), and this is the one owner. `Resharding` brings a new one to all,
+  at one clock.
+- The present way and the others are priced alike, by the newest figures of every member: who has none yet is waited for.
+- A way that gains more than GAIN for --replan-after seconds without a break is proposed, each once in a plan. With --replan
+  change it is the next plan.
+- Figures measured under one plan do not count under the next: a way back takes as long as the way there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import OF_PLAN
+from narrows.protocols.effects import NS, Log
+from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.members import Members
+from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
+from narrows.ps.coordinator.run import Decision, Run, Seat
+from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.replanning import ChildRates, WayPrice, present, prices
+from narrows.ps.planner.step_prices import CodecCost
+
+GAIN = 0.2  # of the time to a loss
+LOOKS = 10  # in --replan-after
+MEMBERS_MAX = 256  # a look at so many takes 22 ms; one at 1,023 takes 143 ms
+LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # a member says what it measures some times in a lease
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """One worker's newest summary, and the seconds of computing in a step between two of them; 0: not known yet."""
+
+    newest: Summary
+    own_s: float = 0.0
+
+
+class Replans(Decision):
+    """`coded`: what each SPEC costs; of none, nothing is compared."""
+
+    def __init__(
+        self, run: Run, rounds: Clocks, roster: Members, moves: Resharding, coded: Mapping[str, CodecCost]
+    ) -> None:
+        self.run, self.rounds, self.roster, self.moves, self.coded = run, rounds, roster, moves, coded
+        self.plan = run.settings.plan_number  # that all below is of
+        self.steps: dict[tuple[int, ...], StepMeter] = {}  # by member, and the ranks of the worker below it
+        self.due_ns, self.since_ns = 0, -1  # the next look; since when another way gains, -1: none does
+        self.proposed: set[ModeAndSpec] = set()
+        self.said: list[Log] = []
+
+    def heard(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> None:
+        """A member says what it and those below it measure. A cluster computes as long as the slowest worker below it."""
+        if self.plan != self.run.settings.plan_number:
+            self.anew()
+        seat.rows = rows
+        for row in rows:
+            key, news = (seat.worker, *row.path), row.summary
+            before = self.steps.get(key)
+            if row.runs:
+                continue
+            if before is None or news.steps < before.newest.steps:
+                self.steps[key] = StepMeter(news)
+            elif news.steps > before.newest.steps:
+                own_s = (news.compute_seconds - before.newest.compute_seconds) / (news.steps - before.newest.steps)
+                self.steps[key] = StepMeter(news, max(own_s, 0.0))
+
+    def left(self, seat: Seat, how: str) -> None:
+        self.steps = {key: steps for key, steps in self.steps.items() if key[0] != seat.worker}
+
+    def anew(self) -> None:
+        self.plan, self.since_ns = self.run.settings.plan_number, -1
+        self.steps.clear()
+        self.proposed.clear()
+
+    def decide(self, now_ns: int) -> bool:
+        """Look whether a way gains, some times in --replan-after, and propose one that has for so long."""
+        settings, after_ns = self.run.settings, int(self.run.settings.replan_after * NS)
+        if settings.replan == "off" or settings.compress not in self.coded or now_ns < self.due_ns:
+            return False
+        self.due_ns = now_ns + min(max(after_ns // LOOKS, LOOK_MIN_NS), LOOK_MAX_NS)
+        best = self._best()
+        if best is None or best[0].cost >= (1 - GAIN) * best[1].cost:
+            self.since_ns = -1
+            return False
+        self.since_ns = now_ns if self.since_ns < 0 else self.since_ns
+        if now_ns - self.since_ns < after_ns or best[0].way in self.proposed:
+            return False
+        self._propose(*best)
+        return True
+
+    def _children(self) -> list[tuple[Seat, ChildRates]]:
+        """Return what each member measures; none where one of them has not measured yet, or there are too many."""
+        found, members = [], self.run.declared
+        for seat in members if len(members) <= MEMBERS_MAX else ():
+            own_s = [steps.own_s for key, steps in self.steps.items() if key[0] == seat.worker]
+            if not own_s or not min(own_s) or not seat.rows:
+                return []
+            link = seat.rows[0].summary
+            found.append((seat, ChildRates(max(own_s), link.rate_up, link.rate_down, link.round_trip_seconds)))
+        return found
+
+    def _best(self) -> tuple[WayPrice, WayPrice, Seat, ChildRates] | None:
+        """The cheapest way that the run may go, the present one, and the member with the slowest link."""
+        run, children = self.run, self._children()
+        open_ = (
+            run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is ReshardPhase.STILL
+        )
+        if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan_number:
+            return None
+        now = present(run.settings, self.coded)
+        ways = [now, *(WAYS if self.moves.fixed else BELOW)]
+        here, *others = prices([child for _, child in children], self.roster.plan.size, self.coded, ways)
+        slowest = max(children, key=lambda each: 1 / (each[1].up or 1e30) + 1 / (each[1].down or 1e30))
+        return min(others, key=lambda price: price.cost), here, *slowest
+
+    def _propose(self, best: WayPrice, here: WayPrice, seat: Seat, child: ChildRates) -> None:
+        run, fixed = self.run, self.moves.fixed
+        number, ratio = run.settings.plan_number + 1, best.cost / here.cost
+        changes = run.settings.replan == "change" and not fixed
+        text = (
+            f"plan {number}: {best.way} instead of {here.way} would take {ratio:.2f} of the time to a loss, "
+            f"{_ms(best.step_s)} a step and not {_ms(here.step_s)}; the slowest link, to rank {seat.rank} ({seat.host}), has "
+            f"{_rate(child.up)} up, {_rate(child.down)} down and a round trip of {_ms(child.round_trip_s)}, its step "
+            f"{_ms(child.own_s)} of computing; "
+        )
+        text += f"it takes a restart: {fixed}" if fixed else ""
+        text += "" if fixed else "the run changes to it" if changes else "--replan change changes a running run to it"
+        told = {"plan": number, "from": str(here.way), "to": str(best.way), "clock": self.rounds.min_clock}
+        told |= {"gain": round(1 - ratio, 3), "before_seconds": here.step_s, "after_seconds": best.step_s}
+        self.said.append(Log("replan", told | {"changes": changes, "text": text}))
+        self.since_ns = -1
+        if changes:
+            flags = {name: value for name, value in best.way.flags().items() if name in OF_PLAN}
+            self.moves.change(run.settings.changed(**flags))
+        else:
+            self.proposed.add(best.way)
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _rate(rate: float) -> str:
+    return f"{8e-6 * rate:.3g} Mbit/s" if rate else "no limit seen"

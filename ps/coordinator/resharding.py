@@ -1,0 +1,350 @@
+"""Cuts the keys of a run anew, over more or fewer shards, or gives it another plan, at a clock of the run; training goes on.
+
+Rules
+- Members are told to hold: to push no update from clock `at` on. It is the first one that none can have pushed, for no clock
+  closes until all have said that they know. Then all updates before it are folded, on all shards, and none after it.
+- Each shard writes a checkpoint of that clock. The next generation begins from it, over the new shards. Members keep their
+  seats and what they have not sent. Each gets a new epoch, so that nothing from before counts.
+- Until that checkpoint is on all disks, all can go on as before, and do so where anything fails. From then on a shard that
+  fails goes back to it, as to any other.
+- While members hold, nobody else becomes one.
+- Another plan, a mode and a SPEC (replans.py), is a move too: the next generation has other settings over the same shards. So
+  whoever has a place in a generation has its plan, and nothing that was coded by another one counts there.
+- Shards of other machines (remote_shards.py) are the last ones. A report counts where it comes from the machine that
+  the shard is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from enum import Enum
+
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import split
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import SHARDS_MAX, Settings
+from narrows.protocols.effects import NS, Log, Send
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.members import Members
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.run import Decision, Run, Seat
+
+LEVELS = "this run has two levels"
+HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
+
+
+class ReshardPhase(Enum):
+    STILL = "still"  # there is no move
+    ASKED = "asked"  # new shards are awaited, and the start of the run
+    TOLD = "told"  # members are told to hold
+    HELD = "held"  # all know; what is under way is folded
+    WRITING = "writing"  # the checkpoint of the clock that all hold at
+    PASSED = "passed"  # the shards begin from it
+
+
+MOVE_LIFE: dict[ReshardPhase, dict[str, ReshardPhase]] = {
+    ReshardPhase.STILL: {"ask": ReshardPhase.ASKED, "stay": ReshardPhase.STILL},
+    ReshardPhase.ASKED: {"tell": ReshardPhase.TOLD, "stay": ReshardPhase.STILL},
+    ReshardPhase.TOLD: {"hold": ReshardPhase.HELD, "stay": ReshardPhase.STILL},
+    ReshardPhase.HELD: {"write": ReshardPhase.WRITING, "stay": ReshardPhase.STILL},
+    ReshardPhase.WRITING: {"pass": ReshardPhase.PASSED, "stay": ReshardPhase.STILL},
+    ReshardPhase.PASSED: {"serve": ReshardPhase.STILL, "stay": ReshardPhase.STILL},
+}
+
+
+class Resharding(Decision):
+    """`target`: shards that there are to be. `at`: the clock at which all hold. `number`: of the newest word to members."""
+
+    def __init__(
+        self,
+        run: Run,
+        rounds: Clocks,
+        above: ParentPlace,
+        generations: CheckpointSchedule,
+        roster: Members,
+        away: Mapping[int, str],
+    ) -> None:
+        self.run, self.rounds, self.above = run, rounds, above
+        self.generations, self.roster = generations, roster
+        self.phase = ReshardPhase.STILL
+        self.target, self.at, self.number = run.shards, -1, 0
+        self.next = run.settings  # of the generation after this move
+        self.most = run.shards  # that there ever were to be
+        self.since_ns = 0  # when the present phase began
+        self.told = 0  # the newest number that all members were sent
+        self.away = {**away}  # by shard, the host of those that are on other machines, or to come there
+        self.why = ""  # the newest move was called off
+        self.offered: dict[int, tuple[bytes, m.Report]] = {}  # shards that are to come: where each is, and what it says
+        self.said: list[Log] = []
+
+    @property
+    def holds(self) -> bool:
+        """Who is a member does not change, but for those who go."""
+        return self.phase not in (ReshardPhase.STILL, ReshardPhase.ASKED)
+
+    def _move(self, step: str) -> None:
+        self.phase = MOVE_LIFE[self.phase][step]
+
+    # Requests of the owner of the processes.
+
+    def ask(self, shards: int, host: str = "") -> Log:
+        """Move to so many, the new ones on `host`; 0: to none, where that can still be. Asked again, the answer is the same."""
+        if shards == self.target or not shards:
+            return self.call_off("a new shard did not start") if not shards and self.may_stay else self.where("")
+        if why := self.unfit(shards, host):
+            return self.where(f"the keys stay where they are: {why}")
+        self._move("ask")
+        self.target, self.most = shards, max(self.most, shards)
+        self.next = replace(self.run.settings, shards=shards)
+        if host:
+            self.away |= dict.fromkeys(range(self.run.shards, shards), host)
+        return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
+
+    def change(self, settings: Settings) -> None:
+        """Give the run this plan. The caller has asked whether it may."""
+        self._move("ask")
+        self.next = settings
+
+    @property
+    def fixed(self) -> str:
+        """Why a new plan of this run takes a restart, "" where it does not."""
+        mode = self.run.mode
+        if mode.rule is Rule.OPTIMIZER:
+            return "the servers have the state of the optimizer, for gradients are pushed; with --push update workers have it"
+        if mode.rule is Rule.OUTER:
+            return "the servers have the momentum of the outer steps"
+        if self.away:
+            return "some of its shards are on other machines"
+        return self.never
+
+    def unfit(self, shards: int, host: str = "") -> str:
+        """Why they cannot become so many now, "" where they can."""
+        if self.phase is not ReshardPhase.STILL:
+            return "another move is under way"
+        if not 1 <= shards <= SHARDS_MAX:
+            return f"give a number of shards from 1 to {SHARDS_MAX}"
+        if self.away and shards > self.run.shards and not host:
+            return (
+                "the last shards are on other machines: ps-serve --join adds more of them, Ctrl-C of it takes them back"
+            )
+        return LEVELS if self._levels else self.never
+
+    @property
+    def never(self) -> str:
+        """Why the keys of this run do not move, "" where they do."""
+        mode = self.run.mode
+        if mode.rule is Rule.MIX:
+            return "under --sync gossip the model is with the workers"
+        if mode.bound is None:
+            return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
+        if self.run.settings.quorum > 0 or mode.streams:
+            return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
+        if self.roster.plan is not None and self.roster.plan.tables:
+            return "its model has an embedding table, whose rows stay on their shards"
+        return "the run is over" if self.run.over else ""
+
+    @property
+    def _levels(self) -> bool:
+        return self.above.child or any(seat.below for seat in self.run.declared)
+
+    def where(self, text: str) -> Log:
+        """How many shards there are and are to be."""
+        told = {
+            "shards": self.run.shards,
+            "target": self.target,
+            "clock": self.rounds.min_clock,
+            "away": dict(self.away),
+            "settings": asdict(self.run.settings),
+        }
+        return Log("move", told | {"text": text})
+
+    @property
+    def may_stay(self) -> bool:
+        """There is a move to call off."""
+        return self.phase not in (ReshardPhase.STILL, ReshardPhase.PASSED)
+
+    def call_off(self, why: str) -> Log:
+        stays = (
+            "the keys stay where they are"
+            if self.next.plan_number == self.run.settings.plan_number
+            else "the plan stays as it is"
+        )
+        self.number += self.holds
+        self._move("stay")
+        self._settle()
+        self.at, self.why = -1, why
+        self.rounds.stop_at(-1)
+        self.offered.clear()
+        return self.where(f"{stays}: {why}")
+
+    def _settle(self) -> None:
+        """There are no more shards than there are."""
+        self.target, self.next = self.run.shards, self.run.settings
+        self.away = {shard: host for shard, host in self.away.items() if shard < self.target}
+
+    def known(self, report: m.Report) -> bool:
+        """It comes from where this shard is: another machine may have had it before, by another clock."""
+        return report.host == self.away.get(report.shard, "")
+
+    def offer(self, peer: bytes, report: m.Report) -> bool:
+        """Take the report of a shard that is to come, or has gone. False: the shard is neither."""
+        if not self.run.shards <= report.shard < self.most:
+            return False
+        if report.shard >= self.target or not self.known(report):
+            return True
+        before = self.offered.get(report.shard)
+        if before is None or (before[1].incarnation, before[1].version) <= (report.incarnation, report.version):
+            self.offered[report.shard] = (peer, report)
+        return True
+
+    # The move.
+
+    def decide(self, now_ns: int) -> bool:
+        """Take the next step."""
+        if self.phase is ReshardPhase.STILL:
+            return False
+        if self.may_stay and (why := self._broken(now_ns)):
+            self.said.append(self.call_off(why))
+            return True
+        done = STEPS[self.phase](self)
+        self.since_ns = now_ns if done else self.since_ns
+        return done
+
+    def _broken(self, now_ns: int) -> str:
+        """Why the keys stay where they are, "" where they need not."""
+        if self.run.over:
+            return "the run is over"
+        if self.holds and not self.run.declared:
+            return "nobody trains any more"
+        if self._levels and self.target != self.run.shards:
+            return LEVELS
+        late = self.phase is ReshardPhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
+        silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
+        return f"worker {silent[0]} does not say that it holds" if silent else ""
+
+    @property
+    def _waited_for(self) -> list[Seat]:
+        """Members that go on: who leaves pushes nothing more."""
+        return [seat for seat in self.run.declared if not seat.leaving]
+
+    @property
+    def _known(self) -> bool:
+        return all(seat.move == self.number for seat in self._waited_for)
+
+    def _tell(self) -> bool:
+        come = all(shard in self.offered for shard in range(self.run.shards, self.target))
+        unaware = any(seat.before for seat in self.run.declared)  # of the move before
+        if not (come and self.run.started and self._waited_for) or unaware:
+            return False
+        bound = self.run.mode.bound
+        assert bound is not None
+        self._move("tell")
+        self.number += 1
+        self.at = self.rounds.min_clock + bound + 1
+        self.rounds.stop_at(self.rounds.min_clock)
+        return True
+
+    def _hold(self) -> bool:
+        if not self._known:
+            return False
+        self._move("hold")
+        self.rounds.stop_at(self.at)
+        return True
+
+    def _write(self) -> bool:
+        here = self.run.complete and all(report.min_clock == self.at for report in self.run.current)
+        if not here or len(self.run.current) < self.run.shards or len(self._waited_for) < len(self.run.declared):
+            return False
+        if not self.generations.ask(self.at):
+            return False
+        self._move("write")
+        return True
+
+    def _pass(self) -> bool:
+        """All is on the disks, or one of them has refused."""
+        if not self.generations.tried(self.at):
+            return False
+        lacks = [shard for shard, report in sorted(self.run.reports.items()) if self.at not in report.checkpoints]
+        if lacks:
+            self.said.append(self.call_off(f"shard {lacks[0]} could not write its checkpoint"))
+            return True
+        self._move("pass")
+        before = self.run.settings
+        self.run.shift(self.next, self.at)
+        for shard, (_, report) in self.offered.items():  # each can begin from the others' checkpoint
+            self.run.reports[shard] = replace(report, checkpoints=(self.at,))
+        self.rounds.shift()
+        self.generations.anew()
+        cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
+        replan = Log("replan", self.next.told(self.at))
+        self.said += [self.where(""), replan] if self.next.plan_number != before.plan_number else [self.where(cut)]
+        return True
+
+    def _serve(self) -> bool:
+        current = self.run.current
+        if len(current) < self.run.shards or any(report.epoch < self.run.generation for report in current):
+            return False
+        self._move("serve")
+        self._settle()
+        self.offered.clear()
+        self.number += 1
+        return True
+
+    def anew(self) -> None:
+        """A shard was restarted, or some are lost: all join again, wherever the keys are."""
+        if self.may_stay:
+            self.said.append(self.call_off("a shard was restarted"))
+        self._settle()
+
+    # Messages to members.
+
+    def word(self, seat: Seat) -> list[Send]:
+        """The newest, for one that does not have it."""
+        if (
+            seat.move == self.number
+            or self.phase is ReshardPhase.PASSED
+            or not seat.ready_sent
+            or self.roster.plan is None
+        ):
+            return []
+        if self.holds:
+            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, self.at))]
+        if not seat.before:
+            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, -1))]
+        ports, hosts = self.run.where
+        ranges = tuple(split(self.roster.plan.size, self.run.shards))
+        place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
+        return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
+
+    def knows(self, seat: Seat, number: int) -> bool:
+        """The newest word that this member has. False: that was known."""
+        news = seat.move != number
+        seat.move = number
+        if number == self.number and not self.holds:
+            seat.before = 0
+        return news
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said
+
+    def words(self) -> list[Send]:
+        """The newest for all, once."""
+        if self.told == self.number or self.phase is ReshardPhase.PASSED:
+            return []
+        self.told = self.number
+        return [word for seat in self.run.declared for word in self.word(seat)]
+
+    def fields(self, shard: int) -> dict[str, object]:
+        return {"settings": b"" if self.run.planned(shard) else self.run.settings.packed()}
+
+
+STEPS = {
+    ReshardPhase.ASKED: Resharding._tell,
+    ReshardPhase.TOLD: Resharding._hold,
+    ReshardPhase.HELD: Resharding._write,
+    ReshardPhase.WRITING: Resharding._pass,
+    ReshardPhase.PASSED: Resharding._serve,
+}

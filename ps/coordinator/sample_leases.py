@@ -1,0 +1,310 @@
+"""Which samples each worker computes on next, where a script has the run hand them out (`ranges()`). No I/O.
+
+Rules
+- The ranges of all epochs are counted through and handed out in this order. Each is bound to the update that will hold it.
+- A range is done once that update is in the model of all shards. An update that counts for nothing, because it is not finite
+  or a check leaves it out, counts here: the next worker would fare no better with the same samples.
+- A range of a worker that is gone goes back once it is known whether its update is in. With a barrier that update is on all
+  shards or on none. Folded at once it may be on some alone: the range is torn, and counts as done twice when it is done.
+- With each checkpoint goes what is not done in it. Folded at once, each shard says which updates are in its part, and until
+  all have said so nothing is handed out: what is done in a checkpoint is known by what was handed out before it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Log, Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.wire import pack, unpack
+from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
+from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.run import Decision, Run, Seat
+
+HELD_MAX = 1 << 12  # ranges of one worker whose updates it has not pushed, or not all shards have
+AHEAD_MAX = 1 << 16  # and that it may be ahead of the slowest member, where nothing else bounds that
+OLDER = 2  # checkpoints before the newest that all shards have: the run goes back to one of them if that is damaged
+
+BELOW = (
+    "ranges() hands out the samples of a run to the workers of one server, and this one is a cluster below another: use "
+    "sampler()"
+)
+OTHER = (
+    "the ranges of this run are of {} samples, {} each, and this script asks for {}, {} each: give all workers the same"
+)
+TOO_MANY = "worker {} has taken {} ranges and has made no update of them: call optimizer.step() after each range or two"
+
+Bound = tuple[int, int]  # the clock of an update of a worker, and a range that is to be in it
+
+
+@dataclass(slots=True)
+class RangeLedger:
+    """The ranges that are done: all before `next`, but for those in `back`, and those that workers have."""
+
+    samples: int = 0  # of an epoch, 0: nobody has asked yet
+    size: int = 1
+    next: int = 0  # the first that nobody has had
+    back: list[int] = field(default_factory=list)  # a heap: to be done again
+    torn: set[int] = field(default_factory=set)  # not done, and some shard may have an update with it
+    twice: Counter[int] = field(default_factory=Counter)  # by epoch
+    over: int = 0  # epochs that were told of
+
+    @property
+    def each(self) -> int:
+        """Ranges of an epoch."""
+        return -(-self.samples // self.size)
+
+    def pick(self, limit: int) -> int:
+        """The next one before `limit`, -1: all are with somebody, or done."""
+        if self.back and self.back[0] < limit:
+            return heappop(self.back)
+        if self.next >= limit:
+            return -1
+        self.next += 1
+        return self.next - 1
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            heappush(self.back, index)
+
+    def done(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index in self.torn:
+                self.torn.discard(index)
+                self.twice[index // self.each] += 1
+
+    def sentence(self, epoch: int) -> str:
+        times = self.twice[epoch]
+        again = f"{times:,} range{'s' * (times != 1)} done twice"
+        return f"epoch {epoch}: {self.samples:,} samples in {self.each:,} ranges, {again}"
+
+
+@dataclass(slots=True)
+class LostRange:
+    """A worker that is gone. `held`: what may be in the model. `epoch`: the first without it."""
+
+    held: list[Bound]
+    epoch: int
+    arrived: list[int]  # its clock on each shard
+
+
+class SampleLeases(Decision):
+    def __init__(self, run: Run, rounds: Clocks, generations: CheckpointSchedule, above: ParentPlace) -> None:
+        self.run, self.rounds, self.generations, self.above = run, rounds, generations, above
+        self.work = RangeLedger()
+        self.held: dict[int, list[Bound]] = {}  # by worker: not in the model yet
+        self.ahead: dict[int, list[Bound]] = {}  # in it, and maybe not in the next checkpoint
+        self.gone: dict[int, LostRange] = {}
+        self.answers: dict[int, m.Range] = {}  # by worker: the newest
+        self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: what is done in it, packed
+        self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by that and the shard: which updates are in it
+        self.due: set[int] = set()  # shards that have not said so of the newest one: nothing is handed out meanwhile
+        self.waiting: dict[int, m.RangeAsk] = {}  # who has asked meanwhile
+        self.said: list[Log] = []
+
+    # Handing out.
+
+    def hear(self, seat: Seat, ask: m.RangeAsk) -> list[ServerEffect]:
+        """The answer, and which epochs are over. Raises RemoteProtocolError."""
+        if min(ask.samples, ask.size, ask.number) < 1 or min(ask.clock, ask.holds, ask.limit) < 0:
+            raise RemoteProtocolError(f"ranges of {ask.size} of {ask.samples} samples before {ask.limit} are none")
+        last = self.answers.get(seat.worker)
+        if not seat.epoch or (last is not None and ask.number < last.number):
+            return []
+        if last is None or ask.number > last.number:
+            if self.due:
+                self.waiting[seat.worker] = ask
+                return []
+            if why := self._unfit(seat, ask):
+                return [Send(seat.peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, seat.worker, seat.epoch, why))]
+            last = self.answers[seat.worker] = self._answer(seat, ask)
+        return [*self.tell(), Send(seat.peer, m.Range(seat.worker, seat.epoch, last.number, last.index, last.over))]
+
+    def tell(self) -> list[Log]:
+        """Which epochs are over."""
+        said, self.said = self.said, []
+        return said
+
+    def _unfit(self, seat: Seat, ask: m.RangeAsk) -> str:
+        """Why this worker cannot have a range, "" where it can."""
+        work = self.work
+        if self.above.child:
+            return BELOW
+        if work.samples and (work.samples, work.size) != (ask.samples, ask.size):
+            return OTHER.format(work.samples, work.size, ask.samples, ask.size)
+        if len(held := self.held.get(seat.worker, [])) >= HELD_MAX:
+            return TOO_MANY.format(seat.worker, len(held))
+        return ""
+
+    def _answer(self, seat: Seat, ask: m.RangeAsk) -> m.Range:
+        work, held = self.work, self.held.setdefault(seat.worker, [])
+        work.samples, work.size = ask.samples, ask.size
+        for bound in [bound for bound in held if bound[0] == ask.clock][ask.holds :]:
+            held.remove(bound)
+            work.give_back([bound[1]])
+        self._settle_of(seat.worker)
+        if work.next >= (work.over + 1) * work.each:  # all of this epoch are with somebody, or done
+            self._settle()
+        index = work.pick(ask.limit) if len(self.ahead.get(seat.worker, ())) < AHEAD_MAX else -1
+        if index >= 0:
+            held.append((ask.clock, index))
+        return m.Range(seat.worker, seat.epoch, ask.number, index, index < 0 and self._least() >= ask.limit)
+
+    # Ranges that are done.
+
+    def _least(self) -> int:
+        """The first that is not done."""
+        work = self.work
+        bounds = [*self.held.values(), *(gone.held for gone in self.gone.values())]
+        return min((work.next, *work.back[:1], *(index for each in bounds for _, index in each)))
+
+    def _settle(self) -> None:
+        """Find out what is done by now."""
+        for worker in [*self.held]:
+            self._settle_of(worker)
+        for worker in [*self.gone]:
+            self._settle_gone(worker, self.gone[worker])
+        work = self.work
+        while work.samples and self._least() >= (work.over + 1) * work.each:
+            told = {"epoch": work.over, "samples": work.samples, "ranges": work.each, "twice": work.twice[work.over]}
+            self.said.append(Log("epoch", told | {"text": work.sentence(work.over)}))
+            del work.twice[work.over]
+            work.over += 1
+
+    def _settle_of(self, worker: int) -> None:
+        folded, held = self.rounds.folded(worker), self.held[worker]
+        done = [bound for bound in held if bound[0] < folded]
+        held[:] = [bound for bound in held if bound[0] >= folded]
+        self.work.done(index for _, index in done)
+        if not self.rounds.mode.barrier:
+            ahead = [*self.ahead.get(worker, ()), *done]
+            self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.rounds.min_clock]
+
+    def _settle_gone(self, worker: int, gone: LostRange) -> None:
+        if self.rounds.mode.barrier and gone.epoch > self.run.generation:
+            folded = self.rounds.folded(worker)
+            self.work.done(index for clock, index in gone.held if clock < folded)
+            gone.held = [bound for bound in gone.held if bound[0] >= folded]
+        elif self.run.complete and all(report.epoch >= gone.epoch for report in self.run.reports.values()):
+            # A move passes once all shards have closed its clock: they have said their last word of who was gone before.
+            low, high = min(gone.arrived), max(gone.arrived)
+            self.work.torn.update(index for clock, index in gone.held if low <= clock < high)
+            self.work.done(index for clock, index in gone.held if clock < low)
+            self.work.give_back(index for clock, index in gone.held if clock >= low)
+            gone.held = []
+        if not gone.held:
+            del self.gone[worker]
+
+    def heard(self, report: m.Report) -> list[ServerEffect]:
+        """A shard of the present generation says what has arrived there, of those who are gone too."""
+        for worker, clock in report.arrived if self.gone else ():
+            gone = self.gone.get(worker)
+            if gone is not None and gone.epoch > self.run.generation:
+                gone.arrived[report.shard] = max(gone.arrived[report.shard], clock)
+        if report.saved_at not in self.kept:
+            return []
+        self.saved.setdefault(report.saved_at, {})[report.shard] = dict(report.saved)
+        if report.saved_at == max(self.kept):
+            self.due.discard(report.shard)
+        if self.due or not self.waiting:
+            return []
+        waiting, self.waiting = self.waiting, {}
+        return [effect for worker, ask in waiting.items() for effect in self.hear(self.run.seats[worker], ask)]
+
+    def left(self, seat: Seat, how: str) -> None:
+        """Asked before `Clocks` forgets it, and before there is an epoch without it."""
+        worker = seat.worker
+        if worker in self.held:
+            self._settle_of(worker)
+        for table in (self.answers, self.waiting, self.ahead):
+            table.pop(worker, None)
+        held = self.held.pop(worker, [])
+        last = seat.last if seat.leaving else m.CLOCK_MAX  # from there on it has pushed nothing
+        if (
+            held and self.rounds.mode.barrier
+        ):  # of what is in no set, the next one takes the oldest, and the rest is dropped
+            last = min(last, self.rounds.final(seat))
+        self.work.give_back(index for clock, index in held if clock >= last)
+        if held := [bound for bound in held if bound[0] < last]:
+            self.gone[worker] = LostRange(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
+        self._settle()
+
+    # Checkpoints.
+
+    def decide(self, now_ns: int) -> bool:
+        """Keep what is done at a checkpoint that was asked for, before the next clock closes."""
+        clock = self.generations.checkpoint
+        if clock == self.rounds.min_clock and clock not in self.kept and self.run.complete:
+            self._keep(clock)
+        return False
+
+    def fields(self, shard: int) -> dict[str, object]:
+        """Nothing. The end of a run asks for a checkpoint, too, and decides nothing more."""
+        self.decide(0)
+        return {}
+
+    def _keep(self, clock: int) -> None:
+        self._settle()
+        shared = self.generations.shared()
+        older = sorted(at for at in self.kept if at < shared)[:-OLDER]
+        for at in older:
+            del self.kept[at]
+            self.saved.pop(at, None)
+        work, barrier = self.work, self.rounds.mode.barrier
+        rows = []
+        for worker in self.held.keys() | self.gone.keys():
+            gone = self.gone.get(worker)
+            bounds = gone.held if gone is not None else [*self.held[worker], *self.ahead.get(worker, ())]
+            first = self.rounds.closed(worker) if barrier else clock if gone is None else 0
+            rows += [(worker, *bound) for bound in bounds if bound[0] >= first]
+        numbers = [work.samples, work.size, work.next, work.over]
+        twice, bound = (chain(*sorted(each)) for each in (work.twice.items(), rows))
+        lists: list[Iterable[int]] = [numbers, sorted(work.back), sorted(work.torn), twice, bound]
+        self.due = {*range(self.run.shards)} if not barrier else set()
+        self.kept[clock] = pack([array("q", each).tobytes() for each in lists])
+
+    def packed(self, clock: int) -> bytes:
+        """For the checkpoint of this clock."""
+        return self.kept.get(clock, b"")
+
+    def load(self, packed: bytes, clock: int, saved: Sequence[dict[int, int]]) -> None:
+        """Go on from this checkpoint. `saved`: of each shard, or (): which updates of a worker are in its part of it."""
+        for table in (self.kept, self.saved):
+            for later in [at for at in table if at >= clock]:
+                del table[later]
+        self.work = work = RangeLedger()
+        if not packed:
+            return
+        self.kept[clock] = packed
+        packs: Any = unpack(packed)
+        (work.samples, work.size, work.next, work.over), work.back, torn, twice, rows = (
+            array("q", each).tolist() for each in packs
+        )
+        work.torn, work.twice = set(torn), Counter(dict(zip(twice[::2], twice[1::2], strict=True)))
+        for worker, at, index in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+            # Who is in nobody's part may have left before: its updates may be in.
+            clocks = [each.get(worker, -1) for each in saved]
+            if not self.rounds.mode.barrier and (not clocks or min(clocks) < 0):
+                clocks = [0, m.CLOCK_MAX]
+            low, high = min(clocks, default=0), max(clocks, default=0)
+            if at < low:
+                work.done([index])
+                continue
+            work.torn.update([index] if at < high else [])
+            work.back.append(index)
+        heapify(work.back)
+
+    def anew(self) -> None:
+        for table in (self.held, self.ahead, self.gone, self.answers, self.waiting, self.due):
+            table.clear()
+        clock = self.run.restart_clock
+        saved = self.saved.get(clock, {})
+        self.load(self.kept.get(clock, b""), clock, [*saved.values()] if len(saved) == self.run.shards else [])

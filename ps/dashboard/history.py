@@ -1,0 +1,349 @@
+"""The history of a run, from the events of its record: those of ps-serve, and those of ps-worker. No I/O, no clock.
+
+Rules
+- `take` is the only way in, and the record has all that it takes: so a page of a run and one of its record show the same.
+- Everything is bounded: `LANES_MAX`, `POINTS`, `EVENTS`, and the cells of a lane.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.ps.dashboard.event_texts import sentence
+from narrows.ps.dashboard.member_timeline import TIMES, MemberTimeline
+from narrows.ps.dashboard.time_buckets import CELL_S, CELLS
+from narrows.ps.dashboard.time_buckets import strips as strips_of
+
+LANES_MAX = 4096  # members, live or gone; more are not shown
+POINTS = 512  # of a curve: with more, every second one goes
+EVENTS = 200  # the newest
+TEXT = 300  # characters of an event
+POINT_S = 0.5  # from one point of a curve to the next, at first
+RAW_BYTES = 4  # of an fp32 value
+COLUMNS = ("steps", "seconds", "bytes", "loss")
+GONE_S = (
+    5.0  # a member below a cluster is not named for so long: it is gone. One that was started again names few at first
+)
+NAMED = 8  # that are gone, in one event
+PARTED = {  # how members below a cluster went, said of one and of several
+    "left": ("left", "left"),
+    "lost": ("is lost", "are lost"),
+    "gone": ("is gone", "are gone"),
+}
+SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures, and no news
+REPEATED = (
+    "checkpoint",
+    "compress",
+    "void",
+    "long",
+    "against",
+    "hyper",
+    "late",
+    "disk",
+)  # of which the newest is shown
+DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
+
+
+class LossCurve:
+    """Points of `COLUMNS`; however long the run, they cover all of it."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        self.spacing = POINT_S
+
+    def due(self, now_s: float) -> bool:
+        """It is time for another point."""
+        seconds = self.columns["seconds"]
+        return not seconds or now_s >= seconds[-1] + self.spacing
+
+    def add(self, point: Mapping[str, float]) -> None:
+        for name, values in self.columns.items():
+            values.append(round(point[name], 6))
+        if len(self.columns["seconds"]) > POINTS:
+            self.spacing *= 2
+            for values in self.columns.values():
+                del values[1::2]
+
+
+class RunHistory:
+    """The history of one run."""
+
+    def __init__(self) -> None:
+        self.run: dict[str, Any] = {}  # what it is
+        self.lanes: dict[tuple[int, ...], MemberTimeline] = {}
+        self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
+        self.curve = LossCurve()
+        self.events: deque[list[Any]] = deque(maxlen=EVENTS)
+        self.repeated: dict[tuple[Any, ...], tuple[list[Any], int]] = {}  # of REPEATED: the event, and which time it is
+        self.seconds = 0.0  # of the newest event
+        self.moved = 0.0  # when the clock moved last
+        self.parameters = 0
+        self.died = 0
+        self.over = False
+        self.waits = ""  # for which members the run waits, as its coordinator says
+        self.clock = 0
+        self.steppers: dict[int, dict[str, Any]] = {}  # of a record of ps-worker: the summary of each worker so far
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One line of a record."""
+        name, self.seconds = event["event"], max(self.seconds, float(event["seconds"]))
+        if name == "summary":
+            self.parameters = event["parameters"] or self.parameters
+            self._heard(event["rows"], event["clock"])
+        elif name == "step":
+            self._stepped(event)
+        elif name == "skipped" and "local_rank" in event:  # of ps-worker; a server has it from the summaries
+            self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))["skipped"] += 1
+        elif name in ("run", "start"):
+            self._started(event)
+        elif name == "replan" and "summary" in event:  # the plan has changed
+            self.run |= {each: event[each] for each in ("mode", "compress", "summary")}
+        elif name == "member":
+            self._member(event)
+        elif name == "waits":
+            self.waits = str(event.get("waits", ""))[:TEXT]
+        elif name == "done":
+            self.over = True
+        self.died += name in DIED
+        if name not in SILENT and (text := event.get("text") or sentence(name, event)):
+            member = event.get("worker", event.get("local_rank", -1))
+            self._say(name, str(text), -1 if name == "checkpoint" else member)
+
+    def _say(self, name: str, text: str, member: Any = -1) -> None:
+        """Add an event. One of REPEATED takes the place of the one before of the same kind and member, and counts it."""
+        text, times = text[:TEXT], 0
+        if name in REPEATED:
+            before, times = self.repeated.pop((name, member), ([], 0))
+            if before in self.events:
+                self.events.remove(before)
+            times += 1
+        entry = [self.seconds, name, text if times < 2 or name == "checkpoint" else f"{text} ({times} times)"]
+        if times:
+            self.repeated[name, member] = entry, times
+            if len(self.repeated) > EVENTS:
+                del self.repeated[next(iter(self.repeated))]
+        self.events.append(entry)
+
+    def _started(self, event: Mapping[str, Any]) -> None:
+        self.run = {name: value for name, value in event.items() if name not in ("event", "seconds", "text")}
+        self.parameters = event.get("parameters", 0)
+
+    # Members.
+
+    def _heard(self, rows: Iterable[Mapping[str, Any]], clock: int) -> None:
+        """A member's summary, and those of all below it: who is not among these any more is gone. `clock`: that all members had
+        reached then; 0: nobody counts it."""
+        told = {tuple(row["path"]): row for row in rows}
+        for path, row in told.items():
+            if path in self.lanes or len(self.lanes) < LANES_MAX:
+                lane = self.lanes.setdefault(path, MemberTimeline(path))
+                lane.hear(row, self.seconds, self.width)
+                if lane.lost_loss:
+                    self._not_finite(lane)
+                if lane.total["skipped"] and not lane.skips:
+                    lane.skips = True
+                    self._say("skipped", f"{lane} skips steps whose gradient is not finite")
+        first = next(iter(told))
+        if first in self.lanes:
+            slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
+            self.lanes[first].ahead = max(0, told[first]["clock"] - slowest)
+            self.clock, before = max(self.clock, slowest), self.clock
+            self.moved = self.seconds if self.clock > before else self.moved
+        if told[first]["runs"]:
+            self._below(first, told)
+        self.hidden[first] = len(told.keys() - self.lanes.keys())
+        self._point()
+
+    def _below(self, first: tuple[int, ...], told: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
+        """All that a cluster names below it, their clocks as they are at one moment."""
+        slowest = dict[tuple[int, ...], int]()
+        for path, row in told.items():
+            slowest[path[:-1]] = min(row["clock"], slowest.get(path[:-1], row["clock"]))
+        below = [lane for path, lane in self.lanes.items() if path != first and path[: len(first)] == first]
+        missed, gone = dict[tuple[int, ...], list[MemberTimeline]](), dict[str, list[MemberTimeline]]()
+        for lane in below:
+            if lane.path in told:
+                lane.ahead = told[lane.path]["clock"] - slowest[lane.path[:-1]]
+            elif lane.live:
+                lane.live = False
+                missed.setdefault(lane.path[:-1], []).append(lane)
+        for above, lanes in missed.items():  # as many as that cluster has lost, or some of them
+            lost = self.lanes[above].lost if above in told and above in self.lanes else -1
+            for lane in lanes:
+                lane.parting = {0: "left", len(lanes): "lost"}.get(lost, "gone")
+        whole = not any(row["hidden"] for row in told.values())
+        for lane in below:
+            if whole and not lane.live and not lane.how and self.seconds - lane.heard >= GONE_S:
+                lane.how = lane.parting
+                gone.setdefault(lane.how, []).append(lane)
+        for how, lanes in gone.items():
+            more = f" and {len(lanes) - NAMED} more" if len(lanes) > NAMED else ""
+            self._say("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
+
+    def _not_finite(self, lane: MemberTimeline) -> None:
+        """Once, until it is finite again."""
+        if not lane.odd:
+            self._say("loss", f"the loss of {lane} is not finite")
+        lane.odd = True
+
+    def _member(self, event: Mapping[str, Any]) -> None:
+        rank = event["local_rank" if "local_rank" in event else "rank"]  # of ps-worker, of ps-serve
+        if event["how"] != "joined":
+            for path, lane in self.lanes.items():
+                if path[0] == rank and lane.live:
+                    lane.live, lane.how = False, event["how"]
+
+    def _stepped(self, event: Mapping[str, Any]) -> None:
+        """A step in a record of ps-worker, as the summary that its worker would have sent."""
+        event, told = {name: value for name, value in event.items() if value is not None}, event
+        known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
+        wait = event["wait_seconds"]
+        took = event.get("step_seconds", wait)
+        encode = event.get("encode_seconds", 0.0)
+        known["steps"] += 1
+        known["updates"] += event["clock"] > known["clock"]
+        known["seconds"] += took
+        known["compute_seconds"] += max(0.0, took - encode - wait)
+        known["encode_seconds"] += encode
+        known["wait_seconds"] += wait
+        known["bytes_up"] += event["push_bytes"]
+        known["bytes_down"] += event["pull_bytes"]
+        known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
+        for name in ("clock", "staleness", "held_back"):
+            known[name] = event.get(name, known[name])
+        known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
+        known["loss"] = told.get("loss", known["loss"])  # None: it is not finite
+        self._heard([known | {"stale": [*known["stale"]]}], 0)
+        if "loss" in told and told["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
+            self._not_finite(lane)
+
+    @property
+    def width(self) -> float:
+        """Seconds of a cell of a lane now."""
+        width = CELL_S
+        while self.seconds >= CELLS * width:
+            width *= 2
+        return width
+
+    # The run as a whole.
+
+    @property
+    def near(self) -> list[MemberTimeline]:
+        """The members of this server; of each link that is its own, the near end."""
+        return [lane for lane in self.lanes.values() if len(lane.path) == 1]
+
+    @property
+    def workers(self) -> list[MemberTimeline]:
+        return [lane for lane in self.lanes.values() if not lane.newest["runs"]]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the newest of the live workers, or where none is live of all."""
+        found = [lane for lane in self.workers if lane.newest["loss"] is not None]
+        found = [lane for lane in found if lane.live] or found
+        return sum(lane.newest["loss"] / len(found) for lane in found) if found else None
+
+    def total(self, name: str) -> float:
+        return sum((lane.total[name] for lane in self.near), 0.0)
+
+    def _point(self) -> None:
+        if self.curve.due(self.seconds) and (loss := self.loss) is not None:
+            moved = self.total("bytes_up") + self.total("bytes_down")
+            self.curve.add({"steps": self.steps, "seconds": self.seconds, "bytes": moved, "loss": loss})
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps of the run: its clock, in those of a worker."""
+        return float(self.clock * self.run.get("local_steps", 1))
+
+    @property
+    def ratio(self) -> float:
+        """How many times as much the same updates would be as fp32; 0: not known."""
+        up = self.total("bytes_up")
+        raw = RAW_BYTES * self.parameters * self.total("updates") / self.run.get("fragments", 1)
+        return raw / up if up else 0.0
+
+    @property
+    def samples_rate(self) -> float | None:
+        """Samples a second, of all workers; None: no script has said how many a step has."""
+        told = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
+        return sum(told) if told else None
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Until the script has taken the steps that it told record() of; None: it has not said, or they are over."""
+        left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
+        return max(left, default=0.0) or None
+
+    def frame(self, now_s: float | None = None) -> dict[str, Any]:
+        """All that a page shows, as JSON: what there is by `now_s` of the run."""
+        self.seconds = max(self.seconds, now_s or 0.0)
+        width, lanes = self.width, [self.lanes[path] for path in sorted(self.lanes)]
+        cells = min(CELLS, int(self.seconds / width) + 1)
+        workers = [lane for lane in lanes if not lane.newest["runs"]]
+        for lane in lanes:
+            lane.cells.fit(width)
+        begun, strips = strips_of([lane.cells for lane in workers])
+        shown = dict(zip((lane.path for lane in workers), strips, strict=True))
+        fastest = dict[tuple[int, ...], int]()  # by server
+        for lane in lanes:
+            if lane.live:
+                fastest[lane.path[:-1]] = max(lane.ahead, fastest.get(lane.path[:-1], 0))
+        return {
+            "run": self.run,
+            "seconds": round(self.seconds, 3),
+            "over": self.over,
+            "waits": "" if self.over else self.waits,
+            "clock": self.clock,
+            "loss": self.loss,
+            "samples_rate": self.samples_rate,
+            "steps_rate": max((lane.rate("steps", self.seconds) for lane in self.workers), default=0.0),
+            "left_seconds": self.left_seconds,
+            "bytes_up": self.total("bytes_up"),
+            "bytes_down": self.total("bytes_down"),
+            "ratio": self.ratio,
+            "parameters": self.parameters,
+            "live": sum(lane.live for lane in self.workers),
+            "died": self.died,
+            "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
+            "cell_seconds": width,
+            "first_cell": begun,  # before it nobody took a step
+            "cells": cells,
+            "members": [self._shown(lane, fastest.get(lane.path[:-1], 0), shown.get(lane.path)) for lane in lanes],
+            "curve": self.curve.columns,
+            "events": list(self.events),
+        }
+
+    def _shown(self, lane: MemberTimeline, fastest: int, strip: dict[str, str] | None) -> dict[str, Any]:
+        newest = lane.newest
+        return {
+            "path": lane.path,
+            "host": newest["host"],
+            "runs": newest["runs"],
+            "live": lane.live,
+            "how": "" if lane.live else lane.how or lane.parting,
+            "quiet_seconds": round(self.seconds - lane.moved, 1),
+            "clock": newest["clock"],
+            "lag": max(0, fastest - lane.ahead),
+            "step_seconds": [round(lane.each(name), 6) for name in TIMES],
+            "staleness": newest["staleness"],
+            "held_back": newest["held_back"],
+            "loss": newest["loss"],
+            "samples_rate": lane.rate("samples", self.seconds),
+            "round_trip_seconds": newest["round_trip_seconds"],
+            "rate": [newest["rate_up"], newest["rate_down"]],
+            "busy": [round(share, 4) for share in lane.busy],
+            "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
+            "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
+            "dropped": lane.total["dropped"],
+            "skipped": lane.total["skipped"],
+            "strip": strip,
+        }
+
+
+def _blank(worker: int) -> dict[str, Any]:
+    told = SummaryRow((worker,), "", "", Summary()).told()
+    return told | {"stale": list(told["stale"])}

@@ -1,0 +1,88 @@
+"""The watch of a run in the process of ps-serve: its record, its page and its metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from narrows.protocols.addresses import is_loopback
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.cli.output import Output, as_json
+from narrows.ps.dashboard.history import RunHistory
+from narrows.ps.dashboard.web import DashboardServer, FrameStream
+
+LOOPBACK = "127.0.0.1"
+
+
+def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:
+    """(host, port) of HOST:PORT, or of a port on loopback. `trusted`: others may read it too. Raises UsageError."""
+    host, _, port = address.rpartition(":")
+    host = host or LOOPBACK
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise UsageError(f"{flag} {address}: give a port, or HOST:PORT")
+    if not is_loopback(host) and not trusted:
+        raise UsageError(
+            f"{flag} {address}: anyone who reaches it could read the figures of the run; leave out the host, or give --keys or "
+            "--insecure"
+        )
+    return host, int(port)
+
+
+class RunWatch:
+    """`record`: a file, "": none. Nothing is kept where nobody looks."""
+
+    def __init__(self) -> None:
+        self.began, self.began_unix = time.monotonic(), time.time()
+        self.history = RunHistory()
+        self.lock = threading.Lock()  # of the history: pages are made in threads of their own
+        self.record: Output | None = None
+        self.sites: list[DashboardServer] = []
+
+    @property
+    def watched(self) -> bool:
+        return self.record is not None or bool(self.sites)
+
+    def open_sites(self, dashboard: str, metrics: str, trusted: bool) -> None:
+        """Raises UsageError for addresses that are none, or are taken."""
+        page = site_address("--dashboard", dashboard, trusted) if dashboard else None
+        scraped = site_address("--metrics", metrics, trusted) if metrics else None
+        source = self._metrics if scraped is not None else None
+        both = page is not None and page == scraped and page[1] > 0
+        if page is not None:
+            self.sites.append(DashboardServer("--dashboard", *page, FrameStream(self._frame), source if both else None))
+        if scraped is not None and not both:
+            self.sites.append(DashboardServer("--metrics", *scraped, None, source))
+        if source is not None:
+            from narrows.ps.dashboard import prometheus as _  # noqa: F401 - not with the first scrape
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def note(self, name: str, values: dict[str, Any]) -> None:
+        """One line of the record."""
+        if not self.watched:
+            return
+        line = {"event": name, "seconds": round(self.seconds, 6), **values}
+        if self.record is not None:
+            self.record.line(as_json(line))
+        if self.sites:
+            with self.lock:
+                self.history.take(line)
+
+    def _frame(self) -> dict[str, Any]:
+        with self.lock:
+            return self.history.frame(self.seconds)
+
+    def _metrics(self) -> tuple[str, bytes]:
+        from narrows.ps.dashboard import prometheus
+
+        with self.lock:
+            return prometheus.CONTENT_TYPE, prometheus.text(self.history, self.began_unix)
+
+    def close(self) -> None:
+        for site in self.sites:
+            site.close()
+        if self.record is not None:
+            self.record.close()

@@ -1,0 +1,115 @@
+"""A frame on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group
+from rich.table import Table
+from rich.text import Text
+
+from narrows.ps.command.console import printable
+from narrows.ps.dashboard.time_buckets import LEVELS
+
+BARS = " ▁▂▃▄▅▆▇█"
+STRIP, STRIP_LEAST = 40, 10  # characters
+EVENTS = 6
+MEMBERS = 200
+COLUMNS = ("step", "compute", "encode", "wait", "behind", "stale", "up", "down", "round trip", "busy")
+LEFT_OUT = ("busy", "round trip", "encode", "compute", "stale", "wait", "behind")  # on a narrow terminal, in this order
+
+
+def screen(frame: dict[str, Any]) -> Group:
+    """The run, its members and its newest events."""
+    run = frame["run"]
+    about = run.get("summary") or f"--sync {run.get('mode', '?')}, --compress {run.get('compress', '?')}"
+    figures = [
+        f"clock {frame['clock']}",
+        *([f"loss {frame['loss']:.4g}"] if frame["loss"] is not None else []),
+        f"{frame['steps_rate']:.3g} steps/s"
+        if frame["samples_rate"] is None
+        else f"{frame['samples_rate']:.3g} samples/s",
+        f"up {size(frame['bytes_up'])}" + (f" ({frame['ratio']:.0f}x less than fp32)" if frame["ratio"] > 1.5 else ""),
+        f"down {size(frame['bytes_down'])}",
+        f"{frame['seconds']:.0f} s",
+        *([f"{frame['left_seconds']:.0f} s left"] if frame["left_seconds"] is not None else []),
+        *(["over"] if frame["over"] else []),
+    ]
+    hidden = len(frame["members"]) - MEMBERS
+    more = [Text(f"and {hidden} more", style="dim")] if hidden > 0 else []
+    events = [
+        Text(f"{seconds:8.1f} s  {printable(text)}", style="dim") for seconds, _, text in frame["events"][-EVENTS:]
+    ]
+    head = [Text(printable(about), style="dim"), Text("   ".join(figures), style="bold")]
+    head += [Text(printable(frame["waits"]), style="bold yellow")] if frame["waits"] else []
+    return Group(*head, Text(), MembersTable(frame), *more, Text(), *events)
+
+
+@dataclass(frozen=True)
+class MembersTable:
+    """The table of members, as wide as the terminal: a narrow one has a shorter strip, then fewer columns; no head is cut."""
+
+    frame: dict[str, Any]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        members, cells = self.frame["members"][:MEMBERS], self.frame["cells"]
+        names = [_name(member) for member in members]
+        figures = [_figures(member) for member in members]
+        kept = list(COLUMNS)
+        widths = {name: max(map(len, (name, *(row[name] for row in figures)))) for name in kept}
+
+        def room(strip_width: int) -> int:
+            """Characters left over beside the columns that are kept; each has a space on both sides."""
+            taken = max(map(len, ("member", *names))) + strip_width + sum(widths[name] for name in kept)
+            return options.max_width - taken - 2 * (len(kept) + 2)
+
+        for name in LEFT_OUT:
+            if room(STRIP_LEAST) < 0:
+                kept.remove(name)
+        width = max(STRIP_LEAST, min(STRIP, STRIP + room(STRIP)))
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        table.add_column("member", no_wrap=True)
+        shown = min(width, cells) * self.frame["cell_seconds"]
+        table.add_column(f"steps, {shown:.0f} s"[:width], no_wrap=True)
+        for name in kept:
+            table.add_column(name, justify="right", no_wrap=True)
+        for member, name, row in zip(members, names, figures, strict=True):
+            texts = [Text(name), Text(strip(member["strip"], cells, width)), *(Text(row[each]) for each in kept)]
+            table.add_row(*texts, style="" if member["live"] else "dim")
+        yield table
+
+
+def _name(member: dict[str, Any]) -> str:
+    indent, kind = "  " * (len(member["path"]) - 1), "cluster of rank" if member["runs"] else "rank"
+    name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
+    skipped = f"({member['skipped']:.0f} skipped)" if member["skipped"] else ""
+    return " ".join(filter(None, (name, member["how"], skipped)))
+
+
+def _figures(member: dict[str, Any]) -> dict[str, str]:
+    """The text of each column for one member."""
+    step = sum(member["step_seconds"])
+    texts = (
+        f"{1e3 * step:.3g} ms" if step else "-",
+        *(f"{seconds / step:.0%}" if step else "-" for seconds in member["step_seconds"]),
+        str(member["lag"]),
+        str(member["staleness"]),
+        *(f"{8 * each / 1e6:.3g} Mbit/s" if each else "-" for each in member["rate"]),
+        f"{1e3 * member['round_trip_seconds']:.3g} ms",
+        f"{max(member['busy']):.0%}",
+    )
+    return dict(zip(COLUMNS, texts, strict=True))
+
+
+def strip(cells: dict[str, str] | None, count: int, width: int = STRIP) -> str:
+    """The newest cells, as bars: a gap where no step was taken."""
+    if cells is None:
+        return ""
+    steps = cells["steps"].ljust(count, "0")[:count][-width:]
+    return "".join(BARS[-(-8 * LEVELS.index(each) // 35)] for each in steps)
+
+
+def size(value: float) -> str:
+    return f"{value / 1e6:.2f} MB" if value < 1e9 else f"{value / 1e9:.2f} GB"

@@ -1,0 +1,224 @@
+"""The page, its stream of frames, and the metrics, over HTTP: in threads of the parent process, never in a shard's.
+
+Rules
+- It is read-only: GET and HEAD of a few paths, all else is refused.
+- A frame is made once for all who look, at most once in `FRAME_S`, and in at most `SHARE` of a core.
+- Everything has a limit: `VISITORS_MAX` connections, `IDLE_S` for a request. Where all places are taken, the oldest visitor
+  that has asked for nothing is hung up on, else the oldest one: a page asks again by itself, and nobody locks others out.
+- An error in an answer is told once for each kind, and costs that answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+
+from narrows.protocols.addresses import ANY_HOSTS, is_loopback
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.cli.output import as_json
+from narrows.protocols.runtime.network.hosts import is_ipv6
+
+FRAME_S = 0.9  # from one frame to the next: with SHOWN_NS of a heartbeat, a figure is shown within two seconds
+LOOK_S = 0.05  # from one look for a frame to the next
+SHARE = 20  # frames take at most 1/20 of a core
+VISITORS_MAX = 32  # connections
+ENDING_MAX = 96  # beside them, connections that were hung up on, and whose threads have not ended
+IDLE_S = 10.0  # a visitor that says or takes nothing for so long
+CLOSE_S = 1.0  # for the last frame to leave
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/glance.css": ("glance.css", "text/css; charset=utf-8"),
+    "/glance.js": ("glance.js", "text/javascript; charset=utf-8"),
+    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+    "/uPlot.LICENSE": ("uPlot.LICENSE", "text/plain; charset=utf-8"),
+}
+# Nothing of the page comes from another host, and nothing that a member has named itself becomes code.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
+
+
+class FrameStream:
+    """The newest frame, as JSON. `make`: one, as it is now."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self.make = make
+        self.lock = threading.Lock()
+        self.closing = threading.Event()
+        self.newest, self.number, self.due = b"", 0, 0.0
+
+    def get(self) -> tuple[int, bytes]:
+        """Its number, and what it is."""
+        with self.lock:
+            began, cpu_s = time.monotonic(), time.thread_time()
+            if began >= self.due or self.closing.is_set():
+                frame = as_json(self.make()).encode()
+                took = time.thread_time() - cpu_s
+                self.number += frame != self.newest
+                self.newest, self.due = frame, began + max(FRAME_S, SHARE * took)
+            return self.number, self.newest
+
+
+class DashboardServer(ThreadingHTTPServer):
+    """`metrics`: what a scrape gets, where there is one; `frames`: of the page, where there is one. Raises UsageError for an
+    address that cannot be had; `flag`: what named it."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(
+        self,
+        flag: str,
+        host: str,
+        port: int,
+        frames: FrameStream | None,
+        metrics: Callable[[], tuple[str, bytes]] | None,
+    ) -> None:
+        self.frames, self.metrics = frames, metrics
+        self.closing = frames.closing if frames is not None else threading.Event()
+        self.visitors: OrderedDict[Any, bool] = OrderedDict()  # connections as they came, and whether each has asked
+        self.threads, self.lock = 0, threading.Lock()
+        self.named: set[str] = set()  # errors of answers that were told
+        self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
+        try:
+            super().__init__((host.strip("[]"), port), DashboardRequest)
+        except OSError as error:
+            raise UsageError(f"{flag} {host}:{port}: {error.strerror or error}; name another port") from None
+        # A page elsewhere whose name turns into our address must not read ours.
+        self.known = {"localhost", "127.0.0.1", "[::1]", host} if host not in ANY_HOSTS else None
+        threading.Thread(target=self.serve_forever, name="narrows-site", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        host, port = str(self.server_address[0]), self.server_address[1]
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
+
+    @property
+    def told(self) -> str:
+        """Where to look, for the console, and who else can."""
+        where = f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
+        open_ = not is_loopback(str(self.server_address[0]))
+        return where + ("; HTTP asks for no key: whoever reaches this address reads it" if open_ else "")
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            if self.threads >= VISITORS_MAX + ENDING_MAX:
+                return self.shutdown_request(request)
+            if len(self.visitors) >= VISITORS_MAX:
+                waiting = (each for each, asked in self.visitors.items() if not asked)
+                oldest = next(waiting, None) or next(iter(self.visitors))
+                del self.visitors[oldest]
+                with contextlib.suppress(OSError):  # its thread ends with it
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self.visitors[request] = False
+            self.threads += 1
+        super().process_request(request, client_address)
+
+    def asked(self, request: Any) -> None:
+        """This visitor has sent a whole request."""
+        with self.lock:
+            if request in self.visitors:
+                self.visitors[request] = True
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.lock:
+                self.visitors.pop(request, None)
+                self.threads -= 1
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A visitor that is gone is missed by nobody."""
+        error = sys.exc_info()[1]
+        kind = type(error).__name__
+        if not isinstance(error, OSError) and kind not in self.named:
+            self.named.add(kind)
+            super().handle_error(request, client_address)
+
+    def close(self) -> None:
+        """Let those who look have the last frame, and end."""
+        self.closing.set()
+        deadline = time.monotonic() + CLOSE_S
+        while self.threads and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.shutdown()
+        self.server_close()
+
+
+def _read(name: str) -> bytes:
+    return resources.files("narrows.ps.dashboard").joinpath("page", name).read_bytes()
+
+
+class DashboardRequest(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: DashboardServer
+    timeout = IDLE_S
+    server_version, sys_version = "narrows", ""
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """The console is the run's."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path, site = self.path.partition("?")[0], self.server
+        site.asked(self.connection)
+        host = self.headers.get("Host", "").rsplit(":", 1)[0] if self.headers.get("Host") else "localhost"
+        if site.known is not None and host not in site.known:
+            self._answer(b"this page is for this machine alone\n", status=HTTPStatus.FORBIDDEN)
+        elif path == "/events" and site.frames is not None:
+            self._stream(site.frames)
+        elif path == "/frame.json" and site.frames is not None:
+            self._answer(site.frames.get()[1], "application/json")
+        elif path == "/metrics" and site.metrics is not None:
+            kind, text = site.metrics()
+            self._answer(text, kind)
+        elif path in site.files:
+            self._answer(*site.files[path])
+        else:
+            self._answer(b"there is nothing here\n", status=HTTPStatus.NOT_FOUND)
+
+    def _head(self, kind: str, status: HTTPStatus = HTTPStatus.OK, size: int | None = None) -> None:
+        self.send_response(status)
+        told = {"Content-Type": kind, "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
+        told |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        told |= {"Content-Length": str(size)} if size is not None else {}
+        for name, value in told.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _answer(self, body: bytes, kind: str = "text/plain; charset=utf-8", status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._head(kind, status, len(body))
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _stream(self, frames: FrameStream) -> None:
+        """Server-sent events: each frame that is another one than before, until the visitor leaves or the run has ended."""
+        self._head("text/event-stream")
+        told = 0
+        with contextlib.suppress(OSError):
+            while self.command != "HEAD":
+                last = frames.closing.is_set()
+                number, frame = frames.get()
+                # A comment finds out that nobody is there any more.
+                self.wfile.write(b"data: " + frame + b"\n\n" if number != told else b":\n\n")
+                self.wfile.flush()
+                told = number
+                if last:
+                    break
+                frames.closing.wait(max(LOOK_S, frames.due - time.monotonic()))

@@ -1,0 +1,1 @@
+"""A shard of a cluster as a child of the run above."""

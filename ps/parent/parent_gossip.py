@@ -1,0 +1,231 @@
+"""One shard's part of gossip among clusters: it mixes its keys with the same shard of other clusters. No I/O.
+
+Rules
+- A cluster is to its peers what a worker of a gossip run is to its own: its inner step is one advance of its min_clock, its
+  update what x moved by since the last round. All shards begin rounds at the same clocks of the cluster.
+- The server above gives the first weights and the roster, and takes the last model of the lowest cluster. It may be gone.
+- Before a clock is published all rounds up to t - s are mixed in, and x stands on the model of the mixes plus what was
+  folded since the last round.
+- Once all workers are done the last round makes one model of all clusters. Updates of workers who come later stay here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from narrows.compression import Memory, parse
+from narrows.compression.home import HOST
+from narrows.compression.replica import HostReplica
+from narrows.compression.sampling import gossip_sample
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import Timing
+from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay, SendToPeer
+from narrows.protocols.gossip import mixing
+from narrows.protocols.gossip.driver import GossipDriver, GossipPhase
+from narrows.protocols.gossip.gain import GossipGain
+from narrows.protocols.gossip.outer_momentum import outer
+from narrows.protocols.gossip.peers import GossipPeer, GossipPeers
+from narrows.protocols.member.member import Member
+from narrows.protocols.wire import decode
+from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedParentLink, asks
+from narrows.ps.store.changes import Change, FloatArray
+
+WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # a peer's model is awaited before the next clock
+
+
+class ParentGossip(SeatedParentLink):
+    """Keys [begin, end) toward the same shard of other clusters. The first weights come from the server above, and the last
+    model goes to it. `member`: in process 0, whose peers are ours too; what they see comes to `take`."""
+
+    _kept: ParentState
+
+    def __init__(
+        self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
+    ) -> None:
+        super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
+        settings, worker = place.settings, place.worker
+        compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
+        seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
+        gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
+        self._kept = replace(self._kept, gain=gain, outer=step)
+        model = mixing.Mixing(*keys, compressor, HOST, partial(Memory, seed=seed), gain, step)
+        self.driver = GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
+        ours = member.peers if member is not None else None
+        self.peers = ours if ours is not None else GossipPeers(worker, lease_ns, index)
+        self.alone = self.handed_over = False
+        self.roster = b""
+
+    def repeat_soon(self, peer: str = "") -> None:
+        super().repeat_soon(peer)
+        self.peers.repeat_soon(peer)
+
+    def _gain(self, settings: Settings, size: int) -> GossipGain | None:
+        """Return the gain where a round is one clock: that of the place before, where there was one."""
+        if self.mode.local_steps > 1:
+            return None
+        gain = self._kept.gain or GossipGain(gossip_sample(size), self._kept.degree)
+        gain.fixed = max(settings.update_gain, 0.0)
+        return gain
+
+    @property
+    def kept(self) -> ParentState:
+        return replace(self._kept, model=self.driver.mixing.model if self.driver.has_model else self._kept.model)
+
+    @kept.setter
+    def kept(self, kept: ParentState) -> None:
+        self._kept = kept
+
+    @property
+    def before(self) -> FloatArray | None:
+        """The model that was here before this place, where workers here compute on it."""
+        return self._kept.model if self._kept.start is not None and not self._kept.renewed else None
+
+    def begin(self, now_ns: int) -> Asks:
+        """All pairs begin anew at this place. With a clock above of 0 the run begins, from the weights that are there; else its
+        model is with the peers."""
+        before = self.before
+        if self.here.clock == 0:
+            return super().begin(now_ns)
+        self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock)
+        if before is not None:
+            self.driver.keep(before)
+            return []
+        return self._go_on(self.driver.late(now_ns), now_ns)
+
+    def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
+        effects: Asks = []
+        for event in events:
+            if isinstance(event, e.OfPeers):
+                effects += self._go_on([event], now_ns)
+                continue
+            effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
+            self.asked |= isinstance(event, e.GiveWeights)
+            if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
+                self.driver.found(self.replica.pulled, self.before)
+                effects += self._go_on(self.driver.go_on(now_ns), now_ns)
+        return effects
+
+    # Peers.
+
+    @property
+    def addresses(self) -> set[str]:
+        return {peer.address for peer in self.peers.peers.values()}
+
+    @property
+    def others(self) -> Mapping[int, GossipPeer]:
+        return self.peers.peers
+
+    def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
+        effects: Asks = []
+        if self.own and roster != self.roster:
+            self.roster, message = roster, decode([roster])
+            if isinstance(message, m.Roster):
+                effects += self._go_on(self.peers.roster(message, now_ns), now_ns)
+        if alone and not self.alone:
+            self.alone = True
+            effects += self._go_on([e.ServerGone()], now_ns)
+        return effects
+
+    def hear(self, message: m.Message, now_ns: int) -> Asks:
+        return self._go_on(self.peers.receive(message, now_ns), now_ns)
+
+    def tick(self, now_ns: int) -> Asks:
+        effects = super().tick(now_ns) if not self.alone else []
+        seen = self.peers.tick(now_ns) if self.own else []
+        return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
+
+    def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
+        """Hand the driver what peers have said, and the peers what the driver says, until neither has more to say."""
+        effects, queue = Asks(), deque(seen)
+        while queue:
+            each = queue.popleft()
+            if isinstance(each, SendToPeer):
+                effects.append(each)
+            elif isinstance(each, Log):
+                who = f"shard {self.index} mixes no more with cluster {each.values['peer']} of the run above"
+                effects.append(Log("above", {"shard": self.index, "text": f"{who}: {each.values['why']}"}))
+            elif isinstance(each, PeerSay):
+                self.due = True
+                queue.extend(self.peers.carry_out(each, now_ns))
+            else:
+                self.due = True
+                queue.extendleft(reversed(self.driver.hear(each, now_ns)))
+        return [*effects, *self._over(now_ns)]
+
+    @property
+    def trouble(self) -> str:
+        return self.driver.trouble
+
+    # Rounds.
+
+    def first(self, x: FloatArray, publication: int) -> list[Change]:
+        begins = self.driver.has_model and not self.ready
+        return self._begin_with(self.driver.mixing.model.copy, x, publication) if begins else []
+
+    def _moved_by(self, x: FloatArray) -> FloatArray:
+        moved: FloatArray = x - self.start
+        self._kept = replace(self._kept, start=x.copy())
+        return moved
+
+    def stepped(self, samples: int) -> None:
+        self.inner += 1
+        self.moved()
+
+    def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
+        """Begin the next round with what the weights have moved by."""
+        if self.inner < self.mode.local_steps:
+            return [], True
+        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
+            return [], False
+        self.inner, self.due = 0, True
+        return (self._go_on(self.driver.step(self._moved_by(x), now_ns), now_ns) if self.driver.may_step else []), True
+
+    def may_publish(self) -> bool:
+        return self.ready and self.driver.phase not in WAITING
+
+    def rebase(self) -> list[Change]:
+        if not self.due or not self.may_publish():
+            return []
+        self.due = False
+        return self._on(self.driver.mixing.model.copy())
+
+    # The end.
+
+    def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
+        """Mix with whoever asks until all clusters are done; then the mean of all is the last model."""
+        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
+            return [], False
+        self.finishing, self.master = True, None
+        joins = self.driver.phase in (GossipPhase.COMPUTING, GossipPhase.OVER)
+        return self._go_on(self.driver.finish(self._moved_by(x), now_ns) if joins else [], now_ns), True
+
+    @property
+    def at_rest(self) -> bool:
+        above = self.alone or self.session.at_rest
+        phase, done = self.driver.phase, self.driver.delivered
+        return above and (
+            phase not in (GossipPhase.FLUSHING, GossipPhase.ENDING, GossipPhase.OVER)
+            or (phase is GossipPhase.OVER and done)
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self.driver.phase in (GossipPhase.ENDING, GossipPhase.OVER)
+
+    def _over(self, now_ns: int) -> Asks:
+        """The last round is mixed: the cluster with the lowest id hands the model to the server above, for all."""
+        if self.driver.phase is not GossipPhase.OVER:
+            return []
+        if self.finishing:
+            self.master, self.finishing = self.driver.mixing.model.copy(), False
+        lowest = all(peer > self.here.worker for peer in self.driver.exchanges.pairs)
+        if self.handed_over or self.alone or not lowest:
+            return []
+        self.handed_over = True
+        return self._say(self.exchange.push(self.driver.mixing.whole(), 1), now_ns)

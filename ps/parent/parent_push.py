@@ -1,0 +1,133 @@
+"""One shard as a child of the shard above that has the same keys.
+
+Rules
+- A cluster's server is a worker of the server above. Its inner step is one advance of its min_clock, its update what the
+  shard's weights moved by since the last push, and it reads its own writes: base = replica (protocols/member/exchange.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from narrows.compression import Compressor, ErrorFeedback, ladder, parse
+from narrows.compression.codecs import coded_piece
+from narrows.compression.replica import HostReplica
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.protocols.config.timing import Timing
+from narrows.protocols.effects import MemberEffect
+from narrows.protocols.member.member import Member
+from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedParentLink, asks
+from narrows.ps.store.changes import Change, FloatArray
+
+NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
+
+
+def _codings(place: ParentSeat) -> tuple[Compressor, bool]:
+    """Return the compressor of updates on the way up, and whether the shard above publishes whole states. The link up
+    is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
+    return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
+
+
+class ParentPush(SeatedParentLink):
+    """Keys [begin, end) toward a shard that folds what is pushed."""
+
+    def __init__(
+        self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
+    ) -> None:
+        up, whole = _codings(place)
+        self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
+        self.feedback.change(up)  # one that was kept is of the plan that the run above had then
+        replica = HostReplica(*keys, [(keys, self.feedback)], parts)
+        super().__init__(index, place, kept, member, timing, replica, whole)
+        self.samples = 0  # that the clocks since the last push were computed on
+        if kept.owed is not None:
+            self.owe(kept.owed)
+
+    def owe(self, owed: FloatArray) -> None:
+        self.feedback.load_state_dict({"residual": owed})
+        self.kept = replace(self.kept, feedback=self.feedback, owed=None)
+
+    def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
+        up, whole = _codings(place)
+        self.feedback.change(up)
+        before = self.exchange
+        self._sit(place, whole)
+        said = self.exchange.go_on(place.worker, place.epoch, place.clock, [before])
+        self.exchange.held_at = place.hold
+        again = self.exchange.ask_shared(last=True) if self.finishing else []
+        return self._say([*said, *again], now_ns)
+
+    def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
+        effects: Asks = []
+        for event in events:
+            effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
+            self.asked |= isinstance(event, e.GiveWeights)
+            self.due |= isinstance(event, e.StateArrived)
+            if isinstance(event, e.MasterArrived) and self.finishing and event.clock == self.exchange.clock:
+                self.master, self.finishing = self.exchange.shared, False
+        return effects
+
+    def stepped(self, samples: int) -> None:
+        self.inner += 1
+        self.samples += samples
+        self.moved()
+
+    def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
+        if self.inner < self.mode.local_steps:
+            return [], True
+        if not self.ready or not self.exchange.may_push:
+            return [], False
+        return self._push(x, now_ns), True
+
+    def _push(self, x: FloatArray, now_ns: int, dense: bool = False) -> Asks:
+        update, feedback, clock = x - self.start, self.feedback, self.exchange.clock
+        if not update.any() and (feedback.residual is None or not feedback.residual.any()):
+            pieces = [coded_piece(NOTHING.encode(update), self.replica.begin, self.replica.end)]
+        else:
+            try:
+                pieces = self.replica.encode(update, clock, dense)
+            except ValueError:
+                # Not finite: sent as it is, and the server above names it, or whoever trains there sees it.
+                pieces = self.replica.encode(update, clock, dense=True)
+        self.kept = replace(self.kept, start=x.copy(), feedback=feedback)
+        samples = min(max(1, self.samples), m.CLOCK_MAX)
+        self.inner = self.samples = 0
+        self.due = True
+        return self._say(self.exchange.push(pieces, samples), now_ns)
+
+    def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
+        self.feedback.load_state_dict({})  # all that is owed is in them
+        if self.kept.start is not None:
+            self.kept = replace(self.kept, start=x.copy())
+        return super().give_weights(x, now_ns)
+
+    def may_publish(self) -> bool:
+        return self.ready and self.exchange.may_compute
+
+    def first(self, x: FloatArray, publication: int) -> list[Change]:
+        return self._begin_with(self._base, x, publication) if self.exchange.settled >= 0 and not self.ready else []
+
+    def _base(self) -> FloatArray:
+        base = np.empty(self.replica.end - self.replica.begin, np.float32)
+        self.exchange.base(self.replica.begin, self.replica.end, base)
+        self.due = False
+        return base
+
+    def rebase(self) -> list[Change]:
+        return self._on(self._base()) if self.due and self.exchange.may_compute else []
+
+    def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
+        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far.
+
+        Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
+        """
+        if not self.may_publish() or not self.exchange.may_push:
+            return [], False
+        self.finishing, self.master = True, None
+        pushed = self._push(x, now_ns, dense=True)
+        return [*pushed, *self._say(self.exchange.ask_shared(last=True), now_ns)], True

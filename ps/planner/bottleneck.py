@@ -1,0 +1,59 @@
+"""Which link or host the step of a plan waits for. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from narrows.ps.planner.choose import Chooser, DeploymentChoice
+from narrows.ps.planner.modes_and_specs import ModeAndSpec
+from narrows.ps.planner.network import Array
+from narrows.ps.planner.step_prices import Groups, HostGroupings, Indices, StepPrices
+
+
+def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
+    """Which link or host the step waits for, in a sentence."""
+    prices, network = chooser.prices, chooser.prices.network
+    own, to = chooser.own_s(plan.below, plan.groups), plan.spread or (plan.root,)
+    child = np.array(plan.servers)
+    inside = np.where([len(group) > 1 for group in plan.groups], plan.below.inside, 1)
+    found = _slowest(prices, plan.above, own[child], child, plan.groups, np.array(to), inside)
+    group = plan.groups[found[0]]
+    within = ""
+    if found[1] < 0 and len(group) > 1:  # it waits for a cluster: what does that wait for?
+        members, server = np.array(group), np.array([plan.servers[found[0]]])
+        within = f" in the cluster of {network.hosts[int(server[0])]}"
+        found = _slowest(
+            prices, plan.below, prices.compute_s[members], members, tuple((host,) for host in group), server,
+            np.ones_like(members),
+        )  # fmt: skip
+        child, to = members, (int(server[0]),)
+    host = network.hosts[int(child[found[0]])]
+    if found[1] < 0:
+        return f"computing on {host}{within} decides"
+    server_host = network.hosts[to[found[1]]]
+    if host == server_host:
+        return f"what the server on {host}{within} handles decides: {found[2]}"
+    return f"the link {host}-{server_host}{within} decides: {found[2]}"
+
+
+def _slowest(
+    prices: StepPrices,
+    way: ModeAndSpec,
+    own_s: Array,
+    rows: Indices,
+    children: Groups,
+    servers: Indices,
+    inside: Indices,
+) -> tuple[int, int, str]:
+    """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
+    table = HostGroupings.of([children], prices.place)
+    share, count = [*table.share[:, table.first][..., None]], len(servers)
+    up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
+    clocks = prices.clocks(way, own_s[:, None], up, down, round_trip, inside[:, None])
+    row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
+    road_s = float(up[row, column] + down[row, column])
+    coding_s = prices.work.coded[way.compress].encode_s * prices.work.parameters
+    computing_s = float(own_s[row]) * way.mode.local_steps + coding_s
+    if computing_s >= max(float(clocks[row, column]) / 1.05, road_s + float(round_trip[row, column])):
+        return row, -1, ""
+    return row, column, f"{1e3 * float(round_trip[row, column]):.3g} ms of round trip, {1e3 * road_s:.3g} ms of bytes"

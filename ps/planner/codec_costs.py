@@ -1,0 +1,27 @@
+"""The bytes and the time that each SPEC of a plan costs for a parameter."""
+
+from __future__ import annotations
+
+from narrows.compression import ladder
+from narrows.compression.auto import ENCODE_NS, LADDER
+from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
+from narrows.ps.planner.modes_and_specs import WAYS
+from narrows.ps.planner.step_prices import CodecCost
+
+# One child costs the server this: an update is received and folded, a state sent (docs/results.md). Dense: what a
+# second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the
+# slowest of them, 6.2 GB/s (bench/compressors.py).
+SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
+
+
+def coded(*more: str) -> dict[str, CodecCost]:
+    """By SPEC, those of WAYS and `more`: bytes as measured where `auto` has it, else at most. Raises SpecError."""
+    rungs = {rung.spec: rung.bytes for rung in LADDER}
+    made = {}
+    for spec in sorted({*more, *(way.compress for way in WAYS)}):
+        size = rungs.get(spec) or ladder(spec)[0].bytes
+        whole = spec == "dense"
+        encode_s, serve_s = (0.0, SERVE_DENSE_NS / 1e9) if whole else (ENCODE_NS / 1e9, SERVE_NS / 1e9)
+        forms = (whole_clock_s, None) if whole else (clock_s, cluster_clock_s)
+        made[spec] = CodecCost(size, encode_s, forms[0], serve_s, forms[1])
+    return made

@@ -1,0 +1,190 @@
+"""Finds a cheap layout: the two-level search of 2206.01288, sec. 3.4, with more local moves.
+
+Above: a population of balanced partitions into groups, crossed with each other and mutated. Below: `Costs.arrange`, which finds
+order and matchings. Between both, `Descent` moves hosts by gains, and only its result is priced. A layout that is priced is
+one evaluation, whether it was good or not. The same arguments give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import factorial
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from narrows.protocols.errors import UsageError
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.pipelines.cost import Costs, Indices, Job, Layout, Prediction
+from narrows.ps.planner.pipelines.cycles import cycled
+from narrows.ps.planner.pipelines.gains import descend
+
+EVALUATIONS = 100  # 64 hosts then take under a second
+EVERY_MAX = 500  # partitions that are all priced, in place of a search: those of up to 8 hosts, whatever the job
+HOSTS_MANY = 128  # of more hosts fewer layouts are priced, and the first ones are no random ones
+POPULATION = 6
+ROUNDS_MAX = 8  # of one descent: moves by gains, then order and matchings anew
+SHARPNESS = (1, 2, 3)  # from a mean of links towards the slowest one
+ROTATED = (6, 12, 24)  # hosts of a mutation
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """The best layout that was found, its price, who has no part, and how many layouts were priced for it."""
+
+    layout: Layout
+    prediction: Prediction
+    spare: tuple[int, ...]  # hosts
+    evaluations: int
+    found_at: int  # the evaluation that found it
+
+
+def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = None) -> FoundLayout:
+    """The cheapest layout of `job` on `network` after at most so many evaluations; UsageError where none has enough memory.
+
+    None: EVALUATIONS, and of more than HOSTS_MANY hosts fewer in proportion. Where there are no more partitions than that, or
+    than EVERY_MAX, each is priced once, and the plan is the cheapest that there is.
+    """
+    costs, hosts = Costs(network, job), len(network.hosts)
+    every = partitions_count(hosts, job)
+    if evaluations is None:
+        evaluations = every if every <= EVERY_MAX else EVALUATIONS * HOSTS_MANY // max(HOSTS_MANY, hosts) or 1
+    search = LayoutSearch(costs, seed, evaluations)
+    if every <= evaluations:
+        for partition in partitions(range(hosts), job.stages, job.replicas):
+            search.evaluated(np.array([host for group in partition for host in group]))
+    else:
+        search.run()
+    return search.plan()
+
+
+def partitions_count(hosts: int, job: Job) -> int:
+    """In how many ways `hosts` have a group each, or none."""
+    left = hosts - job.stages * job.replicas
+    found: int = factorial(hosts) // (factorial(job.replicas) ** job.stages * factorial(job.stages) * factorial(left))
+    return found
+
+
+def partitions(hosts: Sequence[int], stages: int, replicas: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every partition, once whatever the order of its groups: each group begins with its first host, and they rise."""
+    if not stages:
+        yield []
+        return
+    for group in combinations(hosts, replicas):
+        rest = [host for host in hosts if host > group[0] and host not in group]
+        yield from ([group, *others] for others in partitions(rest, stages - 1, replicas))
+
+
+class LayoutSearch:
+    def __init__(self, costs: Costs, seed: int, evaluations: int) -> None:
+        if evaluations < 1:
+            raise UsageError("a search needs one evaluation or more")
+        self.costs = costs
+        self.random = np.random.Generator(np.random.PCG64(seed))
+        self.evaluations_max = evaluations
+        self.evaluations = 0
+        self.best: tuple[Prediction, Layout, int] | None = None
+
+    def run(self) -> None:
+        hosts = len(self.costs.network.hosts)
+        starts = self.near() if hosts > HOSTS_MANY else []
+        population: list[tuple[float, Indices]] = []
+        while self.evaluations < self.evaluations_max:
+            if len(population) < POPULATION:
+                population.append(self.settled(starts.pop() if starts else self.random.permutation(hosts)))
+                continue
+            one, other = self.random.choice(POPULATION, 2, replace=False)
+            child = self.settled(self.mutated(self.crossed(population[one][1], population[other][1])))
+            worse = int(one if population[one][0] >= population[other][0] else other)
+            if child[0] <= population[worse][0]:
+                population[worse] = child
+
+    def plan(self) -> FoundLayout:
+        """The best that was evaluated."""
+        assert self.best
+        prediction, layout, found_at = self.best
+        if prediction.missing:
+            raise UsageError(
+                f"{prediction.missing} of {self.costs.job.layers} layers have no host with memory for them in the best "
+                "layout found; add hosts, or ask for more stages"
+            )
+        spare = np.setdiff1d(np.arange(len(self.costs.network.hosts)), layout.grid)
+        return FoundLayout(layout, prediction, tuple(int(host) for host in spare), self.evaluations, found_at)
+
+    def near(self) -> list[Indices]:
+        """Each host after the one that is nearest to it: neighbours in one group, and neighbours in one pipeline."""
+        job, links = self.costs.job, self.costs.links.copy()
+        order = [int(self.random.integers(len(links)))]
+        for _ in links[1:]:
+            links[:, order[-1]] = np.inf
+            order.append(int(links[order[-1]].argmin()))
+        path = np.array(order)
+        used = job.stages * job.replicas
+        return [path, np.concatenate([path[:used].reshape(job.replicas, job.stages).T.ravel(), path[used:]])]
+
+    def settled(self, order: Indices) -> tuple[float, Indices]:
+        """Moves hosts of `order` until no move gains: (total, hosts of the grid, then the others)."""
+        best = self.evaluated(order)
+        order = best[1]
+        for sharpness in SHARPNESS:
+            for _ in range(ROUNDS_MAX):
+                if self.evaluations >= self.evaluations_max:
+                    return best
+                moved = descend(self.costs, order, sharpness, self.random)
+                if moved is None:
+                    break
+                total, order = self.evaluated(moved)
+                if total < best[0]:
+                    best = total, order
+        return best
+
+    def evaluated(self, order: Indices) -> tuple[float, Indices]:
+        """One evaluation: order and matchings of the first stages * replicas hosts of `order`."""
+        stages, replicas = self.costs.job.stages, self.costs.job.replicas
+        layout = self.costs.arrange(order[: stages * replicas].reshape(stages, replicas))
+        prediction = self.costs.price(layout)
+        self.evaluations += 1
+        if self.best is None or prediction.total < self.best[0].total:
+            self.best = prediction, layout, self.evaluations
+        return prediction.total, np.concatenate([layout.grid.ravel(), order[stages * replicas :]])
+
+    def crossed(self, one: Indices, other: Indices) -> Indices:
+        """A partition in which hosts of the same group in both parents stay, and others have a group of either."""
+        stages, replicas = self.costs.job.stages, self.costs.job.replicas
+        mine, theirs = (self._groups_of(order) for order in (one, other))
+        overlap = np.zeros((stages + 1, stages + 1))
+        np.add.at(overlap, (theirs, mine), 1)
+        named = np.append(linear_sum_assignment(-overlap[:stages, :stages])[1], stages)  # their groups, by my numbers
+        theirs = named[theirs]
+        wanted = np.where(self.random.random(len(mine)) < 0.5, mine, theirs)
+        # Who stays has its place first; who finds a group full has what is left.
+        left = [replicas] * stages + [len(mine) - stages * replicas]
+        groups: list[list[int]] = [[] for _ in left]
+        late: list[int] = []
+        for host in np.lexsort((self.random.random(len(mine)), mine != theirs)):
+            group = int(wanted[host])
+            (groups[group] if len(groups[group]) < left[group] else late).append(int(host))
+        for members, size in zip(groups, left, strict=True):
+            free = size - len(members)
+            members += late[:free]
+            del late[:free]
+        return np.array([host for members in groups for host in members])
+
+    def mutated(self, order: Indices) -> Indices:
+        """Cyclic moves: the paper's, by gains, or as often one of hosts drawn at random, each to the next one's place."""
+        if self.random.random() < 0.5:
+            labels = cycled(self._groups_of(order), self.costs.links, self.costs.job.stages)
+            return np.argsort(labels, kind="stable")
+        moved = order.copy()
+        count = min(len(order), int(self.random.choice(ROTATED)))
+        places = self.random.choice(len(order), count, replace=False)
+        moved[places] = moved[np.roll(places, 1)]
+        return moved
+
+    def _groups_of(self, order: Indices) -> Indices:
+        """(n,) the group of each host; those without a part have one of their own."""
+        found = np.empty(len(order), np.intp)
+        found[order] = np.minimum(np.arange(len(order)) // self.costs.job.replicas, self.costs.job.stages)
+        return found

@@ -1,0 +1,169 @@
+"""plan.json of a plan, and the commands that run it. docs/planning.md has the fields.
+
+Rules
+- Commands are made of plan.json alone. The short ones read it on each host; the long ones say the same without it.
+- A model that is not cut is one stage, and its workers are the replicas of that.
+- Shard i of a server takes the port i above it, so what stands at one address takes turns.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrows.protocols.config.deployment import ClusterServer, Deployment, StageEdge, StageServer, WorkerProcess
+from narrows.protocols.errors import UsageError
+from narrows.ps.planner.choose import DeploymentChoice
+from narrows.ps.planner.modes_and_specs import ModeAndSpec
+from narrows.ps.planner.network import Network
+from narrows.ps.planner.step_prices import Indices, TrainingWork
+
+PORT = 5555  # of the first server at an address
+PROCESS_PORT = 6000  # of the first process of a pipeline there
+SAMPLES = "{samples}"  # in the arguments of a script
+
+
+@dataclass(slots=True)
+class PortNumbers:
+    """The next port of each address, from `begin` on."""
+
+    begin: int
+    taken: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def take(self, address: str, count: int = 1) -> int:
+        found = self.begin + self.taken[address]
+        self.taken[address] += count
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostAddresses:
+    """Names and addresses of hosts; without one a host has its name."""
+
+    network: Network
+    given: Mapping[str, str]
+
+    def of(self, host: int) -> str:
+        name = self.network.hosts[host]
+        return self.given.get(name, name)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {name: self.of(host) for host, name in enumerate(self.network.hosts)}
+
+
+def clustered(
+    places: HostAddresses, plan: DeploymentChoice, work: TrainingWork, shards: int, insecure: bool, keys: str
+) -> Deployment:
+    """A data parallel run; process r is host r's worker. `keys`: the folder of the root's, without `insecure`."""
+    ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
+
+    def served(host: int, flags: Mapping[str, Any]) -> tuple[str, int, dict[str, Any]]:
+        # Shards of one server are as many on each host that has some.
+        return hosts[host], ports.take(places.of(host), shards), {**flags, **({"shards": shards} if shards > 1 else {})}
+
+    return Deployment(
+        places.addresses,
+        [StageServer(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
+        [WorkerProcess(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
+        clusters=[
+            ClusterServer(*served(server, plan.below.flags()), replicas=[*group]) for server, group in plan.clusters
+        ],
+        guests=[StageServer(*served(host, {})) for host in plan.spread[1:]],
+        samples=work.samples(places.network) if work.batch else [],
+        insecure=insecure,
+        keys="" if insecure else keys,
+    )
+
+
+def staged(
+    places: HostAddresses,
+    grid: Indices,
+    depths: Indices,
+    servers: Sequence[int],
+    ways: Sequence[ModeAndSpec],
+    edges: Sequence[StageEdge],
+    publics: Mapping[str, str],
+    keys: str,
+) -> Deployment:
+    """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
+
+    servers, ways: the host and the flags of each stage's server.
+    publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
+    """
+    ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
+    return Deployment(
+        places.addresses,
+        [
+            StageServer(hosts[host], ports.take(places.of(host)), way.flags(), int(depth))
+            for host, way, depth in zip(servers, ways, depths, strict=True)
+        ],
+        [
+            WorkerProcess(stage, replica, hosts[host], peers.take(places.of(int(host))), publics.get(hosts[host], ""))
+            for stage, group in enumerate(grid)
+            for replica, host in enumerate(group)
+        ],
+        [*edges],
+        insecure=not publics,
+        keys=keys if publics else "",
+    )
+
+
+Lines = dict[str, list[str]]  # commands of each host, servers first
+
+
+def words_of(script: str) -> list[str]:
+    """The words of `--script`, as a shell cuts them. Raises UsageError for a quote that does not end."""
+    try:
+        return shlex.split(script)
+    except ValueError as error:
+        raise UsageError(f"--script {script}: close each quote, and write \\ twice at the end ({error})") from None
+
+
+def commands(plan: Deployment, file: str, script: str) -> Lines:
+    """Each host reads the plan, in `file`. Raises UsageError for a script that is no words."""
+    found, words = making_keys(plan), words_of(script)
+    for name, lines in found.items():
+        here = ["--plan", file, "--host", name]
+        if any(server.place.host == name for server in plan.servers()):
+            lines.append(shlex.join(["ps-serve", *here]))
+        if plan.on(name):
+            lines.append(shlex.join(["ps-worker", *here, *words]))
+    return found
+
+
+def long_commands(plan: Deployment, script: str) -> Lines:
+    """The same run without the plan, of one that is no pipeline. Raises UsageError as `commands` does."""
+    found, split = making_keys(plan), words_of(script)
+    for server in plan.servers():
+        found[server.place.host].append(shlex.join(["ps-serve", *server.flags]))
+    for process in plan.processes:
+        samples = str(plan.samples[process.replica]) if plan.samples else ""
+        words = [word.replace(SAMPLES, samples) for word in split]
+        key = ["--key", plan.key_of(process)] if plan.keys else []
+        found[process.host].append(
+            shlex.join(["ps-worker", "--server", plan.address(plan.server_of(process)), *key, *words])
+        )
+    return found
+
+
+def handing_over(plan: Deployment) -> list[str]:
+    """Lines that say which keys go to which hosts, before these begin."""
+    found = [f"    {path} {f'from {owner} ' if owner else ''}to {host}" for path, owner, host in plan.handed_over()]
+    return ["hand over, each to the same path where the commands of its host are started (one folder for all needs nothing):",
+            *found] if found else []  # fmt: skip
+
+
+def making_keys(plan: Deployment) -> Lines:
+    """Commands that make the keys of a plan. The owner of a pipeline makes those of its processes."""
+    found: Lines = {name: [] for name in plan.hosts}
+    for server in plan.servers() if len(plan.stages) == 1 else ():
+        if server.keys and server.children:
+            lines = [["init", server.keys]]
+            for name, role in dict(server.children).items():
+                lines.append(["add", name, "--keys", server.keys, *(["--role", role] if role != "worker" else [])])
+            found[server.place.host] += [shlex.join(["ps-serve", "keys", *words]) for words in lines]
+    return found

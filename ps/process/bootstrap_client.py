@@ -1,0 +1,57 @@
+"""The first question of a server that is to stand by, or to join: it asks before it has a process for each shard."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
+from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.protocols.wire import decode, encode, unpack
+from narrows.ps.process.access_control import AccessControl
+from narrows.ps.process.machine_factory import release
+
+CONNECT_S = 30.0
+AGAIN_S = 0.5
+TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_parent_key"}
+
+
+STANDBY = m.ReplicationFollow(-1, -1)
+JOIN = m.RemoteShardsOffer("", "", 0, -1, m.Wish.STAY)
+
+
+def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
+    """Return what the server at `address` says that a standby of it must know, or with JOIN a guest. Raises
+    UnreachableError, AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
+    refused: list[HandshakeFailure] = []
+    gate = AccessControl(keys, "", "", "", address)
+    with contextlib.closing(
+        Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
+    ) as sockets:
+        deadline = time.monotonic() + CONNECT_S
+        while time.monotonic() < deadline and not refused:
+            sockets.send(address, encode(question))
+            for _, frames in sockets.receive(int(AGAIN_S * 1000)):
+                message = decode(frames)
+                if isinstance(message, m.Refuse):
+                    raise IncompatibleError(f"{address}: {message.text}")
+                if isinstance(message, m.ReplicationBegin):
+                    return checked(address, unpack(message.told))
+    if refused:
+        text = "the keys there are others: give --keys with a copy of the folder that the server has"
+        raise AuthenticationError(f"{flag} {address}: {text}")
+    raise UnreachableError(f"{flag} {address}: no server answered within {CONNECT_S:.0f} s")
+
+
+def checked(address: str, told: Any) -> dict[str, Any]:
+    """Raises RemoteProtocolError, IncompatibleError and UnreachableError."""
+    if not isinstance(told, dict) or not told.keys() >= TOLD:
+        raise RemoteProtocolError(f"{address}: what the server tells of itself is not whole")
+    if told["release"] != release():
+        raise IncompatibleError(f"{address}: the server runs {told['release']}, and this machine {release()}")
+    if not all(told["ports"]):
+        raise UnreachableError(f"{address}: the server has not started all of its shards; try again")
+    return told

@@ -1,0 +1,55 @@
+"""Answers messages that are no event of the machine: what the server is, and in process 0 the files of guests."""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Send
+from narrows.ps.checkpoints.remote_archive import RemoteArchive
+from narrows.ps.process.machine_factory import MachineFactory, introduction
+from narrows.ps.server.server import Server
+
+ALONE = "this server has no standby: start it with --replicas 1, and name the address of its shard 0"
+
+
+class BootstrapServer:
+    def __init__(self, process: MachineFactory) -> None:
+        self.process = process
+        self.archive = RemoteArchive(process.folder) if process.folder is not None and not process.index else None
+
+    def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
+        """Answer a standby that begins, a guest, or a shard of one; None: the message is of none of these."""
+        asks = isinstance(message, m.ReplicationFollow) and (message.shard < 0 or not self.process.replicas)
+        if not asks and not isinstance(message, (m.RemoteShardsOffer, m.FileRequest)):
+            return None
+        if isinstance(message, m.FileRequest):
+            self._ask(peer, message, server)
+            return []
+        if isinstance(message, m.RemoteShardsOffer):
+            why = self._no_room(server)
+            return [Send(peer, _refuse(why) if why else introduction(self.process, server, "keeps", "bind"))]
+        first = self.process.replicas and not self.process.index
+        return [Send(peer, introduction(self.process, server) if first else _refuse(ALONE))]
+
+    def _ask(self, peer: bytes, ask: m.FileRequest, server: Server) -> None:
+        """Those of guests alone: the others have this folder."""
+        away = server.coordinator.moves.away if server.coordinator is not None else {}
+        if self.archive is not None and away:
+            self.archive.ask(peer, ask)
+
+    def _no_room(self, server: Server) -> str:
+        """Why this server has no shards elsewhere, "" where it may."""
+        if server.coordinator is None:
+            return "name the address of its shard 0, as ps-serve printed it there"
+        if self.process.replicas:
+            return "a server with a standby keeps its shards: its standby has a process for each"
+        if self.process.folder is None:
+            return "it has no folder for checkpoints, by which keys move"
+        return server.coordinator.moves.never
+
+    def take(self) -> list[Send]:
+        """Return the answers that are ready."""
+        return [Send(*answer) for answer in self.archive.take()] if self.archive is not None else []
+
+
+def _refuse(text: str) -> m.Refuse:
+    return m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text)

@@ -1,0 +1,210 @@
+"""Makes the machine of a server process: of a run that begins, or of the newest checkpoint of one that is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import OF_PLAN, Settings
+from narrows.protocols.config.timing import Timing
+from narrows.protocols.effects import NS
+from narrows.protocols.member.member import Member
+from narrows.protocols.runtime.network.hosts import reached
+from narrows.protocols.runtime.network.keys import Secret
+from narrows.protocols.wire import pack
+from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.planner.codec_costs import coded
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.server.server import Server
+from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.shard import Shard
+from narrows.ps.store.store import ServerOptimizer
+
+if TYPE_CHECKING:
+    from narrows.ps.process.checkpoint_disk import CheckpointDisk
+
+RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
+TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
+
+
+@dataclass(frozen=True)
+class MachineFactory:
+    """The arguments of one server process."""
+
+    index: int
+    settings: Settings
+    bind: str  # tcp://host:port; port 0 or * takes any
+    coordinator: str  # address of process 0, "" in it
+    first_epoch: int
+    checkpoint_dir: str
+    resume: bool
+    again: bool = False  # a shard of this server has begun anew: the workers that were there come back
+    keeps: bool = True  # checkpoints outlive the run: the last one is written too
+    secret: str = ""  # of the shards of this server: who reports must know it
+    parent: str = ""  # address of process 0 of the server above, where there is one
+    parent_timeout: float = 30.0
+    keys: str = ""  # folder; "": in the open
+    parent_key: str = ""  # file
+    seals: float = 0.0  # bytes a second that a core of this machine seals, 0: nobody knows, or needs to
+    replay: bool = False  # go on with what the journal has
+    done: tuple[int, ...] = ()  # shards that had ended by then
+    replicas: int = 0  # standbys that may copy this server
+    follows: str = ""  # the shard that this one copies, and whose place it takes
+    host: str = ""  # where members find this shard, which is on another machine than shard 0
+    watched: bool = False  # somebody is shown what members say of themselves
+    away: tuple[tuple[int, str], ...] = ()  # the shards that are, with their hosts
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.checkpoint_dir) if self.checkpoint_dir else None
+
+
+def _optimizers() -> Callable[[ModelSpec, int, int], ServerOptimizer]:
+    from narrows.ps.store.torch_optimizer import (  # seconds of imports that adding updates can do without
+        TorchOptimizer,
+        warm_up,
+    )
+
+    warm_up()
+    return TorchOptimizer
+
+
+def keys_that_fit() -> int:
+    """Parameters whose master copy and published copy, float32 each, this machine's memory holds."""
+    return _memory() // 8
+
+
+def journal_most(shards: int) -> int:
+    """Bytes of the machine of one of so many shards, with which all their journals take at most half of the memory here."""
+    return _memory() // (8 * shards)
+
+
+def _memory() -> int:
+    """Bytes that this machine has, or that its container may take."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most
+
+
+def emit(event: str, **values: Any) -> None:
+    """One line of JSON for the parent process, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
+
+
+def original(
+    process: MachineFactory, server: Server, port: int, freeze: Callable[[], bytes], siblings: PeerShards | None
+) -> ReplicationPrimary:
+    """Make what gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
+    lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
+    first_view = coordinator.run.first_epoch if coordinator is not None else 0
+    before = process.follows if siblings is not None else ""
+    siblings = siblings or PeerShards(process.settings.shards, lost_ns)
+    return ReplicationPrimary(process.index, server, port, lost_ns, freeze, siblings, first_view, before)
+
+
+def introduction(process: MachineFactory, server: Server, *more: str) -> m.ReplicationBegin:
+    """Tell a server what it must know to stand by for this one; `more`: names of further fields of this process."""
+    assert server.coordinator is not None
+    reports, settings = server.coordinator.reports, server.coordinator.run.settings
+    told = {
+        "release": release(),
+        "settings": asdict(settings),
+        "ports": [reports[shard].port if shard in reports else 0 for shard in range(settings.shards)],
+        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        "parent": server.above,
+        "has_parent_key": bool(process.parent_key),
+        **{name: getattr(process, name) for name in (*TOLD, *more)},
+    }
+    return m.ReplicationBegin(pack(told))
+
+
+def release() -> str:
+    """Name the versions that must be the same where a machine is to go on: it is pickled."""
+    names = ("narrows", "numpy", "torch")
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
+
+
+def resumed(settings: Settings, kept: bytes) -> Settings:
+    """The newest plan, where the run may change it: that of a checkpoint, or the one that is known already."""
+    if (
+        settings.replan != "change"
+        or not kept
+        or (before := Settings.unpacked(kept)).plan_number <= settings.plan_number
+    ):
+        return settings
+    return replace(settings, **{name: getattr(before, name) for name in OF_PLAN}).validated()
+
+
+def machine(
+    process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, disk: CheckpointDisk
+) -> Server:
+    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
+    key that other clusters find here."""
+    folder, settings, child = process.folder, process.settings, bool(process.parent)
+    mixes = settings.mode().rule is Rule.MIX and not process.again  # then the workers have the models
+    restart, first_epoch = -1, process.first_epoch
+    kept: tuple[int, ...] = ()
+    facts: dict[str, Any] = {}
+    coordinator = member = None
+    if folder is not None and process.resume:
+        kept, damaged = disk.sound(settings.shards)
+        for text in damaged:
+            emit("log", name="damaged", values={"shard": process.index, "text": text})
+        if not process.index and not mixes:
+            restart = checkpoint_files.newest(folder, settings.shards)
+    if not process.index:
+        if restart >= 0 and folder is not None:
+            _, facts = checkpoint_files.read(folder, 0, restart, only=())
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
+            before, settings = settings, resumed(settings, facts.get("settings", b""))
+            if settings.plan_number > before.plan_number:
+                emit("log", name="replan", values=settings.told(restart))
+        priced = coded() if settings.compress.startswith("auto") else coded(settings.compress)
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
+        if not process.again:
+            coordinator.generations.resumed()
+            coordinator.generations.resumes = mixes and process.resume
+            if restart >= 0:
+                text = f"goes on from the checkpoint of clock {restart}"
+                emit("log", name="resumed", values={"clock": restart, "text": text})
+        if facts:
+            coordinator.roster.adopt(facts["plan"])
+            coordinator.buffers.packed = facts["buffers"]
+        if facts.get("ranges") and folder is not None:
+            parts = [checkpoint_files.read(folder, each, restart, only=())[1] for each in range(facts.get("shards", 1))]
+            coordinator.ranges.load(facts["ranges"], restart, [dict(part.get("saved", ())) for part in parts])
+        if child:
+            lost_ns = int(process.parent_timeout * NS)
+            timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
+            expect = pack({"plan_digest": settings.plan_digest})
+            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
+    means = MeanFactory(
+        optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
+        lent=lent,
+        child=child,
+        member=member,
+        coordinator=coordinator,
+        host=process.host,
+    )
+    shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
+    host = reached(process.bind, process.parent) if member else ""
+    public = own.public if own is not None else ""
+    return Server(shard, coordinator, member, process.parent, host, public, process.replicas > 0)

@@ -1,0 +1,58 @@
+"""The life of one server process: it stands by, where it is told to, and serves."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.runtime.network.keys import SERVER
+from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.ps.process.access_control import AccessControl
+from narrows.ps.process.machine_factory import MachineFactory, emit
+from narrows.ps.process.runner import ServerRunner
+from narrows.ps.process.standby_runner import StandbyRunner
+
+
+def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
+    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, the epoch that this life of the
+    coordinator begins in (0 where there is none), and where the server above is. `both`: files for its journal."""
+    gate = AccessControl(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
+    made = Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections, faulted=gate.faulted)
+    with contextlib.closing(made) as sockets:
+        number = sockets.listen(process.bind)
+        follower = StandbyRunner(process, sockets, number, gate) if process.follows else None
+        if follower is not None:
+            sockets.cut = follower.cut
+            ready(port=number, epoch=0, parent=process.parent)
+            if not follower.loop(sockets):
+                return emit("done", dropped={}, refused=gate.totals())
+        runner = ServerRunner(process, sockets, number, gate, both, follower)
+        sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
+        coordinator = runner.server.coordinator
+        epoch = coordinator.run.first_epoch if coordinator is not None else 0
+        ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)
+        runner.loop(sockets)
+    if runner.stop_by < float("inf") and not (process.keeps or process.host) and process.folder is not None:
+        # Whoever would do it may have been killed. A guest's folder is left: the next shard of its machine needs it.
+        shutil.rmtree(process.folder, ignore_errors=True)
+    if runner.end.code:
+        raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
+    totals(runner)
+
+
+def totals(runner: ServerRunner) -> None:
+    """Tell the parent that this process is done, and what moved and was dropped."""
+    dropped = dict(runner.drops.counts)
+    if runner.process.parent:
+        there = f"{runner.process.parent} and its clusters" if runner.dialled.clusters else runner.process.parent
+        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
+        values = {"bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down, "dropped": dropped}
+        text = f"shard {runner.process.index} {moved}"
+        emit("log", name="above", values={"shard": runner.process.index, **values, "text": text})
+    for name, size in sorted(runner.gate.sent.items()):
+        if name != SERVER:
+            text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
+            emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
+    emit("done", dropped=dropped, refused=runner.gate.totals(), over=runner.server.over)

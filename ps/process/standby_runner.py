@@ -1,0 +1,172 @@
+"""Runs a `Standby`: one shard of a server that copies another, until the run is over or this server takes its place."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterable
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import parse_address
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
+from narrows.protocols.errors import NarrowsError, ServerLostError
+from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.hosts import reached
+from narrows.protocols.runtime.network.sockets import Peer, Sockets
+from narrows.protocols.wire import decode, encode
+from narrows.ps.process.access_control import AccessControl
+from narrows.ps.process.buffer_loans import BufferLoans
+from narrows.ps.process.journal import JournalReplay
+from narrows.ps.process.machine_factory import MachineFactory, emit
+from narrows.ps.process.machine_pickling import thaw
+from narrows.ps.process.watchdog import Watchdog
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_primary import GIVE_UP_NS, lost_after
+from narrows.ps.replication.standby import Standby
+from narrows.ps.server.server import Server
+from narrows.ps.shard.reports import COORDINATOR
+
+TICK_MS = 50
+PLACE_NS = 60 * NS  # a server loses a standby that has died within this, and two silences of its lease
+
+
+class StandbyRunner:
+    """Runs the standby of `process`, whose shard listens on `number`."""
+
+    def __init__(self, process: MachineFactory, port: Sockets, number: int, gate: AccessControl) -> None:
+        self.process, self.port, self.gate = process, port, gate
+        self.clock, self.lending, self.pulse = AwakeClock(), BufferLoans(), Watchdog(gate, process.index, None)
+        self.replay: JournalReplay
+        self.serves: list[Serve] = []  # the view in which this server takes over
+        self.stale = False
+        self.refused_ns = 0  # since when the server has another standby, 0: it has none
+        first = parse_address("", process.coordinator)[1] if process.coordinator else number
+        address = f"tcp://{reached(process.bind, process.follows)}:{first}"
+        lost_ns = lost_after(process.settings.lease)
+        siblings = PeerShards(process.settings.shards, lost_ns)
+        self.standby = Standby(
+            process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
+        )
+        self.standby.heard_ns = self.clock.now()
+        self.told = False  # that this server stands by
+
+    @property
+    def server(self) -> Server:
+        return self.replay.server
+
+    def _thaw(self, packed: bytes) -> Server:
+        server = thaw(io.BytesIO(packed), self.lending.any)
+        self.replay = JournalReplay(server, self._load)
+        self.gate.known = server
+        return server
+
+    def _load(self, clock: int) -> None:
+        self.stale = True  # that checkpoint is on the disk of the original
+
+    def _again(self, event: MachineEvent) -> None:
+        self.replay.again(event)
+        if self.stale:
+            self.stale = False
+            self.standby.begin_anew()
+
+    @property
+    def over(self) -> bool:
+        """The run has ended. Its server is listened to until it is gone: it holds its last words back for us."""
+        machine = self.standby.machine
+        return machine is not None and (self.replay.stop is not None or self.server.ended)
+
+    def _carry_out(self, effects: Iterable[CopyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(bytes(peer), message):
+                    self.port.send(self.process.coordinator if peer == COORDINATOR else peer, encode(message))
+                case SendToPeer(address, message):
+                    self.port.send(address, encode(message))
+                case Log(event, values):
+                    emit("log", name=event, values=values)
+                case Serve():
+                    self.serves.append(effect)
+
+    def _receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
+        now_ns = self.clock.now()
+        try:
+            message = decode(frames)
+            if isinstance(peer, bytes):
+                self.gate.check(peer, message, sum(map(len, frames)))
+                self.gate.connections.let_in(peer)
+        except NarrowsError as error:
+            if not isinstance(peer, bytes):
+                raise
+            if self.gate.counted(str(error)):
+                emit("log", name="refused", values={"text": str(error)})
+            return
+        match message:
+            case m.ReplicationEntry() if peer == self.process.follows:
+                self.refused_ns = 0
+                self.standby.receive(message, now_ns)
+            case m.Refuse(code, _, _, text) if peer == self.process.follows:
+                self._refused(code, text, now_ns)
+            case m.FailoverNotice() if peer == self.process.coordinator:
+                self._carry_out(self.standby.hear_view(message))
+            case m.FailoverVote() if isinstance(peer, bytes):
+                self._carry_out(self.standby.vote(peer, message, now_ns))
+            case m.Hello() if isinstance(peer, bytes):
+                text = (
+                    f"this server stands by for the one at {self.process.follows}: give --server {self.process.follows}"
+                )
+                self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
+            case m.ReplicationProgress() if isinstance(peer, bytes):
+                self.standby.siblings.hear(peer, message, now_ns)
+
+    def _refused(self, code: int, text: str, now_ns: int) -> None:
+        """The server refuses this standby. The one that it has may be this one's earlier process: the server will lose it."""
+        limit_ns = PLACE_NS + 2 * self.standby.lost_ns
+        if code != m.RefuseCode.TAKEN or (self.refused_ns and now_ns - self.refused_ns > limit_ns):
+            raise NarrowsError(f"{self.process.follows}: {text}")
+        self.standby.heard_ns = now_ns
+        if not self.refused_ns:
+            self.refused_ns = now_ns
+            if not self.process.index:
+                more = f"this one waits {limit_ns // NS} s at most for the server to lose it"
+                emit("log", name="standby", values={"text": f"{self.process.follows}: {text}; {more}"})
+
+    def cut(self, peer: Peer) -> None:
+        """Its connection has ended."""
+        if peer == self.process.follows:
+            self.standby.cut(self.clock.now())
+
+    def loop(self, sockets: Sockets) -> bool:
+        """Until the run is over or stdin ends (False), or this server takes over (True). Raises ServerLostError where the
+        original is gone and nobody turns to this one."""
+        stdin, ended = sys.stdin.fileno(), list[bool]()
+
+        def hear_parent() -> None:
+            said = os.read(stdin, 4096)
+            if not said or b"stop" in said:
+                sockets.unwatch(stdin)
+                ended.append(True)
+
+        sockets.watch(stdin, hear_parent)
+        now_ns = self.clock.now()
+        while not self.serves and not ended and not (self.over and self.standby.lost(now_ns)):
+            for peer, frames in sockets.receive(TICK_MS):
+                self._receive(peer, frames)
+            now_ns = self.clock.turn()
+            self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
+            self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
+            if self.standby.stands_by and not self.told and not self.process.index:
+                self.told = True
+                text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
+                emit("log", name="standby", values={"text": text})
+            if now_ns - self.standby.heard_ns > GIVE_UP_NS:
+                raise ServerLostError(
+                    f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
+                )
+        if self.serves:
+            sockets.unwatch(stdin)
+            index, clock = self.process.index, self.server.shard.min_clock
+            text = f"shard {index} serves in the place of {self.process.follows}, from clock {clock} on"
+            emit("log", name="took over", values={"shard": index, "clock": clock, "text": text})
+        return bool(self.serves)

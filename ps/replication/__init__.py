@@ -1,0 +1,1 @@
+"""A standby: what it copies, and when it serves in the place of its server."""

@@ -1,0 +1,218 @@
+"""How a server has a standby: a `ReplicationPrimary` for each of its shards. replication_stream.py says what the standby gets,
+standby.py is the other side. No I/O.
+
+Rules
+- Who serves is a view, and views have numbers. A member votes once in each, for the server or for its standby. The standby
+  serves with the votes of half of the members, the server goes on without it with those of more than half: never both.
+- All shards change together: shard 0 decides, and a shard takes a view from shard 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
+from narrows.protocols.messages import RefuseCode, name_of
+from narrows.protocols.wire import encode
+from narrows.ps.replication.events import MachineEvent
+from narrows.ps.replication.peer_shards import PeerShards
+from narrows.ps.replication.replication_stream import AGAIN_NS, ReplicatedMachine, ReplicatedMember, ReplicationStream
+from narrows.ps.shard.reports import COORDINATOR
+
+SAY_NS = NS // 2  # between two signs of life
+LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
+DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
+GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
+
+
+def lost_after(lease: float) -> int:
+    """Nanoseconds of silence, of a lease in seconds."""
+    return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
+
+
+class ReplicationPrimary:
+    """Copies shard `index`, which serves and listens on `port`, to a standby by its `feed`, and says who serves.
+    `freeze`: its machine, as bytes. `first_view`: none of an earlier life of the run was as large. `before`: where the shard
+    is that this one copied, and in whose place it serves now."""
+
+    def __init__(
+        self,
+        index: int,
+        machine: ReplicatedMachine,
+        port: int,
+        lost_ns: int,
+        freeze: Callable[[], bytes],
+        siblings: PeerShards,
+        first_view: int = 0,
+        before: str = "",
+    ) -> None:
+        self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
+        self.feed, self.first_view, self.followed = ReplicationStream(machine, lost_ns, freeze), first_view, before
+        self.said_ns = 0
+        self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = (
+            deque()
+        )  # since this event, back to the acknowledged one
+        self.known = machine.happened  # of a process that was killed, no roster is from before this event
+        self.votes: dict[int, int] = {}  # of each worker, its newest view
+        self.shown = 0  # the view whose standby was shown on the console
+        self.greeted: set[int] = set()  # members
+        self.missed_ns = self.deposed_ns = 0  # when the standby was missed first, 0: it is there; told the one before
+
+    # Events of this shard.
+
+    @property
+    def before(self) -> str:
+        """Where the shard is in whose place this one serves. A journal that is done again may be the first to say it."""
+        return self.followed or self.machine.before
+
+    @property
+    def holds(self) -> bool:
+        """Whether effects wait until the standby has the event that they follow from."""
+        return bool(self.machine.standby)
+
+    def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
+        """Before an event is handled: the standby is to have it."""
+        self._roster()
+        return self.feed.note(event, frames)
+
+    def again(self, event: MachineEvent) -> None:
+        """Before an event is handled that a process before this one has handled: the standby may lack it."""
+        self.note(event, encode(event.message) if event.message is not None else ())
+
+    def _roster(self) -> None:
+        members = {member.worker: member for member in self.machine.members}
+        if not self.rosters or self.rosters[-1][1].keys() != members.keys():
+            lone = not self.machine.standby and not self.feed.streams
+            if lone and len(self.rosters) > 1 and self.rosters[-1][0] > self.machine.viewed:
+                self.rosters.pop()  # its members have known of no standby
+            self.rosters.append((self.machine.happened, members))
+        while len(self.rosters) > 1 and self.rosters[1][0] <= self.feed.acked:
+            self.rosters.popleft()
+
+    # Messages of a standby, of a member of it, and of the other shards.
+
+    def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
+        """Return the effects of one of OF_COPIES."""
+        match message:
+            case m.ReplicationFollow():
+                return [*self.feed.copy(peer, message, now_ns)]
+            case m.ReplicationProgress():
+                self.siblings.hear(peer, message, now_ns)
+            case m.FailoverNotice():
+                return self.deposed(message)
+            case m.FailoverVote():
+                return self.vote(peer, message)
+        return []
+
+    # Views.
+
+    def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
+        """From shard 0; or from the standby, which serves by now."""
+        return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
+
+    def deposed(self, view: m.FailoverNotice) -> list[CopyEffect]:
+        """A standby says that it serves by now; then this server stops."""
+        if view.view <= self.machine.view:
+            return []
+        return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
+
+    def vote(self, peer: bytes, vote: m.FailoverVote) -> list[CopyEffect]:
+        """A member knows of a view. One that has turned to us is told where our shards are."""
+        for member in self._electors():
+            if (member.worker, member.name) == (vote.worker, name_of(peer)) and vote.view <= self.machine.view + 1:
+                self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
+        if self.missed_ns and self._elected(self.machine.view + 1):
+            self.said_ns = 0  # that is decided with the next tick
+        if not vote.attempt or not self.siblings.at(self.machine.view):
+            return []
+        # Who has expired meanwhile may join again.
+        return [
+            Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True, self.siblings.ports(self.port)))
+        ]
+
+    def _electors(self) -> list[ReplicatedMember]:
+        """All whom the standby may count, who have left since too."""
+        self._roster()
+        return [*{worker: member for _, members in self.rosters for worker, member in members.items()}.values()]
+
+    def _elected(self, view: int) -> bool:
+        """More than half of the members have voted for us, whichever roster the standby knows: it has that of this view."""
+        if max(self.feed.acked, self.machine.viewed) < self.known:
+            return False
+        self._roster()
+        for _, members in self.rosters:
+            if 2 * sum(self.votes.get(worker, 0) >= view for worker in members) <= len(members) and members:
+                return False
+        return True
+
+    # Time.
+
+    def tick(self, now_ns: int) -> list[CopyEffect]:
+        if now_ns - self.said_ns < SAY_NS or not (self.feed.peer or self.machine.view):
+            return self._greet() if self.feed.copied(now_ns) else []
+        self.said_ns = now_ns
+        if self.feed.peer and not self.machine.standby and now_ns - self.feed.heard_ns > self.feed.lost_ns:
+            self.feed.forget()  # it was lost before it had all
+        effects: list[CopyEffect] = []
+        if self.before and self.deposed_ns < DEPOSE_NS:
+            self.deposed_ns += SAY_NS
+            effects.append(SendToPeer(self.before, m.FailoverNotice(self.machine.view, "", True)))
+        if self.index:
+            there = self.feed.address if self.feed.copied(now_ns) else ""
+            return [*effects, Send(COORDINATOR, m.ReplicationProgress(self.index, self.machine.view, there, self.port))]
+        decided = self._decide(now_ns)
+        if any(isinstance(effect, Serve) for effect in decided):
+            self.said_ns = 0  # the other shards hear of it with the next tick
+        return effects + decided
+
+    def _greet(self) -> list[CopyEffect]:
+        """Tell new members of the standby: they may need it soon."""
+        holds = self.machine.standby and self.siblings.at(self.machine.view) and not self.missed_ns
+        members = {member.worker: member.peer for member in self.machine.members} if holds else {}
+        new = [peer for worker, peer in members.items() if worker not in self.greeted]
+        self.greeted = set(members)
+        return [Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True)) for peer in new]
+
+    def _decide(self, now_ns: int) -> list[CopyEffect]:
+        machine, siblings = self.machine, self.siblings
+        whole = self.feed.copied(now_ns) and siblings.whole(now_ns, self.feed.address)
+        effects: list[CopyEffect] = [*siblings.behind(m.FailoverNotice(machine.view, machine.standby, True))]
+        if not machine.standby:
+            self.missed_ns = 0
+            if siblings.newest > machine.view:  # this shard failed, and began from a checkpoint
+                return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
+            if whole and siblings.at(machine.view):
+                effects.append(Serve(max(machine.view + 1, self.first_view), self.feed.address))
+            return effects + self._tell(m.FailoverNotice(machine.view, "", True))
+        if not siblings.at(machine.view):
+            return effects
+        if whole:
+            if any(view > machine.view for view in self.votes.values()):  # these know of no standby any more
+                return [*effects, Serve(machine.view + 2, machine.standby)]
+            self.missed_ns = 0
+            if self.shown != machine.view and all(
+                self.votes.get(each.worker, 0) >= machine.view for each in machine.members
+            ):
+                self.shown = machine.view
+                text = f"{machine.standby} stands by: it has all that is here, and the workers know it"
+                effects.append(Log("standby", {"there": True, "text": text}))
+            return effects + self._tell(m.FailoverNotice(machine.view, machine.standby, True))
+        self.missed_ns = self.missed_ns or now_ns
+        if now_ns - self.missed_ns < AGAIN_NS:
+            return effects
+        if self._elected(machine.view + 1):
+            text = f"the standby at {machine.standby} is lost; the run goes on without one"
+            return [*effects, Log("standby", {"there": False, "text": text}), Serve(machine.view + 1, "")]
+        if now_ns - self.missed_ns > GIVE_UP_NS:
+            text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
+            return [Stop(RefuseCode.SERVER_LOST, text)]
+        return effects + [
+            Send(member.peer, m.FailoverNotice(machine.view + 1, "", False)) for member in self._electors()
+        ]
+
+    def _tell(self, view: m.FailoverNotice) -> list[Send]:
+        """All members, again and again: a vote for us does not say that its member knows who was elected. Who has left hears us
+        too until the standby knows of it: it waits for its answer, and would take silence for our end."""
+        return [Send(member.peer, view) for member in (self._electors() if view.view else [])]

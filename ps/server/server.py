@@ -1,0 +1,342 @@
+"""The machine of one server process: a shard, in process 0 the coordinator beside it, and there, in a cluster with a server
+above, the member that joins and leaves that run. No I/O.
+
+Rules
+- A method returns the effects of one event, and leaves in `inner` what shard 0 and the coordinator then have to say to each
+  other. Its runner carries out the effects, and only then calls `advance`, until `inner` is empty: so a ledger that closes a
+  clock is on its way to the other shards before shard 0 folds, and all shards fold at the same time.
+- All that a peer can get wrong is found before `handle` returns: what `advance` handles was made here.
+- `happen` and the `advance` after it are all that changes a machine: of what it was, and the events since, it can be made
+  again. So it holds nothing that pickle does not know, but what its runner gave it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Log, Send, ServerEffect, Stop
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
+from narrows.protocols.gossip.peers import GossipPeer
+from narrows.protocols.member.member import Member
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.run import NO_KEY, Key, Seat
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.server.parent_membership import ParentMembership
+from narrows.ps.shard.reports import COORDINATOR
+from narrows.ps.shard.shard import Shard
+from narrows.ps.shard.shard_requests import OfWorkers
+
+OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)
+FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.RemoteShardsOffer)
+OF_CLUSTERS = (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)  # that gossip with this one
+
+
+class Server:
+    """Routes messages to its machines; what they tell each other in one process never leaves it.
+
+    `member`: of process 0, where this cluster is a worker of the server at `parent`. `host`: by which other clusters reach
+    this one; `public`: the key that they find there, "" where it has none; `stands`: it may have a standby.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        coordinator: Coordinator | None,
+        member: Member | None = None,
+        parent: str = "",
+        host: str = "",
+        public: str = "",
+        stands: bool = False,
+    ) -> None:
+        self.shard, self.coordinator = shard, coordinator
+        self.membership: ParentMembership | None = None  # in the run above
+        if member is not None and coordinator is not None:
+            self.membership = ParentMembership(shard, coordinator, member, parent, host, public, stands)
+        self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
+        self.tree_shown = False
+        self.begun = False
+        self.now_ns = 0  # of the newest event
+        self.happened, self.incarnation = 0, shard.incarnation  # events, in this life
+        self.view, self.standby, self.viewed = (
+            0,
+            "",
+            0,
+        )  # who serves, since which event: ps/replication/replication_primary.py
+        self.before = ""  # and in whose place
+
+    # Asked by a runner.
+
+    @property
+    def over(self) -> bool:
+        """The run is over: who is gone is missed by nobody."""
+        return self.coordinator.over if self.coordinator is not None else self.shard.ledger.over
+
+    @property
+    def ended(self) -> bool:
+        """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
+        reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
+        return self.coordinator is None and (self.shard.retired or (self.over and reported))
+
+    @property
+    def above(self) -> str:
+        """Where the shard above is dialled, "" where there is none: over TCP also on this machine, so that its bytes are those
+        of a link."""
+        if self.membership is not None:
+            return self.membership.parent
+        place = self.shard.above.place
+        return f"{place.server.rpartition(':')[0]}:{place.ports[self.shard.index]}" if place is not None else ""
+
+    @property
+    def beside(self) -> str:
+        """Where the standby of the server above is, while it is asked to serve, else ""."""
+        views = self.membership.member.views if self.membership is not None else None
+        return views.standby if views is not None and views.listens else ""
+
+    @property
+    def others(self) -> Mapping[int, GossipPeer]:
+        """The other clusters that this shard mixes with, by their numbers in the run above."""
+        member = self.membership.member if self.membership is not None else None
+        if member is not None and member.peers is not None:  # it asks them for the round before the shard has its place
+            return member.peers.peers
+        return self.shard.above.others
+
+    def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
+        """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
+        log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
+        if not isinstance(error, (RemoteProtocolError, IncompatibleError, AuthenticationError)):
+            return log
+        code = m.RefuseCode.AUTHENTICATION if isinstance(error, AuthenticationError) else m.RefuseCode.INCOMPATIBLE
+        return [*log, Send(peer, m.Refuse(code, -1, 0, str(error)[: m.TEXT_MAX]))]
+
+    @property
+    def members(self) -> list[Seat]:
+        """The members that process 0 knows; the other processes know none."""
+        return self.coordinator.declared if self.coordinator is not None else []
+
+    # Events.
+
+    def happen(self, event: MachineEvent) -> list[ServerEffect]:
+        """Return the effects of an event. Raises RemoteProtocolError for a message of a peer that is none."""
+        self.now_ns = event.now_ns
+        self.happened += 1
+        return HAPPENS[event.kind](self, event)
+
+    def start(self, now_ns: int) -> list[ServerEffect]:
+        """The first report of this shard, and where there is a server above, a Hello to it. Nothing of one that had begun."""
+        where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
+        if self.begun:
+            if self.shard.planned is not None:
+                self.shard.planned.publications.repeat_soon()
+            return [*where, *self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
+        above, self.begun = self.membership, True
+        effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
+        # As if of long ago: process 0 may not listen yet, and the first tick says it again.
+        return self._route([*where, *effects, self.shard.report(0)], now_ns)
+
+    def serve(self, view: int, standby: str, port: int, before: str) -> list[ServerEffect]:
+        """Another view has begun. `port`: where this shard listens by now; `before`: in whose place, on another machine."""
+        if before and self.coordinator is not None:
+            self.coordinator.roster.moved(self.now_ns)
+        self.before = before or self.before
+        if self.membership is not None:
+            self.membership.copied(standby)
+        self.view, self.standby, self.viewed, self.shard.port = view, standby, self.happened, port
+        return []
+
+    def linked(self, peer: str) -> list[ServerEffect]:
+        """The next tick says again what the shard above, or this peer, has not answered."""
+        self.shard.above.repeat_soon(peer)
+        if self.membership is not None and not peer:
+            self.membership.member.repeat_soon(0)
+        return []
+
+    def ended_shards(self, shards: tuple[int, ...]) -> list[ServerEffect]:
+        """These had ended when the process of this one was started again."""
+        if self.coordinator is not None:
+            self.coordinator.ended(shards)
+        return []
+
+    def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
+        """Cut the keys over so many shards; 0: leave them where they are."""
+        return self._route(self.coordinator.reshard(shards, now_ns), now_ns) if self.coordinator is not None else []
+
+    def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
+        """A message to this peer found nobody."""
+        if self.coordinator is not None:
+            self.coordinator.roster.unreached(peer, now_ns)
+        if self.shard.planned is not None:
+            self.shard.planned.publications.unreached(peer)
+        return []
+
+    def advance(self, now_ns: int) -> list[ServerEffect]:
+        """Handle the oldest message of `inner`; return its effects."""
+        assert self.coordinator is not None
+        message = self.inner.popleft()
+        if isinstance(message, m.Ledger):
+            effects = self.shard.handle_ledger(message, now_ns)
+            effects += self.membership.hand_on(now_ns) if self.membership is not None else []
+            return self._route(effects, now_ns)
+        effects = self.coordinator.handle(COORDINATOR, message, now_ns)
+        if isinstance(message, m.Report):
+            self.shard.reports.has_seen(message.version)
+            effects += self._reported(message, now_ns)
+        return self._route(effects, now_ns)
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
+        """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
+        coordinator, above = self.coordinator, self.membership
+        if isinstance(message, FOR_COORDINATOR):
+            if coordinator is None:
+                raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
+            effects = coordinator.handle(peer, message, now_ns, key)
+            if isinstance(message, m.Report):
+                effects += self._reported(message, now_ns)
+            effects += [*above.declare(now_ns), *above.agree(now_ns)] if above is not None else []
+        elif isinstance(message, OF_CLUSTERS):
+            if above is not None:
+                effects = above.seen(above.member.receive_peer(message, now_ns), now_ns)
+            else:
+                effects = self.shard.hear(message, now_ns)
+        elif isinstance(message, m.Ledger):
+            if peer != COORDINATOR:
+                raise RemoteProtocolError("a ledger comes from the coordinator alone")
+            effects = self.shard.handle_ledger(message, now_ns)
+        else:
+            effects = self.shard.handle(peer, message, now_ns)
+            if coordinator is not None and isinstance(message, OfWorkers):
+                coordinator.roster.heard(message.worker, now_ns)
+        return self._route(effects, now_ns)
+
+    def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
+        """`moved`: bytes to and from above."""
+        self.shard.moved = moved
+        effects = self.shard.tick(now_ns)
+        if self.coordinator is not None:
+            effects = effects + self.coordinator.tick(now_ns)
+        effects = self._route(effects, now_ns)
+        if self.membership is not None:
+            effects += self._route(self.membership.tick(now_ns), now_ns)
+        return effects + self._first_tree()
+
+    def _first_tree(self) -> list[ServerEffect]:
+        """The whole tree, once there is one of several levels and this cluster has begun."""
+        coordinator = self.coordinator
+        if coordinator is None or self.tree_shown or not coordinator.started:
+            return []
+        if not coordinator.tree_above() and not any(child.below for child in coordinator.declared):
+            return []
+        self.tree_shown = True
+        return self.show_tree()
+
+    def show_tree(self) -> list[ServerEffect]:
+        """All levels, for the console."""
+        coordinator = self.coordinator
+        if coordinator is None:
+            return []
+        planned = self.shard.planned
+        lines = [
+            coordinator.tree_above() or coordinator.tree(),
+            *(planned.screen.lines() if planned is not None else ()),
+        ]
+        return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
+
+    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int, now_ns: int) -> list[ServerEffect]:
+        """The runner wrote it, or could not. That is told at once: a shard that dies next must not take it along."""
+        self.shard.wrote_checkpoint(clock, kept, took_ns)
+        return self._route([self.shard.report(now_ns)], now_ns)
+
+    def stop(self, now_ns: int) -> list[ServerEffect]:
+        """Ctrl-C, told to the coordinator, and to the server above."""
+        if self.coordinator is None:
+            return []
+        above = self.membership.stop if self.membership is not None else lambda now_ns: []
+        return self._route([*self.coordinator.stop(now_ns), *above(now_ns)], now_ns)
+
+    # The server above.
+
+    def handle_above(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message of the shard above. Raises RemoteProtocolError."""
+        if self.membership is not None:
+            seen = self.membership.seen(self.membership.member.receive(0, message, now_ns), now_ns)
+            return self._route(seen, now_ns)
+        if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
+            return self.fail_above(message.text, now_ns)
+        return self._route(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
+
+    def handle_beside(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message of the standby of the server above. Raises RemoteProtocolError."""
+        above = self.membership
+        assert above is not None
+        return self._route(above.seen(above.member.receive_standby(message, now_ns), now_ns), now_ns)
+
+    def fail_above(self, text: str, now_ns: int, code: int = m.RefuseCode.INCOMPATIBLE) -> list[ServerEffect]:
+        """The session of this shard is over, and with it the cluster's; process 0 is told."""
+        if self.membership is not None:
+            return self._route(self.membership.end(code, text, now_ns), now_ns)
+        self.shard.trouble = text[: m.TEXT_MAX]
+        return self._route([self.shard.report(now_ns)], now_ns)
+
+    def _reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
+        return self.membership.reported(report, now_ns) if self.membership is not None else []
+
+    def _route(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
+        """The effects for the runner; what shard 0 and the coordinator send each other goes to `inner`."""
+        if self.coordinator is None:
+            return effects
+        outer: list[ServerEffect] = []
+        for effect in effects:
+            if isinstance(effect, Stop) and self.membership is not None:
+                outer += self.membership.leave(now_ns)
+            elif isinstance(effect, Send) and effect.peer == COORDINATOR:
+                self.inner.append(effect.message)
+            else:
+                outer.append(effect)
+        return outer
+
+
+def _message(event: MachineEvent) -> m.Message:
+    assert event.message is not None
+    return event.message
+
+
+def _key(event: MachineEvent) -> Key:
+    name, others = event.values or NO_KEY
+    return name, others
+
+
+def _above(server: Server, event: MachineEvent) -> list[ServerEffect]:
+    handle = server.handle_above if event.kind is EventKind.ABOVE else server.handle_beside
+    try:
+        return handle(_message(event), event.now_ns)
+    except NarrowsError as error:
+        return server.fail_above(str(error), event.now_ns)
+
+
+def _failed_above(server: Server, event: MachineEvent) -> list[ServerEffect]:
+    text, code = event.values
+    return server.fail_above(text, event.now_ns, code)
+
+
+def _wrote(server: Server, event: MachineEvent) -> list[ServerEffect]:
+    clock, kept, took_ns = event.values
+    return server.wrote_checkpoint(clock, tuple(kept), took_ns, event.now_ns)
+
+
+HAPPENS: dict[EventKind, Callable[[Server, MachineEvent], list[ServerEffect]]] = {
+    EventKind.START: lambda server, event: server.start(event.now_ns),
+    EventKind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns, _key(event)),
+    EventKind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
+    EventKind.ABOVE: _above,
+    EventKind.BESIDE: _above,
+    EventKind.FAILED_ABOVE: _failed_above,
+    EventKind.TICK: lambda server, event: server.tick(event.now_ns, event.values or (0, 0)),
+    EventKind.WROTE: _wrote,
+    EventKind.LINKED: lambda server, event: server.linked(*event.values),
+    EventKind.ENDED: lambda server, event: server.ended_shards(event.values),
+    EventKind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
+    EventKind.VIEW: lambda server, event: server.serve(*event.values),
+    EventKind.RESHARD: lambda server, event: server.reshard(event.values[0], event.now_ns),
+    EventKind.STOP: lambda server, event: server.stop(event.now_ns),
+}

@@ -1,0 +1,1 @@
+"""The path of a push through one shard: assembled, folded, published, reported."""

@@ -1,0 +1,290 @@
+"""The numbered publications that a shard shows its children: who is sent which of them, and when. No I/O.
+
+Rules
+- A child says what it has (`Follow`). It is sent each difference after that as it is made, at most `credit` that it has not
+  acknowledged; or where no kept differences lead to the newest state, that state whole, alone, once its clock may be computed
+  on it.
+- A publication without an acknowledgement is sent again where the child asks again, no sooner than such bytes may take.
+- With a barrier a state is settled to n for a child once all that it pushed before n is in it.
+- The master copy is sent to a child that asks for it, at once; that which all end with, once all have done their last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from narrows.compression import codecs
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.timing import LONG_AGO_NS, RetryTimer, Timing
+from narrows.protocols.effects import Log, Send
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.ps.shard.folding import Folding
+from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
+from narrows.ps.store.changes import FloatArray, Publish
+from narrows.ps.store.gain import PLAIN, MergeFactors
+from narrows.ps.store.store import Store
+
+
+@dataclass(slots=True)
+class SentPublication:
+    """A publication on its way to a child."""
+
+    bytes: int
+    first_ns: int
+    sent_ns: int  # the last time
+
+
+@dataclass(slots=True)
+class PublicationChild:
+    """One child: the publications that it follows, and those that it has been sent."""
+
+    follow: m.Follow
+    patience: RetryTimer
+    sent: dict[int, SentPublication] = field(default_factory=dict)  # publications that it has not acknowledged
+    again: dict[int, SentPublication] = field(default_factory=dict)  # those of them that are to be sent once more
+    asks: dict[int, m.RowsAsk] = field(default_factory=dict)  # for rows, not answered yet, by request
+    pull: m.Pull | None = None  # of the master copy, not answered yet
+    request: int = 0  # the newest of those
+    doubt: bool = False  # what was sent may not have left
+    peer: bytes = b""  # where it was when it spoke last
+    asked: bool = False  # for the first weights, since it said what it follows
+
+    @property
+    def newest(self) -> int:
+        """The newest publication that it has or that was sent."""
+        return max(self.sent, default=self.follow.have)
+
+    def repeat_soon(self) -> None:
+        self.doubt = True
+        for sent in self.sent.values():
+            sent.sent_ns = LONG_AGO_NS
+
+    def said(self, follow: m.Follow, now_ns: int) -> None:
+        """The newest word of the child; the same one again asks for what has not come."""
+        if follow.lost:
+            self.repeat_soon()
+            follow = replace(follow, lost=False)
+        again, self.follow, self.doubt = self.doubt or follow == self.follow, follow, False
+        for number in [number for number in self.sent if number <= follow.have]:
+            sent = self.sent.pop(number)
+            if sent.sent_ns > sent.first_ns:
+                self.patience.answered(sent.first_ns, sent.bytes, now_ns)
+        if again and self.sent:
+            size, oldest_ns = sum(sent.bytes for sent in self.sent.values()), min(s.sent_ns for s in self.sent.values())
+            if self.patience.over(oldest_ns, size, now_ns):
+                self.again, self.sent = self.sent, {}
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationDifference:
+    """A publication. `late`: of members that are settled to less than its min_clock, to what."""
+
+    min_clock: int
+    late: dict[int, int]
+    merging: MergeFactors = PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """The fields that all parts of one state share; as in `State`."""
+
+    request: int
+    whole: bool
+    add: bool
+    publication: int
+    min_clock: int
+    settled: int
+    contains: m.Weights
+    merging: MergeFactors = PLAIN
+
+
+class Publications:
+    """The publications of one store. `codings`: the SPECs that the downlink may be coded with, densest first."""
+
+    def __init__(
+        self,
+        index: int,
+        mode: Mode,
+        store: Store,
+        inbox: PushAssembler,
+        folding: Folding,
+        codings: Sequence[str],
+        timing: Timing,
+    ) -> None:
+        self.index, self.mode, self.store, self.inbox, self.folding = index, mode, store, inbox, folding
+        self.codings, self.timing = codings, timing
+        self.children: dict[tuple[int, int], PublicationChild] = {}  # worker, epoch
+        self.lasts: set[int] = set()  # workers whose pull is of the last model
+        self.made: dict[int, PublicationDifference] = {}
+
+    def begin(self, min_clock: int) -> None:
+        """The store begins anew at this clock: it has a first publication, or one of a checkpoint, or none yet."""
+        self.made = {self.store.publication: PublicationDifference(min_clock, {}, self._merging())}
+
+    def members(self) -> None:
+        """Forget the children that left."""
+        live = {(seat.worker, seat.epoch) for seat in self.inbox.seats.values()}
+        self.children = {who: child for who, child in self.children.items() if who in live}
+        self.lasts &= {worker for (worker, _), child in self.children.items() if child.pull is not None}
+
+    def make(self, keys: Keys | None, min_clock: int) -> list[Log]:
+        """Publish the state of `min_clock`, which has changed at `keys`, None: anywhere."""
+        before, worker, after = self._asked_for()
+        self.store.apply(Publish(keys, after if after != before else ""))
+        late = {
+            w: seat.settled for w, seat in self.inbox.seats.items() if seat.settled < min_clock and self.mode.barrier
+        }
+        self.made[self.store.publication] = PublicationDifference(min_clock, late, self._merging())
+        for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
+            del self.made[number]
+        if after == before:
+            return []
+        where = {"shard": self.index, "clock": min_clock, "from": before, "to": after}
+        text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
+        return [Log("compress", where | {"text": text})]
+
+    def _merging(self) -> MergeFactors:
+        return self.store.gain.merging(len(self.inbox.seats))
+
+    def _asked_for(self) -> tuple[str, int, str]:
+        """The coding up to now, and the next one with the worker who asks for it: one residual for all children, so the slowest
+        link decides. Who does not know its link yet is content with what is."""
+        before = self.store.down.spec
+        asked = [
+            (self.codings.index(child.follow.coding), worker)
+            for (worker, _), child in self.children.items()
+            if child.follow.coding
+        ]
+        undecided = len(asked) < len(self.inbox.seats)
+        rung, worker = max([*asked, *([(self.codings.index(before), -1)] if undecided else [])], default=(-1, -1))
+        return before, worker, self.codings[rung] if rung >= 0 else before
+
+    # Messages of children.
+
+    def child(self, seat: PushSequence) -> PublicationChild:
+        """One that has said nothing yet follows nothing."""
+        who = (seat.worker, seat.epoch)
+        if who not in self.children:
+            self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing))
+        return self.children[who]
+
+    def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:
+        """Raises RemoteProtocolError for one that no child says; then nothing has changed."""
+        if follow.coding and follow.coding not in self.codings:
+            raise RemoteProtocolError(
+                f"worker {seat.worker} asks for states coded with {follow.coding[:60]!r}; --compress-down is "
+                f"{', '.join(self.codings)}"
+            )
+        if not 0 < follow.credit <= m.CREDIT_MAX or follow.have > self.store.publication or follow.clock < 0:
+            raise RemoteProtocolError(
+                f"worker {seat.worker} has publication {follow.have} and takes {follow.credit} more: none has come so far"
+            )
+        child = self.child(seat)
+        if child.peer not in (b"", seat.peer):  # another process has its place, and not what was sent to the one before
+            child.repeat_soon()
+        child.peer, child.asked = seat.peer, False
+        if follow.clock >= child.follow.clock and follow.have >= child.follow.have:  # else overtaken by a newer one
+            child.said(follow, now_ns)
+
+    def pull(self, seat: PushSequence, pull: m.Pull) -> None:
+        child = self.child(seat)
+        if pull.request > child.request:
+            child.pull, child.request = pull, pull.request
+            (self.lasts.add if pull.last else self.lasts.discard)(seat.worker)
+
+    def repeat_soon(self) -> None:
+        """Publications that were sent may not have left: each child is sent its own again when it speaks next."""
+        for child in self.children.values():
+            child.repeat_soon()
+
+    def unreached(self, peer: bytes) -> None:
+        """Nobody is connected under this name: what was sent there is lost."""
+        for seat in self.inbox.seats.values():
+            if seat.name == m.name_of(peer):
+                self.child(seat).repeat_soon()
+
+    # Messages to them.
+
+    def serve(self, seat: PushSequence, now_ns: int) -> list[Send]:
+        """All publications that this child may be sent now."""
+        child, effects = self.child(seat), list[Send]()
+        if not child.follow.credit or self.store.publication < 0:
+            return effects
+        for number, keys, payload in self.store.since(child.newest) or self._whole(seat, child):
+            if child.newest - child.follow.have >= child.follow.credit:
+                break
+            states = self._publication(seat, number, keys, payload, now_ns)
+            size = sum(len(state.payload) for state in states)
+            child.sent[number] = SentPublication(
+                size, child.again.pop(number, SentPublication(0, now_ns, 0)).first_ns, now_ns
+            )
+            effects += [Send(seat.peer, state) for state in states]
+        return effects
+
+    def _whole(self, seat: PushSequence, child: PublicationChild) -> list[tuple[int, Keys | None, bytes | None]]:
+        """The newest state, where it is to be sent."""
+        number, follow = self.store.publication, child.follow
+        if child.sent or number <= follow.have or not self.mode.allows(follow.clock, self._settled(seat, number)):
+            return []
+        return [(number, None, None)]
+
+    def _settled(self, seat: PushSequence, number: int) -> int:
+        made = self.made[number]
+        return made.late.get(seat.worker, made.min_clock)
+
+    def _publication(
+        self, seat: PushSequence, number: int, keys: Keys | None, payload: bytes | None, now_ns: int
+    ) -> list[m.State]:
+        """`keys`: what it changed, None: it is to be sent whole; `payload`: the change, None: the values are in p."""
+        store, settled = self.store, self._settled(seat, number)
+        begin, end = keys or store.whole
+        if payload is not None:
+            pieces = [codecs.coded_piece(payload, begin, end)]
+        else:
+            pieces = codecs.raw_pieces(store.p[begin - store.begin : end - store.begin], begin, parts(begin, end))
+        contains = self.folding.contains(seat, settled, number)
+        made = self.made[number]
+        shown = PublishedModel(
+            0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging
+        )
+        return _states(seat, pieces, shown, now_ns)
+
+    def master(self, seat: PushSequence, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
+        """Answer the pull of this child with the values of `array`, float32[size]."""
+        child = self.child(seat)
+        pieces = codecs.raw_pieces(array, self.store.begin, parts(*self.store.whole))
+        settled = seat.settled if self.mode.barrier else min_clock
+        shown = PublishedModel(child.request, True, False, self.store.publication, min_clock, settled, ())
+        child.pull = None
+        self.lasts.discard(seat.worker)
+        return [Send(seat.peer, state) for state in _states(seat, pieces, shown, now_ns)]
+
+
+def _states(seat: PushSequence, pieces: Sequence[codecs.Piece], shown: PublishedModel, now_ns: int) -> list[m.State]:
+    return [
+        m.State(
+            worker=seat.worker,
+            epoch=seat.epoch,
+            request=shown.request,
+            part=part,
+            parts=len(pieces),
+            begin=piece.begin,
+            end=piece.end,
+            whole=shown.whole,
+            add=shown.add,
+            publication=shown.publication,
+            min_clock=shown.min_clock,
+            settled=shown.settled,
+            contains=shown.contains,
+            gain=shown.merging.gain,
+            ahead=shown.merging.ahead,
+            agreement=shown.merging.agreement,
+            sent_ns=now_ns,
+            codec=piece.codec,
+            payload=piece.payload,
+        )
+        for part, piece in enumerate(pieces)
+    ]

@@ -1,0 +1,292 @@
+"""The shard machine: one key range of a cluster's model. It obeys the ledger, takes what members push, shows them its
+publications, and reports what it has seen and done. No I/O.
+
+Rules
+- The ledger is obeyed, never second-guessed.
+- Until a model is declared there is nothing but members; all else is `ModelShard`, and the `ShardRequests` of members that goes
+  with it, made anew in each generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from narrows.protocols import messages as m
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.effects import Load, Log, MemberEffect, Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.ps.parent.parent_link import ParentLink
+from narrows.ps.shard.model_shard import MeanFactory, ModelShard, pairs
+from narrows.ps.shard.push_assembler import PushAssembler
+from narrows.ps.shard.reports import Reports
+from narrows.ps.shard.shard_requests import OfWorkers, ShardRequests
+from narrows.ps.store.changes import FloatArray
+
+UNDECIDED = m.Ledger(0, 0, -1, 0, False, -1, (), 0, (), (), (), -1, False, -1, b"")
+
+
+class Shard:
+    """Messages of workers and ledgers in, effects out. `checkpoints`: clocks that are on its disk."""
+
+    def __init__(
+        self,
+        index: int,
+        settings: Settings,
+        incarnation: int,
+        port: int,
+        checkpoints: tuple[int, ...],
+        means: MeanFactory,
+    ) -> None:
+        self.index, self.settings, self.mode, self.means = index, settings, settings.mode(), means
+        self.incarnation, self.port = incarnation, port
+        self.checkpoints = list(checkpoints)
+        self.tried, self.wrote_ns = -1, 0  # the newest checkpoint that was tried, and how long it took
+        self.ledger = UNDECIDED
+        self.inbox = PushAssembler(index, self.mode)
+        self.planned: ModelShard | None = None
+        self.service: ShardRequests | None = None  # of `planned`
+        self.trouble = ""
+        self.moved = (0, 0)  # bytes to and from above, as its runner has counted them
+        self.reports = Reports(self._report_of)
+        self.told: tuple[object, ...] = ()  # `_standing` as of the newest report
+        self.owed: FloatArray | None = None  # to the run above, by the generation before
+        self.saved = (-1, 0)  # the newest checkpoint that was begun, and the first report that tells what is in it
+
+    @property
+    def above(self) -> ParentLink:
+        return self.planned.above if self.planned is not None else ParentLink()
+
+    @property
+    def min_clock(self) -> int:
+        """The folded state has all updates below it, and so has the published one."""
+        return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, which are nearly all of the shard."""
+        if self.planned is None:
+            return 0
+        store = self.planned.store
+        return sum(each.nbytes for each in store.arrays().values()) + store.tables.nbytes
+
+    @property
+    def retired(self) -> bool:
+        """The keys are with other shards."""
+        return self.index >= self.settings.shards
+
+    @property
+    def writing(self) -> int:
+        """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
+        asked = self.planned.asked if self.planned is not None else -1
+        return asked if asked != self.tried else -1
+
+    # The ledger.
+
+    def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Obey the newest decisions of the coordinator."""
+        if ledger.generation < self.ledger.generation:
+            return []  # of a coordinator before this one: its versions count for nothing
+        self.reports.has_seen(ledger.report_seen)
+        if (ledger.generation, ledger.version) <= (self.ledger.generation, self.ledger.version):
+            return []
+        effects: list[ServerEffect] = []
+        if ledger.generation != self.ledger.generation:
+            if ledger.restart_clock >= 0 and not ledger.plan:
+                return effects  # it comes with the next ledger
+            effects += self._restart(ledger)
+        before, self.ledger = self.ledger, ledger
+        if ledger.decides_as(before):
+            return [self.report(now_ns)]
+        if ledger.plan and self.planned is None and not self.retired:
+            self._plan(ModelSpec.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
+        if self.planned is not None:
+            effects += self.planned.seat(ledger, now_ns)
+            effects += self.planned.upward.introduce(ledger, now_ns)
+        effects += self._members()
+        if self.planned is not None:
+            effects += self.planned.give_weights(ledger, now_ns)
+        return [*effects, *self._go_on(now_ns), self.report(now_ns)]
+
+    def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
+        """A new generation: forget every member and all of the store, and go back to its checkpoint."""
+        effects: list[ServerEffect] = []
+        reached, clock = self.min_clock, max(ledger.restart_clock, 0)
+        self.owed = self.above.kept.residual if self.planned is not None else self.owed
+        planned, number = self.planned, self.settings.plan_number
+        self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
+        self.mode = self.settings.mode()
+        self.inbox, self.planned, self.service = PushAssembler(self.index, self.mode), None, None
+        self.tried = -1
+        if self.retired:
+            return effects
+        if reached > clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
+            where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
+            text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
+            effects.append(Log("lost", where | {"text": text}))
+        # That clock is there for all: who has no part of it reads those of others.
+        kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
+        self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
+        if planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
+            self._plan(planned.plan, clock).go_on(planned)
+            return effects
+        return [*effects, Load(ledger.restart_clock)]
+
+    def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
+        self.planned = ModelShard(self.index, self.settings, plan, self.inbox, clock, self.means)
+        self.service = ShardRequests(self.planned)
+        return self.planned
+
+    def _members(self) -> list[Log]:
+        known, seats = self.inbox.gone, self.inbox.seats.copy()
+        logs, planned = self.inbox.members(self.ledger, self.min_clock), self.planned
+        self.inbox.gone = {
+            worker: seat for worker, seat in known.items() if worker in seats or seat.news > self.reports.seen
+        }
+        for worker in seats.keys() & self.inbox.gone.keys():
+            self.inbox.gone[worker].news = self.reports.version + 1
+        if planned is None:
+            return logs
+        planned.publications.members()
+        planned.store.gain.members(self.inbox.seats)
+        planned.screen.members(self.inbox.seats)
+        wanted = {*self.ledger.departed, *(pair for row in self.ledger.sets for pair in pairs(row))}
+        seats = self.inbox.seats
+        for worker, update in list(planned.folding.drop(lambda w, update: w in seats or (w, update) in wanted)):
+            logs.append(self.inbox.discard(worker, update, "it left before all shards had it"))
+        return [*logs, *planned.screen.take()]
+
+    def _go_on(self, now_ns: int) -> list[ServerEffect]:
+        """All that can be done now that something has come: of the ledger, from above, from another cluster."""
+        if self.planned is None or self.service is None:
+            return []
+        effects = self.planned.run(self.ledger, now_ns)
+        for seat in self.inbox.seats.values():
+            effects += self.service.serve(seat, self.ledger, now_ns)
+        return effects
+
+    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int = 0) -> None:
+        """The runner wrote it, or could not; `kept` are the clocks now on disk. The next tick reports it."""
+        begun = (
+            self.ledger.restart_clock
+        )  # from files of other shards, it may be: those are there until all have newer ones
+        more = {begun} if begun in self.checkpoints and begun >= self.ledger.shared else set[int]()
+        self.checkpoints, self.tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
+        self.reports.owe()
+
+    # The run above, and other clusters.
+
+    def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
+        """Return the effects of what a session toward the shard above has seen. Raises RemoteProtocolError."""
+        if self.planned is None:
+            return []
+        effects = self.above.take(seen, now_ns)
+        return self._went_on([*effects, *self.planned.give_weights(self.ledger, now_ns)], now_ns)
+
+    def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of another cluster's message. Raises RemoteProtocolError for one that none sends us."""
+        if self.planned is None or not self.means.child:
+            return self.above.hear(message, now_ns)  # raises
+        return self._went_on(self.planned.upward.hear(message, self.ledger, now_ns), now_ns)
+
+    def _went_on(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
+        if self.planned is not None:
+            effects = [*effects, *self.planned.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
+        self.trouble = self.trouble or self.above.trouble[: m.TEXT_MAX]
+        if self.told != self._standing:  # not: what has changed here, for the session has changed before we hear of it
+            effects.append(self.report(now_ns))
+        return effects
+
+    @property
+    def at_rest(self) -> bool:
+        """The run above has all that is to come from this shard."""
+        if not self.ledger.above:
+            return True
+        return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.above.at_rest
+
+    @property
+    def _standing(self) -> tuple[object, ...]:
+        """The parts of a report that the run above may change."""
+        finishes = self.planned.upward.finishes if self.planned is not None else 0
+        return (self.min_clock, self.above.ready, self.at_rest, finishes, self.above.ended, self.trouble)
+
+    # Messages of workers.
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a worker's message. Raises RemoteProtocolError for one that is none, with nothing changed."""
+        if not isinstance(message, OfWorkers):
+            raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
+        seat = self.inbox.seats.get(message.worker)
+        if seat is None or message.epoch != seat.epoch:
+            if message.epoch > self.inbox.epoch:
+                return []  # who is a member has not reached this shard yet; it will ask again
+            if seat is not None and message.epoch < seat.epoch and m.name_of(peer) == seat.name:
+                return []  # of its place before the keys were cut anew
+            text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
+            return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
+        m.check_name(peer, seat.name, seat.worker)
+        if self.service is None:
+            return []  # nor the model
+        peer_before, clock = seat.peer, seat.clock
+        seat.peer = peer
+        try:
+            effects, news = self.service.handle(seat, message, self.ledger, now_ns)
+        except RemoteProtocolError:
+            seat.peer = peer_before
+            raise
+        if seat.clock != clock:
+            seat.news = self.reports.version + 1
+        return [*effects, self.report(now_ns)] if news else effects
+
+    # Reports.
+
+    def report(self, now_ns: int) -> Send:
+        """Report to the coordinator what this shard has seen and done."""
+        return self.reports.send(now_ns)
+
+    def _report_of(self, version: int) -> m.Report:
+        self.told, planned, above = self._standing, self.planned, self.above
+        seats = (*self.inbox.seats.values(), *self.inbox.gone.values())
+        begun = planned.asked if planned is not None else -1
+        self.saved = self.saved if self.saved[0] == begun else (begun, version)
+        news = self.saved[1] > self.reports.seen
+        return m.Report(
+            shard=self.index,
+            port=self.port,
+            version=version,
+            incarnation=self.incarnation,
+            generation=self.ledger.generation,
+            ledger_seen=self.ledger.version,
+            epoch=self.inbox.epoch,
+            planned=planned is not None,
+            weights_from=planned.weights_from if planned is not None else -1,
+            min_clock=self.min_clock,
+            # All would cost each of a thousand members a look for each push of one of them.
+            arrived=tuple((seat.worker, seat.clock) for seat in seats if seat.news > self.reports.seen),
+            norms=tuple(planned.norms.items()) if planned is not None else (),
+            checkpoints=tuple(self.checkpoints),
+            tried=self.tried,
+            wrote_ns=self.wrote_ns,
+            bytes_up=self.moved[0],
+            bytes_down=self.moved[1],
+            host=self.means.host,
+            saved=planned.saved if planned is not None and news else (),
+            saved_at=begun if news else -1,
+            from_above=above.place.epoch if above.ready and above.place is not None else 0,
+            finishing=self.service.all_finishing() if self.service is not None else (),
+            finishes=planned.upward.finishes if planned is not None else 0,
+            at_rest=self.at_rest,
+            ended=above.ended,
+            trouble=self.trouble,
+        )
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        """Say again what is not answered, and go on after a checkpoint."""
+        if self.planned is not None and self.ledger.above:
+            again = self.above.tick(now_ns)
+            if again or self.told != self._standing:  # that nobody is waited for any more shows in no effect
+                return self._went_on(again, now_ns)
+        if self.planned is not None and self.planned.writes:
+            self.planned.has_written()
+            return [*self._go_on(now_ns), self.report(now_ns)]
+        return [*self.reports.tick(now_ns)]

@@ -1,0 +1,183 @@
+"""The script's optimizer on a shard: any elementwise class of torch.optim, rebuilt by name from plain values.
+
+Each tensor's piece inside the shard is one parameter, a view of the shard's flat weights, so an elementwise optimizer
+does to it what it would do to the whole tensor. Pieces without a gradient this step are skipped, as in one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.wire import unpack
+from narrows.ps.store.changes import FloatArray
+from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
+
+
+def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
+    """Import what torch imports when the first optimizer is made: seconds in which no heartbeat would leave."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+def _kinds(values: dict[str, Any]) -> dict[str, object]:
+    """Return what decides which state an optimizer has: flags, and whether a number is 0."""
+    return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
+
+
+class TorchOptimizer:
+    """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
+
+    def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
+        if plan.optimizer not in ELEMENTWISE:
+            raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
+        self.made_of = (plan, begin, end)
+        self.kind: Any = getattr(torch.optim, plan.optimizer)
+        self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
+        self.checked: bytes | None = None  # what `check` saw last
+        self.first: list[dict[str, Any]] | None = None  # and what it saw first
+        offsets = plan.offsets()
+        self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
+        for group in plan.groups:
+            pieces = []
+            for tensor in group:
+                low, high = max(offsets[tensor], begin), min(offsets[tensor + 1], end)
+                if low < high:
+                    empty = torch.nn.Parameter(torch.empty(high - low), requires_grad=False)
+                    pieces.append((tensor, low - begin, high - begin, empty))
+            self.pieces.append(pieces)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.base: FloatArray | None = None
+        self.pending: dict[str, FloatArray] = {}
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Plain values: what torch has made are views of the weights, and would be copies of them."""
+        return (*self.made_of, self.state(), self.checked, self.first)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        plan, begin, end, arrays, checked, first = state
+        self.__init__(plan, begin, end)  # type: ignore[misc]
+        self.load(arrays)
+        self.checked, self.first = checked, first
+
+    def step(
+        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
+    ) -> None:
+        groups = self._groups(hyper)
+        whole = torch.from_numpy(weights)
+        if weights is not self.base:
+            for pieces in self.pieces:
+                for _, low, high, parameter in pieces:
+                    parameter.data = whole[low:high]
+            self.base = weights
+        if self.optimizer is None:
+            self.optimizer = self._build(groups)
+        grad = torch.from_numpy(gradient)
+        missing = set(absent)
+        for target, values in zip(self.optimizer.param_groups, groups, strict=True):
+            target.update(values)
+            target["lr"] = float(values.get("lr", target["lr"])) * scale
+        for pieces in self.pieces:
+            for tensor, low, high, parameter in pieces:
+                parameter.grad = None if tensor in missing else grad[low:high]
+        with torch.no_grad():
+            self.optimizer.step()
+
+    def check(self, hyper: bytes) -> None:
+        """Raise RemoteProtocolError for hyper-parameters that torch refuses; asked before anything is folded."""
+        if hyper == self.checked:
+            return
+        groups = self._groups(hyper)
+        first = self.first or groups
+        try:
+            for before, values in zip(first, groups, strict=True):
+                self._try(values)
+                if _kinds(values) != _kinds(before):  # whose state the other may not have: amsgrad, for one
+                    self._try(before, values)
+                    self._try(values, before)
+        except Exception as error:  # whatever torch says to values of any type
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
+        self.checked, self.first = hyper, first
+
+    def _try(self, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
+        """Step with these, and with what a group may have become."""
+        stand_in = torch.zeros(1, requires_grad=True)
+        stand_in.grad = torch.ones(1)
+        optimizer = self.kind([stand_in], **made)  # as arguments: in a group, torch looks at none of them
+        for update in (None, then) if then is not None else (None,):
+            optimizer.param_groups[0].update(update or {})
+            optimizer.step()  # a step too: some are looked at only there, and a rate that is NaN nowhere
+            if not stand_in.isfinite().all():
+                raise ValueError("with them a step leads to no number")
+
+    def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
+        value = unpack(hyper) if hyper else None
+        if not isinstance(value, list) or len(value) != len(self.pieces):
+            raise RemoteProtocolError("hyper-parameters are a list with one map for each parameter group")
+        groups = []
+        for group in value:
+            if not isinstance(group, dict) or not set(group) <= self.known:
+                raise RemoteProtocolError(f"hyper-parameters that {self.kind.__name__} does not know")
+            plain = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
+            groups.append({k: v for k, v in plain.items() if k not in IMPLEMENTATION})
+        return groups
+
+    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        lists = []
+        for pieces, values in zip(self.pieces, groups, strict=True):
+            lists.append({"params": [piece[3] for piece in pieces], **values})
+        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
+        built: torch.optim.Optimizer = self.kind(lists, **groups[0])
+        if self.pending:
+            self._restore(built)
+        return built
+
+    def _values(self) -> Iterator[tuple[int, int, str, FloatArray]]:
+        """Group, piece, name and value of all that is kept, where it lies."""
+        if self.optimizer is None:
+            for key, values in self.pending.items():
+                group, index, name = key.split(".", 2)
+                yield int(group), int(index), name, values
+            return
+        for g, pieces in enumerate(self.pieces):
+            for i, piece in enumerate(pieces):
+                for name, value in self.optimizer.state.get(piece[3], {}).items():
+                    if value is not None:
+                        yield g, i, name, torch.as_tensor(value, dtype=torch.float32).detach().numpy()
+
+    def state(self) -> dict[str, FloatArray]:
+        """Optimizer state by "group.piece.name", float32 arrays: views, where it is float32 itself."""
+        return {f"{g}.{i}.{name}": values for g, i, name, values in self._values()}
+
+    def kept(self) -> list[list[Any]]:
+        """See ServerOptimizer."""
+        return [[self.pieces[g][i][0], n, None if v.ndim else float(v)] for g, i, n, v in self._values()]
+
+    def read(self, name: str, begin: int, end: int) -> FloatArray:
+        """See ServerOptimizer."""
+        found = np.zeros(end - begin, np.float32)
+        for g, i, which, values in self._values():
+            _, low, high, _ = self.pieces[g][i]
+            first, last = max(low, begin), min(high, end)
+            if which == name and values.ndim and first < last:
+                found[first - begin : last - begin] = values[first - low : last - low]
+        return found
+
+    def load(self, state: dict[str, FloatArray]) -> None:
+        """State of an earlier life; it takes effect with the first step."""
+        self.pending, self.optimizer, self.base = {k: v.copy() for k, v in state.items()}, None, None
+
+    def _restore(self, built: torch.optim.Optimizer) -> None:
+        for key, value in self.pending.items():
+            g, i, name = key.split(".", 2)
+            parameter = self.pieces[int(g)][int(i)][3]
+            tensor = torch.from_numpy(value.copy()).reshape(() if value.ndim == 0 else value.shape)
+            built.state[parameter][name] = tensor
+        self.pending = {}

@@ -1,0 +1,1 @@
+"""ps-worker --check: what a script does, and what is found in it."""

@@ -1,0 +1,378 @@
+"""The findings of `ps-worker --check` on a script, from what its workers told. Pure.
+
+Rules
+- A rule is a function of all workers: a sentence with the way out, or "" where all is well. `FAULTS` end the check with the
+  exit code of a usage error, `NOTICES` do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrows.compression import predict
+from narrows.protocols.config.settings import Settings
+
+STEPS = 2  # of worker/check/watch.py, which needs torch
+TIMES = ("never", "once", "twice")  # up to STEPS
+SHOWN = 3  # names of tensors in a sentence
+STALENESS = 8  # the highest bound that is suggested
+# Beside the flags that were given: what README's table suggests for links, from wide to narrow. S is chosen for the link.
+SUGGESTED: tuple[dict[str, Any], ...] = (
+    {"sync": "bsp"},
+    {"sync": "ssp", "compress": "topk:0.11+sign"},
+    {"sync": "ssp", "compress": "cycle:0.15+sign"},
+    {"sync": "local", "local_steps": 50},
+)
+
+
+@dataclass
+class CheckedEvents:
+    """By one worker: the model that it gave DistributedOptimizer, the steps that it began, and what they cost."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    costs: list[dict[str, Any]] = field(default_factory=list)
+    beside: list[dict[str, Any]] = field(default_factory=list)  # steps of other optimizers
+    shuffled: list[dict[str, Any]] = field(default_factory=list)  # datasets that a DataLoader shuffles by itself
+    broken: dict[str, Any] = field(default_factory=dict)  # a gradient or a loss
+    done: dict[str, Any] = field(default_factory=dict)
+    error: str = ""  # of ours
+    code: int = 0
+
+    def take(self, what: str, event: dict[str, Any]) -> None:
+        match what:
+            case "model":
+                self.model = event
+            case "step":
+                self.steps.append(event)
+            case "gradients":  # of the newest step, whose closure has been called
+                self.steps[-1].update(event)
+            case "beside":
+                self.beside.append(event)
+            case "shuffled":
+                self.shuffled.append(event)
+            case "not finite":
+                self.broken = event
+            case "done":
+                self.done = event
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds of the last step, which is not the first: neither encoding nor waiting, nor what the check itself took."""
+        if not self.done or len(self.costs) < STEPS:
+            return None
+        step = self.costs[STEPS - 1]
+        others = step["encode_seconds"] + step["wait_seconds"] + self.done["lost_seconds"]
+        return max(0.0, float(step["step_seconds"] - others))
+
+
+Workers = Sequence[CheckedEvents]
+Rule = Callable[[Workers], str]
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    """All workers told the same, and something."""
+    return len(values) > 1 and bool(values[0]) and all(value == values[0] for value in values)
+
+
+def _first(workers: Workers, name: str) -> list[Any]:
+    """This of the first step of each worker."""
+    return [told.steps[0].get(name) if told.steps else None for told in workers]
+
+
+def errors(workers: Workers) -> str:
+    return next((told.error for told in workers if told.error), "")
+
+
+def failed(workers: Workers) -> str:
+    found = [f"local rank {i}" for i, told in enumerate(workers) if told.code and not told.error]
+    return f"{' and '.join(found)} failed before step {STEPS} was over: the traceback is above" if found else ""
+
+
+def not_distributed(workers: Workers) -> str:
+    if any(told.model or told.error or told.code for told in workers):
+        return ""
+    kind = next((each["optimizer"] for told in workers for each in told.beside), "...")
+    return (
+        "no DistributedOptimizer was made, so each worker trains alone and nothing is shared: write optimizer = "
+        f"DistributedOptimizer({kind}(...), model)"
+    )
+
+
+def _beside(workers: Workers, wrapped: bool) -> str:
+    """The class of an optimizer that the script steps itself, one that DistributedOptimizer wraps or not; "": there is none."""
+    steps = [each for told in workers if told.model for each in told.beside]
+    return next((str(each["optimizer"]) for each in steps if each["wrapped"] is wrapped), "")
+
+
+def wrapped_steps(workers: Workers) -> str:
+    kind = _beside(workers, wrapped=True)
+    return kind and (
+        f"the script calls step() of the {kind} that DistributedOptimizer wraps, and that step is not shared: call step() of "
+        "what DistributedOptimizer(...) returned"
+    )
+
+
+def beside(workers: Workers) -> str:
+    kind = _beside(workers, wrapped=False)
+    return kind and (
+        f"{kind} steps outside of DistributedOptimizer, and what it trains is not shared: give DistributedOptimizer a list of "
+        "all optimizers, and a model that has all that they train"
+    )
+
+
+def unowned(workers: Workers) -> str:
+    names = _names(next((told.model["unowned"] for told in workers if told.model and not told.error), []))
+    return names and (
+        f"no optimizer has {names}, which the model has as trainable: give them to the optimizer, or set requires_grad=False"
+    )
+
+
+def late(workers: Workers) -> str:
+    names = _names(next((told.done["late"] for told in workers if told.done.get("late")), []))
+    return names and (
+        f"{names} came into the model after DistributedOptimizer was made, and no optimizer steps what is new: add and replace "
+        "modules before that"
+    )
+
+
+def not_finite(workers: Workers) -> str:
+    for i, told in enumerate(workers):
+        if told.broken:
+            loss, number = told.broken["loss"], told.broken["number"]
+            if not told.broken["gradient"]:
+                return (
+                    f"local rank {i}: the loss of step {number} is {loss:g}: look at what it divides by and takes the log of, "
+                    "and for values of another scale in the data"
+                )
+            shown = "" if loss is None else f" (the loss is {loss:g})"
+            return (
+                f"local rank {i}: the gradient of {told.broken['gradient']} is not finite in step {number}{shown}: look for a "
+                "division by zero, a log of zero or values of another scale in the loss and the data"
+            )
+        for step in told.costs:
+            if not math.isfinite(step.get("loss", 0.0)):
+                return (
+                    f"local rank {i} recorded a loss of {step['loss']}: look at what it divides by and takes the log of"
+                )
+    return ""
+
+
+def _undisturbed(workers: Workers) -> bool:
+    """No worker ended for another reason than that its script did."""
+    return all(told.model and not (told.error or told.code or told.broken or told.beside) for told in workers)
+
+
+def uneven(workers: Workers) -> str:
+    counts = [len(told.steps) for told in workers]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] == counts[many] or not _undisturbed(workers):
+        return ""
+    return (
+        f"local rank {few} called step() {TIMES[counts[few]]}, local rank {many} {TIMES[counts[many]]}: leave no step to one "
+        "rank (if rank() == 0), and give each worker as many"
+    )
+
+
+def never(workers: Workers) -> str:
+    if any(told.steps for told in workers) or not _undisturbed(workers):
+        return ""
+    return "no worker called step() of what DistributedOptimizer(...) returned: call it after backward(), once a batch"
+
+
+def same_samples(workers: Workers) -> str:
+    inputs, gradients = _first(workers, "inputs"), _first(workers, "gradients")
+    seen = any(inputs)
+    if (_alike(inputs) and any(inputs[0])) if seen else _alike(gradients):
+        return (
+            "all workers read the same samples in step 1: give the DataLoader sampler=sampler(dataset, batch), or cut the data "
+            "by rank() and world_size()"
+        )
+    return ""
+
+
+def whole_datasets(workers: Workers) -> str:
+    """Random augmentation makes two reads of one sample differ: then nothing is said."""
+    of = [told.shuffled[0] if told.shuffled else {} for told in workers]
+    if not _alike(of) or not of[0]["first"] or same_samples(workers):
+        return ""
+    return (
+        f"each worker shuffles the whole dataset of {of[0]['samples']:,} samples in an order of its own, so they repeat each "
+        "other's within an epoch: give the DataLoader sampler=sampler(dataset, batch) instead of shuffle=True"
+    )
+
+
+def same_gradients(workers: Workers) -> str:
+    if not _alike(_first(workers, "gradients")) or same_samples(workers):
+        return ""
+    return (
+        "all workers have the same gradients of other samples: something sums them before DistributedOptimizer does, such as "
+        "DistributedDataParallel: leave it out"
+    )
+
+
+def same_randomness(workers: Workers) -> str:
+    if not _alike(_first(workers, "random")):
+        return ""
+    return (
+        "all workers draw the same random numbers in the forward pass (dropout), so their noise does not average out: call "
+        "torch.manual_seed(SEED + rank()) once the model is made"
+    )
+
+
+def without_gradient(workers: Workers) -> str:
+    names = _names(sorted({name for told in workers for name in told.done.get("without", ())}))
+    return names and (
+        f"{names} had no gradient in {STEPS} steps: the loss does not depend on it; set requires_grad=False where that is meant"
+    )
+
+
+def counts_itself(workers: Workers) -> str:
+    """A check sees the first steps alone, so it goes by what the script has asked."""
+    if not any(told.done and not {"step", "end"} & {*told.done["follows"]} for told in workers):
+        return ""
+    return (
+        "the loop counts by itself, so after --resume, and in a worker that comes late, it begins at 0 and makes all its steps "
+        "again: end it by sampler(dataset, batch, steps=N), or go over epochs by share.epochs(N) of share = sampler(dataset, "
+        "batch) in place of range(N)"
+    )
+
+
+def counts_rates(workers: Workers) -> str:
+    alone = [
+        told.done["scheduled"] and not {"step", "schedule"} & {*told.done["follows"]} for told in workers if told.done
+    ]
+    if not any(alone):
+        return ""
+    return (
+        "the scheduler begins anew after --resume, and in a worker that comes late: give it to DistributedOptimizer(..., "
+        "schedule=schedule) if it steps once a step, to share.epochs(N, schedule) if once an epoch"
+    )
+
+
+def ended_early(workers: Workers) -> str:
+    counts = {len(told.steps) for told in workers}
+    if counts in ({0}, {STEPS}) or len(counts) > 1 or not _undisturbed(workers):
+        return ""
+    return (
+        f"the script ended after {max(counts)} of the {STEPS} steps that are looked at: give it more samples or steps"
+    )
+
+
+FAULTS: tuple[Rule, ...] = (
+    *(errors, failed, not_distributed, wrapped_steps, beside, unowned, late, not_finite, uneven, never),
+    *(same_samples, same_gradients),
+)
+NOTICES: tuple[Rule, ...] = (
+    *(whole_datasets, same_randomness, without_gradient, counts_itself, counts_rates),
+    ended_early,
+)
+
+
+def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
+    return [sentence for rule in rules if (sentence := rule(workers))]
+
+
+# The costs of a run.
+
+
+def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
+    """Lines of what the first worker gave DistributedOptimizer, and of what a run with these flags sends of it."""
+    model = next((told.model for told in workers if told.model), None)
+    if model is None:
+        return []
+    kinds = ", ".join(f"{kind} of {size:,}" for kind, size in model["optimizers"])
+    frozen = f", {model['frozen_values']:,} frozen, which are not sent" if model["frozen_values"] else ""
+    lines = [
+        f"parameters   {model['trainable']:,} trainable in {model['tensors']} tensors{frozen}",
+        f"optimizer    {kinds}",
+    ]
+    if model["tables"][0]:
+        touched = next((told.done["touched"] for told in workers if told.done), 0)
+        seen = f"; step {STEPS} touched {touched:,}, which travel with its push and back" if touched else ""
+        lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]) + seen)
+    count, size = model["buffers"]
+    if count:
+        lines.append(f"buffers      {count} of the module, {_bytes(size)}: those of the lowest rank hold for all")
+    coded, settings = _coded(workers), Settings(**run).validated()
+    ways = [(coded[spec][0], way, spec) for way, spec in
+            (("up", settings.compress), ("down", settings.compress_down)) if spec in coded]  # fmt: skip
+    if ways:
+        told = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
+        lines.append(f"a push       {told}; {_bytes(coded['dense'][0])} as fp32")
+    seconds = _compute_s(workers)
+    if seconds is not None:
+        lines.append(
+            f"computing    {_ms(seconds)} a step, of the slower of {len(workers)} workers beside each other here"
+        )
+    return lines
+
+
+def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]) -> list[str]:
+    """A table of how long a step takes on a link: with the flags `given`, where there are any, and with those of SUGGESTED."""
+    coded, compute_s = _coded(workers), _compute_s(workers)
+    if not coded or compute_s is None:
+        return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
+    rows, left, tables = [], list[str](), any(told.model["tables"][0] for told in workers if told.model)
+    suggested = [flags for flags in SUGGESTED if flags != given and not (tables and flags["sync"] == "local")]
+    for flags in [*([given] if given else []), *suggested]:
+        settings = Settings(**flags | {"workers": len(workers)}).validated()
+        costs = [coded.get(spec) for spec in (settings.compress, settings.compress_down)]
+        if costs[0] is None or costs[1] is None:
+            flag = "compress" if costs[0] is None else "compress-down"
+            left = [f"--{flag} auto: the run chooses while it goes on, so no time is known for the flags that you gave"]
+            continue
+        mode = settings.mode()
+        size = [each[0] / mode.fragments for each in (costs[0], costs[1])]
+        cost = predict.Cost(compute_s, costs[0][1], *size)
+        shown, window = flags, mode.window
+        if flags is not given and settings.sync == "ssp":
+            bound = predict.staleness(link, cost, STALENESS)
+            shown, window = flags | {"staleness": bound}, bound + 1
+        words = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in shown.items())
+        second = predict.step_s(link, cost, window, mode.local_steps)
+        rows.append((words, *(_bytes(each / mode.local_steps) for each in size), _ms(second)))
+    head = (f"a step on {name}", "up", "down", "takes")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(4)]
+    table = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (head, *rows)
+    ]
+    return [*table, *left]
+
+
+def specs(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """SPECs that an update is to be encoded with: `dense`, and the SPECs of these flags."""
+    each = [Settings(**flags).validated() for flags in runs]
+    named = ["dense", *(spec for settings in each for spec in (settings.compress, settings.compress_down))]
+    return [spec for spec in dict.fromkeys(named) if not spec.startswith("auto")]
+
+
+def _coded(workers: Workers) -> dict[str, list[float]]:
+    """By SPEC: bytes and seconds."""
+    return next((told.done["encoded"] for told in workers if told.done.get("encoded")), {})
+
+
+def _compute_s(workers: Workers) -> float | None:
+    known = [seconds for told in workers if (seconds := told.compute_s) is not None]
+    return max(known) if known else None
+
+
+def _bytes(count: float) -> str:
+    if count < 1e3:
+        return f"{count:,.0f} B"
+    return f"{count / 1e6:,.2f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

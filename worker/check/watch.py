@@ -1,0 +1,305 @@
+"""The first steps of a script under `ps-worker --check`, as its process sees them. ps-worker compares the workers
+(worker/check/findings.py).
+
+Rules
+- Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
+- After STEPS steps the script ends where it would take another one, by a SystemExit: `finally` blocks run, `except
+  Exception` does not see it.
+- It looks at one process, that of a worker. Others that are forked from the one that has imported torch, such as a server's
+  shards, and those that a worker forks have its hooks too, and pass through them.
+- Hooks of torch see an optimizer that DistributedOptimizer does not wrap, so a script that has none is told too.
+- torch.autograd.backward and DataLoader.__iter__ are replaced until the check ends: there it sees losses, and what is shuffled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, RandomSampler
+
+from narrows.compression import ErrorFeedback, parse, rows
+from narrows.worker.model.embedding import Embedding
+from narrows.worker.model.flat import FlatModel, FloatArray, fingerprint
+from narrows.worker.model.optimizers import each_of
+from narrows.worker.runtime.child_process import is_child
+from narrows.worker.sync.embedding_tables import EmbeddingTables, coding_of
+
+WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
+STEPS = 2
+BESIDE_MAX = 100  # steps of an optimizer beside the wrapped one, without one of that: the script ends then
+HEAD = 4096  # values of each gradient that are compared
+SAMPLE = 1 << 24  # values of an update that are encoded, of a larger model
+ENCODED = 3  # times
+
+Tell = Callable[..., None]
+
+
+class CheckedScript(SystemExit):
+    """The check has seen enough of this script."""
+
+
+class ScriptWatch:
+    """The watch of this process. `tell(event, **values)`: one line to ps-worker."""
+
+    def __init__(self, specs: list[str], tell: Tell) -> None:
+        self.specs, self.tell = specs, tell
+        self.process = os.getpid(), True  # and whether it is looked at
+        self.wrapper: torch.optim.Optimizer | None = None
+        self.model = torch.nn.Module()
+        self.parts: tuple[torch.optim.Optimizer, ...] = ()  # that the wrapper has
+        self.steps = self.beside = 0
+        self.within = False  # a step of the wrapper
+        self.over = False
+        self.known: dict[int, torch.Tensor] = {}  # parameters of the model when it was wrapped
+        self.absent: set[str] = set()  # parameters that have had no gradient yet
+        self.before: FloatArray | None = None  # the weights before the first step
+        self.lost_s = 0.0  # on looking, since the step before
+        self.loss: float | None = None  # that a backward pass since the step before began at, where it is not finite
+        self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
+        self.follows = set[str]()  # what of the script follows the run: session.follows
+        self.forward = WatchedForward()
+        self.replaced = torch.autograd.backward, DataLoader.__iter__
+        torch.autograd.backward = self._backward
+        DataLoader.__iter__ = lambda loader: self._iterates(loader)  # type: ignore[method-assign]
+        self.hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+
+    def close(self) -> None:
+        torch.autograd.backward, DataLoader.__iter__ = self.replaced  # type: ignore[method-assign]
+        for hook in self.hooks:
+            hook.remove()
+
+    @staticmethod
+    def of_environment(tell: Tell) -> ScriptWatch | None:
+        specs = os.environ.pop(WATCH, "")
+        return ScriptWatch(specs.split(), tell) if specs and not is_child() else None
+
+    @property
+    def here(self) -> bool:
+        """Whether this process is to be looked at: the variable is in the environment of each worker that is forked."""
+        if self.process[0] != os.getpid():
+            self.process = os.getpid(), bool(os.environ.pop(WATCH, "")) and not is_child()
+        return self.process[1]
+
+    def _say(self, what: str, **values: Any) -> None:
+        self.tell("check", what=what, **values)
+
+    def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        """A DistributedOptimizer is made; it has not joined yet."""
+        if not self.here:
+            return
+        self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
+        tables = [module for module in model.modules() if isinstance(module, Embedding)]
+        apart = {id(module.weight) for module in tables}  # whose gradients are of rows alone
+        owned = {id(p) for group in inner.param_groups for p in group["params"]}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
+        self.absent = {name for name, p in trained.items() if id(p) in owned}
+        self.known = {id(p): p for p in model.parameters()}  # which keeps them: no other has that id
+        self._say(
+            "model",
+            trainable=sum(p.numel() for p in trained.values()),
+            tensors=len(trained),
+            tables=[len(tables), sum(module.num_embeddings for module in tables)],
+            frozen_values=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+            unowned=[name for name, p in trained.items() if id(p) not in owned],
+            buffers=[sum(1 for _ in model.buffers()), sum(b.numel() * b.element_size() for b in model.buffers())],
+            optimizers=[[type(each).__name__, _size(each)] for each in self.parts],
+        )
+        self.forward.watch(model)
+
+    # Steps.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], values: dict[str, Any]) -> Any:
+        if not self.here:
+            return None
+        if self.over:
+            raise CheckedScript(0)
+        engine = getattr(self.wrapper, "_engine", None)
+        if optimizer is not self.wrapper:
+            if not self.within and (
+                self.wrapper is None or engine is not None
+            ):  # else it is tried while the engine is made
+                self._beside(optimizer)
+            return None
+        began, self.within = time.perf_counter(), True
+        if self.before is None and engine is not None:
+            self.before = _sample(engine.flat)
+        seen = self.forward.close()
+        closure = args[1] if len(args) > 1 else values.get("closure")
+        self._say("step", number=self.steps + 1, **seen, **({} if closure else self._gradients()))
+        self.lost_s += time.perf_counter() - began
+        return ((optimizer, self._seeing(closure)), {}) if closure else None
+
+    def _seeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, which has its gradients once it has been called."""
+
+        def seeing() -> Any:
+            loss, began = closure(), time.perf_counter()
+            self._say("gradients", **self.forward.close(), **self._gradients(loss))
+            self.lost_s += time.perf_counter() - began
+            return loss
+
+        return seeing
+
+    def _backward(self, tensors: Any, *args: Any, **values: Any) -> None:
+        """torch.autograd.backward, which each loss.backward() calls."""
+        for loss in () if not self.here else (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+            if self.loss is None and loss.numel() == 1 and not torch.isfinite(loss.detach()).all():
+                self.loss = loss.item()
+        self.replaced[0](tensors, *args, **values)
+
+    def _iterates(self, loader: DataLoader[Any]) -> Any:
+        """DataLoader.__iter__: whether the whole dataset is shuffled, and what is first in it."""
+        if self.here and type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
+            began, generator = time.perf_counter(), torch.get_rng_state()
+            try:
+                first = fingerprint(tree_leaves(loader.dataset[0]))
+            except Exception:  # the script's own: the loader meets it next
+                first = ""
+            torch.set_rng_state(generator)
+            self._say("shuffled", samples=len(loader.sampler), first=first)
+            self.lost_s += time.perf_counter() - began
+        return self.replaced[1](loader)
+
+    def _not_finite(self, gradient: str, loss: float | None) -> None:
+        self._say("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
+        self.over = True
+        raise CheckedScript(0)
+
+    def _gradients(self, loss: Any = None) -> dict[str, Any]:
+        """Facts of the gradients that are there. Raises Checked where one, or the loss, is not finite."""
+        heads, shown = list[torch.Tensor](), self.loss if loss is None else float(loss)
+        for name, p in self.model.named_parameters():
+            if p.grad is None:
+                continue
+            self.absent.discard(name)
+            values = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            if not torch.isfinite(values).all():
+                self._not_finite(name, shown)
+            heads.append(values.detach().reshape(-1)[:HEAD])
+        if shown is not None and not math.isfinite(shown):
+            self._not_finite("", shown)
+        engine = getattr(self.wrapper, "_engine", None)
+        self.rows = engine.tables.pending() if engine is not None else []
+        some = not self.steps and any(bool(head.any()) for head in heads)
+        return {"gradients": fingerprint(heads) if some else ""}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is not self.wrapper or not self.here:
+            return
+        self.within, self.steps = False, self.steps + 1
+        if self.steps == STEPS:
+            self.over = True
+            touched = sum(len(numbers) for _, numbers in self.rows)
+            named = self.model.named_parameters()
+            late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
+            done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
+            done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
+            self._say("done", encoded=self._encoded(), **done)
+            raise CheckedScript(0)
+        self.lost_s, self.loss = 0.0, None
+
+    def _scheduled(self) -> bool:
+        """Whether a scheduler of torch was made on an optimizer of the run: it wraps step()."""
+        every = [self.wrapper, getattr(self.wrapper, "inner", None), *self.parts]
+        return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in every)
+
+    def _beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that is not shared."""
+        wrapped = any(optimizer is part for part in self.parts)
+        self.beside += 1
+        self._say("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
+        if self.beside > (STEPS if wrapped or self.wrapper is None else BESIDE_MAX):
+            self.over = True
+            raise CheckedScript(0)
+
+    def _encoded(self) -> dict[str, list[float]]:
+        """By SPEC: bytes of an update of this model, and the seconds that it takes to encode it."""
+        engine = getattr(self.wrapper, "_engine", None)
+        if engine is None or self.before is None:
+            return {}
+        update = _sample(engine.flat) - self.before
+        times = engine.flat.size / update.size
+        costs = dict[str, list[float]]()
+        for spec in self.specs:
+            coder, seconds, payload = ErrorFeedback(parse(spec), update.size), list[float](), memoryview(b"")
+            for _ in range(ENCODED):
+                began = time.perf_counter()
+                payload = coder.encode(update)
+                seconds.append(time.perf_counter() - began)
+            costs[spec] = [len(payload) * times + self._row_bytes(engine.tables, spec), min(seconds) * times]
+        return costs
+
+    def _row_bytes(self, tables: EmbeddingTables, spec: str) -> int:
+        """Of the rows of a step under this SPEC."""
+        return sum(
+            len(rows.encode(i, count, numbers.astype(np.uint32), np.zeros((len(numbers), tables.specs[i].dim), np.float32),
+                            coding_of(spec)))
+            for i, (count, numbers) in enumerate(self.rows) if len(numbers)
+        )  # fmt: skip
+
+
+class WatchedForward:
+    """The inputs of the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.inputs = list[str]()
+        self.random = ""  # the states of the generators before the first of them
+        self.drew = False  # they were others after it
+        self.hooks = list[Any]()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            self.hooks.append(module.register_forward_pre_hook(self._enters, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._leaves, always_call=True))
+
+    def close(self) -> dict[str, Any]:
+        """End it, and return what was seen. A later step is not looked at: it is timed."""
+        if not self.inputs:
+            return {}
+        for hook in self.hooks:
+            hook.remove()
+        seen = {"inputs": self.inputs, "random": self.random if self.drew else ""}
+        self.inputs = []
+        return seen
+
+    def _enters(self, module: torch.nn.Module, args: Any, values: Any) -> None:
+        self.depth += 1
+        if self.depth > 1 or not torch.is_grad_enabled():
+            return
+        self.random = self.random or _generators()
+        self.inputs.append(fingerprint(tree_leaves((args, values))))
+
+    def _leaves(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        self.depth -= 1
+        if not self.depth and self.random:
+            self.drew = self.drew or _generators() != self.random
+
+
+def _generators() -> str:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return fingerprint(states)
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
+def _sample(flat: FlatModel) -> FloatArray:
+    """A copy of the first weights, at most SAMPLE of them."""
+    out = np.empty(min(flat.size, SAMPLE), np.float32)
+    flat.read_keys(flat.begin, out)
+    return out

@@ -1,0 +1,1 @@
+"""States of optimizers, and the files of a worker."""

@@ -1,0 +1,150 @@
+"""The model of a worker of gossip in files of its own, for no server has it: written now and then, and begun with by --resume.
+
+How it works
+1. A worker writes its model after a round whose number is a multiple of `every`, a power of two: as many rounds as take the
+   time of --checkpoint-every. So workers write the same rounds, or of unequal pace each second, fourth, ... one of others'.
+2. It keeps the newest files, and the newest of a multiple of `SPARSE * every`, which slower workers have too.
+3. A worker that joins says which models are in its folder. The coordinator of a run that is resumed takes the newest round of
+   which there are models of a majority (ps/coordinator/checkpoint_schedule.py), and the shards make the mean of these.
+4. A run that begins at round 0 is another one: files of an earlier run are renamed.
+
+One thread writes; a worker that is stopped, or has ended, waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrows.protocols.config.checkpoint_names import FOLDER, ROUND, round_file
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
+from narrows.protocols.effects import NS
+from narrows.protocols.messages import MODELS_MAX
+from narrows.protocols.runtime.cli.output import set_aside
+from narrows.worker.checkpoint.optimizer_state import write_whole
+from narrows.worker.model.flat import FloatArray
+from narrows.worker.runtime.launcher_pipe import say
+
+KEPT = 3  # the newest files
+SPARSE = 4  # and the newest of a multiple of so many times `every`
+END_S = 8.0  # the last file is written within it
+
+
+class GossipCheckpoints:
+    """The files of one worker. `plan`: of its model, packed: a file of another one is none."""
+
+    def __init__(self, settings: Settings, folder: str, rank: int, plan: bytes) -> None:
+        self.settings, self.folder, self.rank, self.plan = settings, Path(folder), rank, plan
+        self.keeps = folder not in ("", "none")
+        self.made_unix = time.time()
+        self.began_s, self.begun = time.monotonic(), 0  # when the first round began, and which that was
+        self.took_s = 0.0  # the newest file took so long
+        self.thread: threading.Thread | None = None
+        self.failed = False  # the newest was not written, and that was said
+
+    @staticmethod
+    def of(settings: Settings, rank: int, plan: bytes) -> GossipCheckpoints:
+        return GossipCheckpoints(settings, os.environ.get(FOLDER, ""), rank, plan)
+
+    # Files.
+
+    def models(self) -> tuple[tuple[int, int], ...]:
+        """Return rank and round of each model in the folder, of any worker: one may have another rank than before."""
+        names = [path.name for path in self.folder.iterdir()] if self.keeps and self.folder.is_dir() else []
+        found = sorted((int(match[2]), int(match[1])) for name in names if (match := ROUND.fullmatch(name)))
+        whole = [(rank, number) for number, rank in found if self.read(rank, number) is not None]
+        return tuple(whole[-MODELS_MAX:])
+
+    def read(self, rank: int, number: int) -> FloatArray | None:
+        """The model of a round, float32[size]; None where there is no such file, or where it is none of this model."""
+        path = self.folder / round_file(rank, number)
+        try:
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            if content["plan"] != self.plan.hex() or content["round"] != number:
+                return None
+            model: FloatArray = content["model"].numpy()
+        except Exception:  # what a file holds may be anything, and so is what torch raises
+            return None
+        return model
+
+    def begin(self, number: int) -> None:
+        """The run begins at this round. At 0 it is another one than that of the files that were there before this worker."""
+        self.began_s, self.begun = time.monotonic(), number
+        there = [*self.folder.iterdir()] if self.keeps and not number and self.folder.is_dir() else []
+        for path in (path for path in there if ROUND.fullmatch(path.name)):
+            with suppress(OSError):  # another worker may do so first
+                if path.stat().st_mtime < self.made_unix and (kept := set_aside(path)):
+                    say(f"the model of an earlier run is kept as {kept}")
+
+    # Writing.
+
+    @property
+    def every(self) -> int:
+        """From one file to the next, in rounds; 0: none is written."""
+        if (clocks := self.settings.checkpoint_clocks) > 0:
+            return clocks
+        return self._power
+
+    _power = 1
+
+    def _fit(self, number: int) -> None:
+        """As many rounds as take the time from one checkpoint to the next."""
+        told = self.settings.checkpoint_every
+        every_s = told if told >= 0 else max(CHECKPOINT_LEAST_NS / NS, CHECKPOINT_COST_TIMES * self.took_s)
+        if every_s <= 0:
+            self._power = 0
+            return
+        round_s = max((time.monotonic() - self.began_s) / max(1, number - self.begun), 1e-6)
+        self._power = max(1, 1 << max(0, math.ceil(math.log2(every_s / round_s))))
+
+    def due(self, number: int) -> bool:
+        """Whether the model of this round is to be written. A disk that is slower than that leaves some out."""
+        if not self.keeps or number <= self.begun:
+            return False
+        self._fit(number)
+        busy = self.thread is not None and self.thread.is_alive()
+        return self.every > 0 and number % self.every == 0 and not busy
+
+    def write(self, number: int, model: FloatArray) -> None:
+        """Begin to write the model of a round; `model` is this method's from now on."""
+        if self.keeps:
+            self.end()
+            self.thread = threading.Thread(target=self._write, args=(number, model), daemon=True)
+            self.thread.start()
+
+    def _write(self, number: int, model: FloatArray) -> None:
+        began = time.monotonic()
+        content = {"plan": self.plan.hex(), "round": number, "model": torch.from_numpy(model)}
+        try:
+            write_whole(self.folder / round_file(self.rank, number), content)
+            self._tidy()
+            self.failed = False
+        except Exception as error:  # torch makes a RuntimeError of a full disk
+            if not self.failed:
+                say(f"{self.folder}: the model of round {number} could not be written ({error})")
+            self.failed = True
+        self.took_s = time.monotonic() - began
+
+    def _tidy(self) -> None:
+        mine = sorted(
+            (int(match[2]), path)
+            for path in self.folder.iterdir()
+            if (match := ROUND.fullmatch(path.name)) and int(match[1]) == self.rank
+        )
+        sparse = [each for each in mine if each[0] % (SPARSE * max(1, self.every)) == 0][-1:]
+        for each in mine[:-KEPT]:
+            if each not in sparse:
+                each[1].unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Wait for what is being written."""
+        if self.thread is not None:
+            self.thread.join(END_S)

@@ -1,0 +1,92 @@
+"""The state of the optimizer that a run has left in a folder, for a script without Narrows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from narrows.protocols.config.checkpoint_names import BYTES, OPTIMIZER, SHARD, STATE, shard_file
+from narrows.protocols.config.key_ranges import split
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.errors import UsageError
+from narrows.worker.checkpoint.server_state import State, as_state_dict, put_together
+from narrows.worker.model.flat import FloatArray, plain
+from narrows.worker.model.optimizers import as_one
+
+
+def saved_state(
+    folder: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    model: torch.nn.Module,
+) -> dict[str, Any]:
+    """The state_dict of `optimizer`, which has parameters of `model`, as a run has left it in its --checkpoint-dir: the
+    servers' state of the newest checkpoint, or where updates were pushed that of the worker whose file is newest.
+
+    Under "narrows" is the clock that it is of. Several optimizers have theirs in a list, under "optimizers". Rates and all else
+    in the groups are those of `optimizer`. Raises UsageError where the folder has no state of these parameters, SafetensorError
+    for a damaged file.
+    """
+    inner, names = as_one(optimizer, model), {plain(name): p for name, p in model.named_parameters()}
+    clock, states = _of_servers(Path(folder)) or _of_workers(Path(folder)) or (-1, {})
+    if not states:
+        raise UsageError(
+            f"{os.fspath(folder)} has no state of an optimizer: name the --checkpoint-dir of ps-serve or ps-worker"
+        )
+    for name, state in states.items():
+        shapes = [tuple(value.shape) for value in state.values() if value.dim()]
+        if name not in names or any(shape != tuple(names[name].shape) for shape in shapes):
+            raise UsageError(f"the state of {name!r} in {os.fspath(folder)} is of no parameter of this model")
+    found = {id(names[name]): state for name, state in states.items()}
+    return as_state_dict(inner, found) | {"narrows": {"clock": clock}}
+
+
+def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
+    """Return the clock, and the states by tensor, of the newest checkpoint that all shards have. None: no shard has an
+    optimizer there."""
+    clocks = {int(match[2]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))}
+    for clock in sorted(clocks, reverse=True):
+        try:
+            with ExitStack() as stack:
+                return _of_clock(folder, clock, lambda path: stack.enter_context(safe_open(path, framework="numpy")))
+        except FileNotFoundError:
+            continue  # a shard was killed before it had written it
+    return None
+
+
+def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[int, dict[str, State]] | None:
+    def file_of(shard: int) -> Any:
+        return opened(folder / shard_file(shard, clock))
+
+    first = file_of(0)
+    plan = ModelSpec.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
+    files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
+    known, values = list[Any](), dict[str, FloatArray]()
+    for file, keys in zip(files, split(plan.size, len(files)), strict=True):
+        pieces = plan.pieces(*keys)
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            if key.startswith(OPTIMIZER):
+                group, piece, name = key.removeprefix(OPTIMIZER).split(".", 2)
+                tensor, begin, end = pieces[int(group)][int(piece)]
+                value = file.get_tensor(key)
+                known.append([tensor, name, None if value.ndim else float(value)])
+                if value.ndim:
+                    values.setdefault(name, np.zeros(plan.size, np.float32))[begin:end] = value
+    states = put_together(known, values, plan.tensors)
+    return (clock, {plan.tensors[tensor].name: state for tensor, state in states.items()}) if states else None
+
+
+def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
+    """Return clock and state of the worker whose file (worker/checkpoint/optimizer_state.py) is the newest. None:
+    there is no file."""
+    paths = [path for path in folder.glob("*") if STATE.fullmatch(path.name)]
+    found = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+    newest = max(found, key=lambda each: int(each["clock"]), default=None)
+    return (newest["clock"], newest["state"]) if newest is not None else None

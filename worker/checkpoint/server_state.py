@@ -1,0 +1,202 @@
+"""The state of the servers' optimizers, such as the moments of Adam, as torch has it: pulled from the shards of a run.
+
+Rules
+- Where gradients are pushed, each shard steps pieces of tensors and keeps a state of each piece. Here they are put together.
+- A shard is asked for so many keys of one name at a time, and AHEAD asks are under way. One without an answer is said again
+  (protocols/member/session.py).
+- Behind a barrier no clock closes while this worker has not pushed, so all is of one clock. With a quorum one may: then all is
+  asked for again. Folded at once, own updates are in it, and each part is as it was when it was read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.config.model_spec import TensorSpec
+from narrows.protocols.effects import MomentsArrived
+from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.wire import pack, unpack
+from narrows.worker.model.flat import FloatArray, as_parameter
+from narrows.worker.model.model_slices import ModelCut
+from narrows.worker.model.optimizers import each_of
+from narrows.worker.runtime.launcher_pipe import say
+from narrows.worker.sync.shards import WAIT_LIMIT_S
+
+if TYPE_CHECKING:
+    from narrows.worker.sync.engine import Engine
+
+AHEAD = 16  # asks under way: 32 MiB of answers at most
+TRIES = 3  # until all parts are of one clock
+
+State = dict[str, torch.Tensor]  # of one tensor, by name
+Ask = tuple[int, int, int, str]  # shard, begin, end, name
+
+
+class ServerMoments(Mapping[Any, Mapping[str, Any]]):
+    """`optimizer.state` where the servers have it: empty for each parameter, and nothing can be set."""
+
+    def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
+        return MappingProxyType({})
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        raise UsageError(
+            "optimizer.state[...] = ...: where gradients are pushed the servers have the optimizer's state; use --push update"
+        )
+
+    def __contains__(self, parameter: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+ON_SERVERS = ServerMoments()
+
+
+class ServerOptimizerState:
+    """As one worker reads it, with all processes of its group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.requests = engine, 0
+        self.asked: dict[tuple[int, int], Ask] = {}  # without an answer, by shard and request
+        self.answers: dict[Ask, bytes] = {}
+        self.clocks: set[int] = set()  # that the answers are of
+
+    def arrived(self, event: MomentsArrived) -> None:
+        ask = self.asked.pop((event.shard, event.request), None)
+        if ask is not None:
+            self.answers[ask] = event.payload
+            self.clocks.add(event.clock)
+
+    def read(self) -> tuple[int, dict[int, State]]:
+        """The clock, and by id of the parameter what torch would keep of it: float32 on the host, in its shape. Raises
+        UsageError where a process has no slice of whole tensors, NarrowsError after WAIT_LIMIT_S."""
+        engine, group = self.engine, self.engine.group
+        if engine.finished:
+            raise UsageError("state_dict(servers=True) after finish(): call it before, or read saved_state(DIR, ...)")
+        if engine.slice is not None and not isinstance(engine.slice, ModelCut):
+            raise UsageError(
+                "state_dict(servers=True): FSDP has cut the model, and no process has a slice of whole tensors"
+            )
+        for last in (*[False] * (TRIES - 1), True):
+            self.clocks.clear()
+            found = self._once()
+            low, high = min(self.clocks, default=m.CLOCK_MAX), max(self.clocks, default=-1)
+            if group is not None:
+                low, high = (sign * value for sign, value in zip((1, -1), group.least(low, -high), strict=True))
+            if found is not None and (low == high or last or not engine.mode.barrier):
+                break
+        if found is None:
+            raise UsageError("state_dict(servers=True): keys moved while it was read: call it again")
+        if low != high and engine.mode.barrier:
+            say(f"the servers' optimizer went from clock {low} to {high} while its state was read")
+        return low, found
+
+    def _once(self) -> dict[int, State] | None:
+        """None where this worker has another place by now."""
+        shards = self.engine.sync.shards
+        if not self.engine.mode.barrier:  # where there is one, the state that this clock needs has come
+            folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
+            self.engine.wait(folded, WAIT_LIMIT_S, "own updates")
+        ranges = [(shard, x.replica.begin, x.replica.end) for shard, x in shards._each]
+        told = self._all([(shard, begin, end, "") for shard, begin, end in ranges])
+        if told is None:
+            return None
+        tensors = len(self.engine.flat.parameters)
+        rows = {ask[0]: unpack_rows(payload, tensors) for ask, payload in told.items()}
+        asks = [
+            (shard, *cut, name)
+            for shard, begin, end in ranges
+            for name in sorted({name for _, name, value in rows[shard] if value is None})
+            for cut in parts(begin, end)
+        ]
+        flat = self.engine.slice or self.engine.flat
+        values: dict[str, FloatArray] = {name: flat.zeros() for *_, name in asks}
+        if self._all(asks, values, flat.begin) is None:
+            return None
+        known = [row for each in rows.values() for row in each]
+        if self.engine.group is not None:
+            known = [row for each in self.engine.group.told(pack(known)) for row in unpack_rows(each, tensors)]
+        names = sorted({name for _, name, value in known if value is None})
+        whole = {name: flat.whole(values[name] if name in values else flat.zeros()) for name in names}
+        states = put_together(known, whole, self.engine.flat.specs)
+        return {id(self.engine.flat.parameters[tensor]): state for tensor, state in states.items()}
+
+    def _all(
+        self, asks: Iterable[Ask], out: Mapping[str, FloatArray] | None = None, first: int = 0
+    ) -> dict[Ask, bytes] | None:
+        """The answers to all; those to names go to `out`, whose keys begin at `first`. None: this worker has another place."""
+        shards, todo = self.engine.sync.shards, deque(asks)
+        place, found = shards.place, dict[Ask, bytes]()
+        self.asked.clear()
+        self.answers.clear()
+
+        def done() -> bool:
+            while self.answers:
+                ask, payload = self.answers.popitem()
+                if out is None:
+                    found[ask] = payload
+                elif len(payload) != 4 * (ask[2] - ask[1]):
+                    raise RemoteProtocolError(f"shard {ask[0]} sent {len(payload)} bytes of its optimizer's state")
+                else:
+                    out[ask[3]][ask[1] - first : ask[2] - first] = np.frombuffer(payload, np.float32)
+            if shards.place != place:
+                return True
+            while todo and len(self.asked) < AHEAD:
+                shard, begin, end, name = todo.popleft()
+                self.requests += 1
+                self.asked[shard, self.requests] = (shard, begin, end, name)
+                shards.say(shard, [m.MomentsAsk(shards.worker, place, self.requests, begin, end, name)])
+            return not self.asked
+
+        self.engine.wait(done, WAIT_LIMIT_S, "the state of the servers' optimizer")
+        return found if shards.place == place else None
+
+
+def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
+    """Rows [tensor, name, value] of a `Moments`, of a model of so many tensors. Raises RemoteProtocolError for others."""
+    rows: Any = unpack(payload)
+
+    def sound(tensor: Any, name: Any, value: Any) -> bool:
+        known = type(tensor) is int and 0 <= tensor < tensors and type(name) is str
+        return known and (value is None or type(value) is float)
+
+    if not (isinstance(rows, list) and all(isinstance(row, list) and len(row) == 3 and sound(*row) for row in rows)):
+        raise RemoteProtocolError("a shard did not say what its optimizer keeps")
+    return rows
+
+
+def put_together(
+    known: Iterable[Any], values: Mapping[str, FloatArray], specs: Sequence[TensorSpec]
+) -> dict[int, State]:
+    """By tensor, its state. `known`: rows as in `Moments`, of pieces. `values`: float32[size of the model] of each name."""
+    states: dict[int, State] = {}
+    offsets = [0, *accumulate(spec.key_count for spec in specs)]
+    for tensor, name, value in sorted(known, key=lambda row: row[:2]):
+        if value is None:
+            part = values[name][offsets[tensor] : offsets[tensor + 1]]
+            states.setdefault(tensor, {})[name] = as_parameter(torch.from_numpy(part.copy()), specs[tensor])
+        else:
+            states.setdefault(tensor, {})[name] = torch.tensor(value)
+    return states
+
+
+def as_state_dict(inner: torch.optim.Optimizer, states: Mapping[int, State]) -> dict[str, Any]:
+    """The state_dict of `inner` with these states, by id of the parameter; of several optimizers as Optimizers has it."""
+    made = []
+    for each in each_of(inner):
+        numbered = enumerate(p for group in each.param_groups for p in group["params"])
+        made.append(each.state_dict() | {"state": {i: states[id(p)] for i, p in numbered if id(p) in states}})
+    return made[0] if len(made) == 1 else {"optimizers": made}

@@ -1,0 +1,167 @@
+"""The events that the workers of one ps-worker told it: the lines of --record, and the figures for the console."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from narrows.protocols.runtime.cli.output import as_json, open_record
+from narrows.worker.runtime.launcher_pipe import FIGURES
+
+OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() was given
+
+RANKS_MAX = 8  # that the last line names
+
+
+class WorkerRecord:
+    """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
+
+    def __init__(self, path: str, say: Callable[[str], None]) -> None:
+        self.file = open_record(path, say) if path else None
+        self.began = time.monotonic()
+        self.settings: dict[str, Any] = {}
+        self.parameters = 0
+        self.steps = 0
+        self.updates = 0  # pushed by all workers
+        self.clocks: dict[int, int] = {}
+        self.gone: set[int] = set()  # workers that have ended
+        self.last: dict[int, dict[str, float]] = {}
+        self.up: dict[int, int] = {}
+        self.down: dict[int, int] = {}
+        self.before: dict[int, tuple[int, int]] = {}  # bytes of the lives before this one
+        self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
+        self.edges = [0, 0]  # bytes up and down before the first step and after the last one
+        self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
+        self.skipped: Counter[int] = Counter()  # steps whose gradient was not finite, by rank
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def note(self, event: str, /, **values: Any) -> None:
+        if self.file is not None:
+            self.file.line(as_json({"event": event, "seconds": round(self.seconds, 6), **values}))
+
+    def take(self, local_rank: int, event: dict[str, Any]) -> None:
+        """One event of a worker's session."""
+        kind = event.pop("event")
+        if kind == "hello":
+            self.settings = self.settings or event["settings"]
+        elif kind == "model":
+            self._joined(local_rank, event["parameters"], event["clock"])
+        elif kind == "bytes":
+            before = self.before.get(local_rank, (0, 0))
+            self.up[local_rank], self.down[local_rank] = before[0] + event["up"], before[1] + event["down"]
+            self.edges = [here + more for here, more in zip(self.edges, event["edges"], strict=True)]
+            self.dropped.update(event["dropped"])
+        elif kind == "privacy":
+            self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
+            self.note(kind, local_rank=local_rank, **event)
+        elif kind in ("compress", "late"):
+            self.note(kind, local_rank=local_rank, **event)
+        elif kind == "skipped":
+            self.skipped[event["rank"]] += 1
+            self.note(kind, local_rank=local_rank, **event)
+        elif kind in ("step", "last"):
+            if kind == "step":
+                self.steps += 1
+                self.updates += event["clock"] > self.clocks.get(
+                    local_rank, 0
+                )  # one, also where rounds went by without it
+                self.clocks[local_rank] = event["clock"]
+                self.up[local_rank] += event["push_bytes"]
+                self.down[local_rank] += event["pull_bytes"]
+                self.note("step", local_rank=local_rank, **event)
+            figures = {name: value for name, value in event.items() if name not in OURS}
+            self.last.setdefault(local_rank, {}).update(figures)
+
+    def _joined(self, local_rank: int, parameters: int, clock: int) -> None:
+        if not self.parameters:
+            self.parameters = parameters
+            names = ("compress", "workers", "shards", "local_steps", "fragments")
+            told = {name: self.settings[name] for name in names}
+            versions = {"python": sys.version.split()[0]}
+            versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
+            self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
+        self.clocks[local_rank] = clock
+        self.gone.discard(local_rank)
+        self.before[local_rank] = self.up.get(local_rank, 0), self.down.get(local_rank, 0)
+        self.up[local_rank], self.down[local_rank] = self.before[local_rank]
+        self.note("member", local_rank=local_rank, how="joined")
+
+    def ended(self, local_rank: int, code: int) -> None:
+        self.gone.add(local_rank)
+        if local_rank in self.clocks:
+            self.note("member", local_rank=local_rank, how="stopped" if code else "left")
+
+    def averages(self) -> dict[str, float]:
+        """The last value of each name that record() was given, averaged over the workers that gave one."""
+        values: dict[str, list[float]] = {}
+        for own in self.last.values():
+            for name, value in own.items():
+                values.setdefault(name, []).append(value)
+        return {name: sum(each) / len(each) for name, each in sorted(values.items())}
+
+    def progress(self) -> str:
+        here = [
+            clock for local_rank, clock in self.clocks.items() if local_rank not in self.gone
+        ] or self.clocks.values()
+        return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
+
+    def _edges(self) -> str:
+        """What start and end have cost, in a clause: whole models, whatever the SPEC."""
+        size, (up, down) = 4 * self.parameters, self.edges
+        if not size or not up + down:
+            return ""
+        return f", of which start and end {up / 1e6:.2f} and {down / 1e6:.2f} ({up / size:.0f} and {down / size:.0f} models)"
+
+    def done(self, codes: list[int]) -> str:
+        """Write the last line of the record; return the last one for the console."""
+        up, down = sum(self.up.values()), sum(self.down.values())
+        # Each update carries every parameter of its fragment once; a state likewise.
+        raw = 4 * self.parameters * self.updates // self.settings.get("fragments", 1)
+        self.note(
+            "done",
+            steps=self.steps,
+            bytes_up=up,
+            bytes_down=down,
+            raw_bytes_up=raw,
+            raw_bytes_down=raw,
+            edge_bytes_up=self.edges[0],
+            edge_bytes_down=self.edges[1],
+            dropped=self.dropped,
+            skipped=self.skipped,
+            exit_codes=codes,
+            last=self.averages(),
+            **({"epsilon": self.privacy[0], "delta": self.privacy[1]} if self.privacy[1] else {}),
+        )
+        less = f" ({raw / up:.0f}x less than fp32)" if up and raw > 1.5 * up else ""
+        return "; ".join(
+            (
+                f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
+                *([_figures(self.averages(), ", ")] if self.averages() else []),
+                f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB{self._edges()}",
+                *([self._skipped()] if self.skipped else []),
+                *([f"epsilon {self.privacy[0]:.4g} at delta {self.privacy[1]:g}"] if self.privacy[1] else []),
+            )
+        )
+
+    def _skipped(self) -> str:
+        total, shown = sum(self.skipped.values()), sorted(self.skipped.items())[:RANKS_MAX]
+        ranks = [f"{count} by rank {rank}" for rank, count in shown]
+        more = ["others"] if len(self.skipped) > len(shown) else []
+        return (
+            f"{total} step{'s' * (total > 1)} skipped, for a gradient that was not finite: {', '.join([*ranks, *more])}"
+        )
+
+
+def _figures(values: Mapping[str, float], between: str) -> str:
+    return between.join(f"{name} {value:.4f}" for name, value in values.items())

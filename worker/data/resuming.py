@@ -1,0 +1,130 @@
+"""Where a worker's loader goes on when the run does: its states, by step, in a folder.
+
+A run that resumes goes back to the clock of a checkpoint, which no worker chooses or is told of before. So a worker keeps
+states of several steps, loads the newest that is not ahead of the run, and reads past what the run has used since.
+Rules
+- Going back by a steps reads past fewer than a steps, or fewer than `every`, whichever is more.
+- The number of files grows with the logarithm of the steps.
+- A run at step 0 renames the states that an earlier run has left. A run that goes back deletes those of steps that it has yet
+  to make.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.cli.output import set_aside
+from narrows.worker import session
+from narrows.worker.checkpoint.optimizer_state import write_whole
+from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild
+from narrows.worker.runtime.launcher_pipe import say
+from narrows.worker.session import rank, world_size
+
+
+def resumable(
+    loader: Any, folder: str | os.PathLike[str], *, steps: int | None = None, batches: int = 1, every: int = 50
+) -> Iterator[Any]:
+    """Batches of `loader`, epoch after epoch, from the step on that the run is at.
+
+    loader: has state_dict() and load_state_dict(), as StatefulDataLoader of torchdata and StreamingDataLoader of litdata have.
+    Its dataset is this worker's share already. A DataLoader with `sampler(dataset, batch)` goes on by itself.
+    folder: for the states of this worker's loader; one for all workers will do. batches: of a step. every: steps from one state
+    to the next.
+    steps: of the run. The batches end once it has made them, and after the last of them the module shows the shared model: the
+    optimizer calls its eval(). Without, they have no end.
+
+    Iterate it after DistributedOptimizer was made. A worker of another rank, or of a run of another size, finds no state of its
+    share, and reads past all that the run has used. Raises UsageError.
+    """
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise UsageError(
+            f"resumable got a {type(loader).__name__}, which has no state_dict: give it a StatefulDataLoader of "
+            "torchdata, or use a DataLoader with sampler(dataset, batch)"
+        )
+    if batches < 1 or every < 1:
+        raise UsageError(f"resumable(batches={batches}, every={every}): give positive numbers")
+    if steps is not None:
+        session.makes(steps)
+    return _read(loader, Path(folder), math.inf if steps is None else steps, batches, every)
+
+
+def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> Iterator[Any]:
+    ours = session.current()
+    if isinstance(ours, WorkerOfChild):
+        raise NotAWorkerError("resumable()")
+    if ours.link is not None and ours.engine is None:
+        raise UsageError(
+            "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"
+        )
+    step, states = ours.step_count, LoaderStates(folder)
+    at = states.load(step, loader)
+    passing = (step - at) * batches
+    while step < steps:
+        empty = True
+        for batch in loader:
+            empty = False
+            if passing:
+                passing -= 1
+                continue
+            yield batch
+            before, step = step, ours.step_count
+            if step // every > before // every:
+                states.save(step, loader.state_dict())
+            if step >= steps:
+                return
+        if empty:
+            raise UsageError(f"the loader of rank {rank()} has no batch: give each of {world_size()} workers a share")
+
+
+class LoaderStates:
+    """Those of this worker's loader. A file is whole or absent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stem = folder, f"narrows-loader-{rank()}-of-{world_size()}.step-"
+
+    def load(self, step: int, loader: Any) -> int:
+        """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning.
+        States ahead of it are deleted: the run has not done those steps. At step 0 they are an earlier run's, and renamed."""
+        kept = self._steps()
+        if kept and not step:
+            names = [set_aside(self._path(other)) for other in kept]
+            say(f"the states of an earlier run's loader are kept, the newest as {names[-1]}")
+            return 0
+        for ahead in [other for other in kept if other > step]:
+            self._path(ahead).unlink()
+        at = max([other for other in kept if other <= step], default=0)
+        if at:
+            loader.load_state_dict(torch.load(self._path(at), weights_only=True))
+        return at
+
+    def save(self, step: int, state: Any) -> None:
+        write_whole(self._path(step), state)
+        for between in superfluous(self._steps()):
+            self._path(between).unlink()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{self.stem}{step}.pt"
+
+    def _steps(self) -> list[int]:
+        found = (re.fullmatch(rf"{self.stem}(\d+)\.pt", path.name) for path in self.folder.glob(f"{self.stem}*.pt"))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def superfluous(steps: Sequence[int]) -> list[int]:
+    """Those of ascending steps whose neighbours are no further apart than the later one is from the newest: they may go."""
+    kept, gone = [0], []
+    for step, after in pairwise(steps):
+        if after - kept[-1] <= steps[-1] - after:
+            gone.append(step)
+        else:
+            kept.append(step)
+    return gone

@@ -1,0 +1,1 @@
+"""Several processes of one machine that are one worker."""

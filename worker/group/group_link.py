@@ -1,0 +1,243 @@
+"""How all ranks of a group speak through the session of the first one: to the servers they are one member, with a stream to
+each shard.
+
+Rules
+- Events of a shard go to the rank that has its keys, what is of the whole run goes to all, in one order.
+- It is a Unix socket in a folder that nobody else can open, and each rank proves that it is one of ours.
+- A rank that is gone without a word ends the session, and so does the first one for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, cast
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import split
+from narrows.protocols.effects import Failed, Joined, MemberEffect
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.runtime.network.sockets import Drops
+from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
+from narrows.worker.group.group import Group, GroupEndedError
+from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.member_link import Command, LinkCommands, LinkEvents, MemberLink
+
+# A rank learns of these, each with what it says but for messages, which follow as frames of their own.
+EVENTS: tuple[type[Any], ...] = (
+    *(
+        e.Started,
+        e.Moved,
+        e.Held,
+        e.BuffersWanted,
+        e.BuffersTold,
+        e.RangeTold,
+        e.AgreedTold,
+        e.ServerStops,
+        e.Left,
+        e.LinkSeen,
+        e.Failed,
+    ),
+    *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived),
+)
+OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived)
+MESSAGES = ("state", "parts")  # fields that are messages
+BYE = -1  # in place of a shard: this rank needs nothing more
+LIMIT_S = 60.0  # until all ranks have dialled
+
+
+def owner(shard: int, shards: int, ranks: int) -> int:
+    """The rank that has the keys of this shard: consecutive ones, as many as any other but for one."""
+    return next(rank for rank, (begin, end) in enumerate(split(shards, ranks)) if begin <= shard < end)
+
+
+def _send(to: Connection, head: Sequence[Any], messages: Sequence[m.Message]) -> None:
+    frames = [encode(message) for message in messages]
+    to.send_bytes(pack([*head, [len(each) for each in frames]]))
+    for each in frames:
+        for frame in each:
+            to.send_bytes(frame)
+
+
+def _receive(of: Connection) -> tuple[list[Any], list[m.Message]]:
+    head: Any = unpack(of.recv_bytes(HEADER_BYTES_MAX), HEADER_BYTES_MAX)
+    counts = head.pop()
+    return head, [decode([of.recv_bytes(PAYLOAD_BYTES_MAX) for _ in range(count)]) for count in counts]
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _hang_up(connection: Connection) -> None:
+    """The thread of ours that reads from it ends, and lets go of it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as there:
+        there.shutdown(socket.SHUT_RDWR)
+
+
+def send_event(to: Connection, event: Any) -> None:
+    values = {each.name: getattr(event, each.name) for each in fields(event)}
+    found = [values.pop(name) for name in MESSAGES if name in values]
+    messages = found[0] if found and isinstance(found[0], tuple) else found
+    _send(to, [EVENTS.index(type(event)), values], messages)
+
+
+def receive_event(of: Connection) -> Any:
+    (kind, values), messages = _receive(of)
+    names = {each.name for each in fields(EVENTS[kind])}
+    values = {name: _as_tuples(value) for name, value in values.items()}
+    if "state" in names:
+        values["state"] = messages[0]
+    elif "parts" in names:
+        values["parts"] = tuple(messages)
+    return EVENTS[kind](**values)
+
+
+class GroupLink(MemberLink):
+    """The link of the first rank, which has the session."""
+
+    ranks: Sequence[Connection] = ()  # the other ones, from 1 on
+    shards = 1
+
+    def open(self, group: Group) -> bytes:
+        """Where the others dial, and with what they prove who they are."""
+        self.folder = tempfile.mkdtemp(prefix="narrows-")
+        key = os.urandom(32)
+        self.listener = Listener(os.path.join(self.folder, "group"), "AF_UNIX", backlog=group.size, authkey=key)
+        return pack([self.listener.address, key])
+
+    def admit(self, group: Group) -> None:
+        """All of them have dialled, or raise NarrowsError."""
+        found: dict[int, Connection] = {}
+        over = threading.Event()
+
+        def accept() -> None:
+            while len(found) < group.size - 1 and not over.is_set():
+                with suppress(AuthenticationError, EOFError, OSError):  # who is none of ours
+                    one = self.listener.accept()
+                    found[int.from_bytes(one.recv_bytes(8), "big")] = one
+
+        thread = threading.Thread(target=accept, name="narrows-group", daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        over.set()
+        self.listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        missing = group.size - 1 - len(found)
+        if missing:
+            raise NarrowsError(f"processes of this group that did not dial within {LIMIT_S:.0f} s: {missing}")
+        self.ranks = [found[rank] for rank in sorted(found)]
+        for rank, one in enumerate(self.ranks, 1):
+            threading.Thread(target=self._hear_rank, args=(rank, one), name=f"narrows-rank-{rank}", daemon=True).start()
+
+    def _hear_rank(self, rank: int, one: Connection) -> None:
+        try:
+            while True:
+                (shard,), messages = _receive(one)
+                if shard == BYE:
+                    return
+                self.say(shard, messages)
+        except (EOFError, OSError):
+            self._fail(GroupEndedError(f"process {rank} of this group has ended"))
+
+    def _deliver(self, event: MemberEffect) -> None:
+        if isinstance(event, (Joined, e.Moved)):
+            self.shards = len(event.ports)
+        if isinstance(event, OF_SHARD):
+            rank = owner(event.shard, self.shards, len(self.ranks) + 1)
+            if rank:
+                self._tell(rank, event)
+            else:
+                super()._deliver(event)
+            return
+        for rank in range(1, len(self.ranks) + 1):
+            self._tell(rank, event)
+        super()._deliver(event)
+
+    def close(self) -> None:
+        super().close()
+        for one in self.ranks if os.getpid() == self._pid else ():
+            _hang_up(one)
+
+    def _tell(self, rank: int, event: MemberEffect) -> None:
+        with suppress(OSError):  # it has ended, which the thread that hears it says
+            send_event(self.ranks[rank - 1], event)
+
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        if isinstance(error, NarrowsError) and not isinstance(error, GroupEndedError):
+            for rank in range(1, len(self.ranks) + 1):
+                self._tell(rank, Failed(error.exit_code, str(error)))
+
+
+class GroupMemberLink(LinkEvents, LinkCommands):
+    """The link of any other rank: through that of the first one."""
+
+    bytes_up = bytes_down = 0  # the first rank counts
+
+    def __init__(self, address: str, key: bytes, rank: int) -> None:
+        super().__init__()
+        self.address, self.drops = address, Drops(say)
+        self._hub = Client(address, "AF_UNIX", authkey=key)
+        self._hub.send_bytes(rank.to_bytes(8, "big"))
+        threading.Thread(target=self._hear, name="narrows-group", daemon=True).start()
+
+    def _hear(self) -> None:
+        error: NarrowsError = GroupEndedError("the first process of this group has ended")
+        with suppress(EOFError, OSError):
+            while not isinstance(event := receive_event(self._hub), Failed):
+                self._deliver(event)
+            error = BY_EXIT_CODE.get(event.code, NarrowsError)(event.text)
+        self._fail(error)
+
+    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._tell(shard, messages)
+
+    def _tell(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._only_here()
+        with suppress(OSError):  # the first rank has ended, which `take` says
+            _send(self._hub, [shard], messages)
+
+    def call(self, command: Command) -> None:
+        """The first rank says it for all."""
+
+    def leave(self, clock: int) -> None:
+        if clock >= 0:  # else it has failed, and the first rank must not go on
+            self._tell(BYE, [])
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            _hang_up(self._hub)
+
+
+def joined(group: Group, let_in: Callable[[], tuple[MemberLink, Joined]]) -> tuple[MemberLink, Joined]:
+    """The link of this rank, once the first one has joined. Raises on all ranks what the first one was told."""
+    if not group.leads:
+        told: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
+        code, text, place, values = told
+        if text:
+            raise BY_EXIT_CODE.get(code, NarrowsError)(text)
+        where: Any = unpack(place)
+        # It has all that an engine asks of a link.
+        return cast(MemberLink, GroupMemberLink(where[0], where[1], group.rank)), Joined(
+            **{name: _as_tuples(v) for name, v in values.items()}
+        )
+    group.waits()
+    try:
+        hub, found = let_in()
+        assert isinstance(hub, GroupLink)
+    except NarrowsError as error:
+        group.share(pack([error.exit_code, str(error), b"", {}]))
+        raise
+    group.share(pack([0, "", hub.open(group), {each.name: getattr(found, each.name) for each in fields(found)}]))
+    hub.admit(group)
+    return hub, found

@@ -1,0 +1,1 @@
+"""Trainers of others, Ray's actors, and functions as scripts."""

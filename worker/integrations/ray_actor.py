@@ -1,0 +1,252 @@
+"""An actor of Ray that keeps ps-serve or ps-worker running on its node: ray.py makes them.
+
+The command ends with the actor, however that ends, by its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray
+from ray.util.metrics import Gauge
+
+from narrows.protocols.errors import NarrowsError, ServerLostError, UnreachableError
+from narrows.protocols.runtime.cli.output import STDERR
+from narrows.protocols.runtime.processes.children import event_of
+
+AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # the server is elsewhere by now, or comes again
+STARTS_MAX = 1000  # of one command, by one life of its actor
+PAUSE_S = 1.0  # before a command is started again
+SERVES_S = 300.0  # a server whose node has to be made first
+LOCK_S = 120.0  # the server of an actor that was killed writes its last checkpoint before another one reads it
+END_S = 60.0
+THREADS = 4  # of an actor: run, facts and stop have one each
+WAITERS = {"address": 16}  # its threads are apart: run must not wait for those that wait for an address
+LINES_MAX = 20  # of stderr, that an error shows
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what a worker
+    recorded last, in its newest step or after it; of one that made no step, what its script recorded."""
+
+    pid: int
+    process: int
+    node: str
+    starts: int
+    last: Mapping[str, float] = field(default_factory=dict)
+    waits: str = ""  # of a server: for which members its run waits, a clause
+    shares: bool = True  # the disk of its folder with whoever called train
+
+
+class CommandActor:
+    """An actor that keeps one command running on its node, until that ends for good. Its methods run in threads of their
+    own."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        flag: str,
+        follows: Any,
+        label: str,
+        folder: str = "",
+        host: str | None = None,
+        alone_s: float = math.inf,
+        mark: str = "",
+    ) -> None:
+        """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
+        `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
+        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long. mark: a file of its
+        folder, where that is on the disk of whoever asks."""
+        self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
+        self.host = ray.util.get_node_ip_address() if host == "" else host
+        self.shares = not mark or Path(mark).exists()
+        self.starts = 0
+        self.joined = self.needless = False  # the run, by this start of a worker; a command that the run has no use for
+        self.process: subprocess.Popen[str] | None = None
+        self.last: dict[str, float] = {}
+        self.said: deque[str] = deque(maxlen=LINES_MAX)
+        self.state = threading.Condition()
+        self.serves = ""  # the address, while it does
+        self.waits = ""  # as in Facts
+        self.over = False
+        self.gauges = {
+            name: Gauge(f"narrows_{name}", description=text, tag_keys=("actor",))
+            for name, text in (("clock", "updates that a worker has completed"), ("push_bytes", "of its newest step"))
+        }
+        self.tags = {"actor": label}
+        self.heard_s = time.monotonic()  # when somebody asked how far it is
+        if alone_s < math.inf:
+            threading.Thread(target=self._until_alone, args=(alone_s,), daemon=True).start()
+
+    def _until_alone(self, alone_s: float) -> None:
+        """End with whoever called train: Ray ends the workers with it, and no detached actor."""
+        while (left_s := self.heard_s + alone_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        self.stop()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def facts(self) -> NodeFacts:
+        self.heard_s = time.monotonic()
+        running = self.process is not None and self.process.poll() is None
+        process = self.process.pid if running and self.process is not None else 0
+        node = ray.get_runtime_context().get_node_id()
+        return NodeFacts(os.getpid(), process, node, self.starts, dict(self.last), self.waits, self.shares)
+
+    def address(self) -> str:
+        """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""
+        with self.state:
+            if not self.state.wait_for(lambda: self.serves or self.over, SERVES_S):
+                raise UnreachableError(
+                    f"the server did not start within {SERVES_S:.0f} s; its last lines: {self._tail()}"
+                )
+            return "" if self.over else self.serves
+
+    def stop(self) -> None:
+        """End the command; a server writes a checkpoint."""
+        self._end()
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+
+    def _end(self) -> None:
+        """Have the command end, and start none."""
+        self.over = True
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def without_server(self) -> None:
+        """The server has ended for good: end a worker that has not joined, which would ask for it until its time is over."""
+        if not self.joined:
+            self.needless = True
+            self._end()
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes of a file in the folder, none after its end or where there is no such file."""
+        try:
+            with open(Path(self.folder) / name, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
+
+    def run(self) -> tuple[int, str]:
+        """Exit code of the command, once it has ended for good, and its last lines. 0 where it is needed no more."""
+        try:
+            code, said = self._until_it_ends(), self._tail()
+        except NarrowsError as error:  # Ray wraps what another actor raised, and adds the traceback
+            code, said = error.exit_code, str(getattr(error, "cause", error))
+        with self.state:
+            self.over = True
+            self.state.notify_all()
+        return code, said
+
+    def _until_it_ends(self) -> int:
+        code = 0
+        for _ in range(STARTS_MAX):
+            server = ""
+            if self.follows is not None:
+                server = ray.get(self.follows.address.options(concurrency_group="address").remote())
+            if self.over or (self.follows is not None and not server):
+                return 0  # the run is over
+            code = self._once(server)
+            if self.needless:
+                return 0
+            if code >= 0 and code not in AGAIN:
+                break
+            time.sleep(PAUSE_S)
+        return code
+
+    def _tail(self) -> str:
+        return "; ".join(self.said)
+
+    def _once(self, server: str) -> int:
+        told, tells = os.pipe()
+        serves = self.words[0] == "serve"
+        module = f"narrows.{'ps' if serves else 'worker'}.command.cli"
+        own = ["--bind", f"tcp://{self.host}:0"] if serves else ["--record", f"/dev/fd/{tells}"]
+        handed = self._locked() if serves else tells
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *([self.flag, server] if server else []), *own, *self.words[1:]],
+                env=os.environ | {"NARROWS_EMBEDDED": "1"},
+                stdin=subprocess.PIPE,
+                stdout=tells if serves else None,
+                stderr=subprocess.PIPE,
+                pass_fds=[handed],
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            for fd in {handed, tells}:
+                os.close(fd)
+        self.starts, self.joined = self.starts + 1, False
+        if self.needless:  # it was said meanwhile
+            self._end()
+        assert self.process.stderr is not None
+        heard = threading.Thread(target=self._hear_errors, args=(self.process.stderr,), daemon=True)
+        heard.start()
+        with open(told) as lines:
+            self._hear(lines)
+        code = self.process.wait()
+        heard.join(PAUSE_S)
+        with self.state:
+            self.serves = self.waits = ""
+        return code
+
+    def _locked(self) -> int:
+        """A descriptor that holds the folder of checkpoints for this server: while another one lives, nobody reads it."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        lock = os.open(Path(self.folder) / ".lock", os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NarrowsError(f"{self.folder} is another server's: name another checkpoint_dir") from None
+                time.sleep(0.1)
+            else:
+                return lock
+
+    def _hear(self, lines: Iterable[str]) -> None:
+        """Events of a server, or the record of a ps-worker."""
+        for line in lines:
+            kind, event = event_of(line.rstrip("\n"))
+            if kind == "serves":
+                with self.state:
+                    self.serves = event["address"]
+                    self.state.notify_all()
+            elif kind == "member":
+                self.joined = True
+            elif kind == "step":
+                self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
+                for name, gauge in self.gauges.items():
+                    if name in self.last:
+                        gauge.set(self.last[name], tags=self.tags)
+            elif kind == "done":
+                self.last |= event["last"]  # with what its script recorded after the last step
+            elif kind == "noted" and event["what"] == "waits":
+                self.waits = event["values"]["waits"]
+            elif kind == "err":
+                self._say(event)
+
+    def _hear_errors(self, lines: TextIO) -> None:
+        for line in lines:
+            self._say(line.rstrip("\n"))
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        STDERR.line(line)

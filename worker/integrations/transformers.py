@@ -1,0 +1,249 @@
+"""Hugging Face's Trainer in a run: `distributed(Trainer)` is a Trainer that shares what it trains.
+
+    from narrows.worker.transformers import distributed
+    trainer = distributed(Trainer)(model, args, train_dataset=data)
+
+Rules
+- Its optimizer, its own or the script's, is a DistributedOptimizer. Its data is its share, of a stream as under DDP.
+- Its steps and its schedule are those of the run: a worker that comes late or again goes on where the run is.
+- Its checkpoints hold the shared model, whoever asks for them. The first worker of a machine saves, the others do not.
+- After train() the module holds the model that all workers end with, or the best one where Trainer has loaded that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import IterableDatasetShard
+
+from narrows.protocols.errors import UsageError
+from narrows.worker import session
+from narrows.worker.data.datasets import RunSampler
+from narrows.worker.optimizer import DistributedOptimizer, begin_anew
+from narrows.worker.runtime.device import from_first, local_rank
+from narrows.worker.runtime.launcher_pipe import say
+from narrows.worker.schedules import catch_up
+from narrows.worker.session import current, rank, step_count, world_size
+
+Base: Any = object
+OF_FIRST = "the best checkpoint of the first worker of this machine"  # which names it once it has trained
+UNKNOWN = (
+    "load_best_model_at_end: the first worker of this machine did not say where its best checkpoint is, and the model is that "
+    "which all workers ended with"
+)
+SHUFFLES = {"random": True, "sequential": False}  # what Trainer's sampling strategies are to RunSampler
+
+
+class Share(RunSampler):
+    """This worker's share of a Trainer's data; nothing once the run is over, so that no step is one too many."""
+
+    def __init__(self, trainer: Any, dataset: Any) -> None:
+        args, self.trainer = trainer.args, trainer
+        strategy = getattr(args, "train_sampling_strategy", "random")  # of transformers 5
+        if strategy not in SHUFFLES or getattr(args, "group_by_length", False):
+            raise UsageError(
+                "Trainer groups samples by length, and the workers' shares are cut at random: set "
+                "train_sampling_strategy='random' (group_by_length=False before transformers 5)"
+            )
+        batch = args.train_batch_size * args.gradient_accumulation_steps
+        drop_last, seed = (
+            args.dataloader_drop_last,
+            args.data_seed or 0,
+        )  # not args.seed, which may be each worker's own
+        super().__init__(dataset, batch, drop_last=drop_last, shuffle=SHUFFLES[strategy], seed=seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(()) if 0 < self.trainer.state.max_steps <= step_count() else super().__iter__()
+
+
+class StreamShare(IterableDataset[Any]):
+    """This worker's share of a dataset that streams, from the batch on that the run is at.
+
+    The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the last rows
+    are completed by the first. One of Hugging Face with a file for each worker is cut by files: no worker reads another's.
+    A dataset that is cut already is left as it is: by `split_dataset_by_node`, or by itself, where it asks for rank() or
+    world_size() as it is read.
+    """
+
+    def __init__(self, dataset: Any, batch: int, rank: int, size: int, seed: int) -> None:
+        self.cut = getattr(dataset, "_distributed", None) is not None
+        if not self.cut and hasattr(dataset, "shard") and getattr(dataset, "num_shards", 0) >= size:
+            dataset, self.cut = dataset.shard(num_shards=size, index=rank), True
+        self.dataset, self.batch, self.rank, self.size, self.seed = dataset, batch, rank, size, seed
+        self.used = 0  # batches of this share that the run has used before this Trainer begins
+        self.over = False  # the run has made its steps
+        self.epoch = self.passed = 0  # of the Trainer; epochs that were over before its first
+
+    def __len__(self) -> int:
+        """Rows of an epoch. Raises TypeError where the dataset has no length."""
+        rows = len(self.dataset)
+        return rows if self.cut else -(-rows // (self.batch * self.size)) * self.batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = get_worker_info()
+        number, count = (loader.id, loader.num_workers) if loader is not None else (0, 1)
+        passing = len(range(number, self.used, count)) * self.batch if not self.epoch else 0
+        while not self.over:
+            empty = True
+            for row in self._rows(self.epoch + self.passed):
+                empty = False
+                if passing:
+                    passing -= 1
+                else:
+                    yield row
+            if not passing or empty:
+                return
+            self.passed += 1
+
+    def _rows(self, epoch: int) -> Iterable[Any]:
+        """Rows of one epoch of this share."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        elif isinstance(generator := getattr(self.dataset, "generator", None), torch.Generator):
+            generator.manual_seed(self.seed + epoch)  # as Trainer does
+        before, each = session.shares_asked, iter(self.dataset)
+        try:
+            first = next(each)
+        except StopIteration:
+            return ()
+        every = chain([first], each)
+        if self.cut or session.shares_asked != before:
+            return every
+        ours: Iterable[Any] = IterableDatasetShard(every, self.batch, num_processes=self.size, process_index=self.rank)
+        return ours
+
+
+class Follows(TrainerCallback):  # type: ignore[misc]
+    """Has the state of a Trainer follow the run."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        state.global_step = step_count()
+        if (stream := self.trainer.stream) is not None:
+            stream.used = state.global_step * args.gradient_accumulation_steps
+            stream.over = 0 < state.max_steps <= state.global_step
+        # Of a Trainer: the mean loss that it logs is over the steps since.
+        self.trainer._globalstep_last_logged = self.trainer._initial_global_step = state.global_step
+        catch_up(self.trainer.lr_scheduler, state.global_step)
+        torch.manual_seed((torch.initial_seed() + rank()) % 2**63)  # else dropout is the same in all workers
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
+        missed = step_count() - state.global_step
+        state.global_step += missed
+        catch_up(self.trainer.lr_scheduler, missed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if control.should_training_stop:  # so what Trainer saves and evaluates now is what all workers end with
+            self.trainer.shared.finish()
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        """Trainer logs to the loggers of the script itself."""
+        if "loss" in (logs or {}):
+            current().record({"loss": float(logs["loss"]), "total_steps": state.max_steps})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.shared.finish()
+        state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best
+
+
+class InRun(Base):  # type: ignore[misc]
+    """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it. stream: its share
+    of data that stream."""
+
+    train_dataset: Any
+    shared: DistributedOptimizer | None = None
+    loads = 0  # of a best model, so far
+    best: str | None = None  # the newest
+    stream: StreamShare | None = None
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        self.add_callback(Follows(self))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
+        """Raises UsageError in a run for a checkpoint of Trainer's: the servers have the run's."""
+        if current().link is None:
+            made = self.shared if self.shared is not None else self.optimizer
+            if isinstance(made, DistributedOptimizer):  # a new one begins at step 0 by itself
+                begin_anew(made)
+        elif resume_from_checkpoint:
+            raise UsageError(
+                "resume_from_checkpoint: a run goes on from its server's checkpoints: start ps-serve, or a ps-worker that "
+                "embeds it, with --resume, and leave it out"
+            )
+        return super().train(resume_from_checkpoint, *args, **values)
+
+    def create_optimizer(self, *args: Any, **values: Any) -> Any:
+        if self.shared is None:
+            inner = super().create_optimizer(*args, **values)
+            own = inner if isinstance(inner, DistributedOptimizer) else DistributedOptimizer(inner, self.model)
+            self.shared = self.optimizer = own
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return Share(self, dataset) if hasattr(dataset, "__len__") else super()._get_train_sampler(dataset)
+
+    def get_train_dataloader(self) -> Any:
+        whole: Any = self.train_dataset
+        args = self.args
+        if not isinstance(whole, IterableDataset) or current().link is None:
+            return super().get_train_dataloader()
+        size, batch = world_size(), args.train_batch_size
+        self.stream = self.train_dataset = StreamShare(whole, batch, rank() % size, size, args.data_seed or 0)
+        if size > 1 and not self.stream.cut:
+            say(f"the training data stream, and are cut for {size} workers: a script need not cut them")
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset = whole
+
+    def save_model(self, *args: Any, **values: Any) -> None:
+        if local_rank():
+            return
+        if self.shared is None:
+            super().save_model(*args, **values)
+            return
+        with self.shared.shared():
+            super().save_model(*args, **values)
+
+    def _load_best_model(self) -> None:
+        """Trainer does it once it has trained: it is no update, so the run is over for this worker."""
+        assert self.shared is not None
+        self.shared.finish()
+        self.loads += 1
+        best = from_first(f"transformers-{self.loads}", str(self.state.best_model_checkpoint))
+        if best is None:
+            self.state.best_model_checkpoint = None
+            say(UNKNOWN)
+            return
+        self.state.best_model_checkpoint = self.best = best
+        super()._load_best_model()
+        if local_rank():  # else Trainer would tidy the first worker's folder, too
+            self.state.best_model_checkpoint = None
+
+    def _save_checkpoint(self, *args: Any, **values: Any) -> None:
+        if not local_rank():
+            super()._save_checkpoint(*args, **values)
+        elif self.args.load_best_model_at_end:
+            self.state.best_model_checkpoint = OF_FIRST  # so that Trainer loads one in the end
+
+
+@cache
+def distributed(trainer: type) -> Any:
+    """The class `trainer`, transformers.Trainer or one that is derived from it, for the workers of a run."""
+    return type(trainer.__name__, (InRun, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__})

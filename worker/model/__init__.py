@@ -1,0 +1,1 @@
+"""The model of a worker as arrays: parameters, buffers, optimizers, slices of it."""

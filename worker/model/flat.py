@@ -1,0 +1,381 @@
+"""The parameters of a model as one flat float32 array, in registration order, and back.
+
+Takes parameters of each dtype of protocols/config/model_spec.py: TRAINED, on any device. A complex number is two keys,
+its real and its imaginary part. Shared parameters are there once; frozen ones and those that the optimizer does not
+have are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.dlpack import from_dlpack
+
+from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.model_spec import DTYPES, TRAINED, ModelSpec, TensorSpec
+from narrows.protocols.errors import UsageError
+
+FloatArray = npt.NDArray[np.float32]
+SPARSE_ROWS, SPARSE_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
+Array: TypeAlias = (
+    Any  # float32[count] where a worker's arrays live (device_placement.py): NumPy's, or torch's on a device
+)
+
+
+class FlatSpace:
+    """Tensors that lie one after the other, as float32 keys [offsets[0], offsets[-1])."""
+
+    def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
+        self.names, self.parameters, self.offsets = names, list(parameters), offsets
+        self.versions: list[int] = []  # of the parameters, as torch counts what is written to them, when we last wrote
+        self.held: torch.Tensor | None = None  # the parameters are views of it, one after the other
+        self._places: list[int] = []
+
+    @property
+    def begin(self) -> int:
+        return self.offsets[0]
+
+    @property
+    def keys(self) -> Keys:
+        return self.offsets[0], self.offsets[-1]
+
+    @property
+    def size(self) -> int:
+        return self.offsets[-1] - self.offsets[0]
+
+    @property
+    def total(self) -> int:
+        """Keys of the whole model."""
+        return self.size
+
+    def written(self) -> None:
+        """The parameters are as we want them."""
+        self.versions = [parameter._version for parameter in self.parameters]
+
+    def overwritten(self) -> str:
+        """The first tensor that somebody else has written to since, or ""."""
+        pairs = zip(self.names, self.parameters, self.versions, strict=True)
+        return next((name for name, parameter, version in pairs if parameter._version != version), "")
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so in any process that has keys of this model; `here`: in this one."""
+        return here
+
+    def whole(self, values: FloatArray) -> FloatArray:
+        """Values of the whole model, float32[total], of which these are those of our keys, on the host."""
+        return values
+
+    def hold(self) -> None:
+        """Have the parameters lie one after the other in memory, where that can be."""
+
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        """Whether keys go from one process to another where the shards have these."""
+        return False
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        """The shards have these keys. Which of them this process exchanges."""
+        return range(len(ranges))
+
+    def memory(self, begin: int, end: int) -> torch.Tensor | None:
+        """Keys [begin, end) of the parameters as they lie in memory, unless the script has put a parameter elsewhere."""
+        if self.held is None or any(p.data_ptr() != at for p, at in zip(self.parameters, self._places, strict=True)):
+            return None
+        return self.held[begin - self.begin : end - self.begin]
+
+    @property
+    def plain(self) -> bool:
+        """Every parameter is float32, contiguous and on the CPU: keys [begin, end) of it are memory that NumPy can name."""
+        return all(_plain(parameter) for parameter in self.parameters)
+
+    def name_of(self, key: int) -> str:
+        """The tensor that has this key."""
+        return self.names[bisect_right(self.offsets, key) - 1]
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(tensor, low, high) of each tensor that has keys in [begin, end): its keys there are [low, high)."""
+        tensor = bisect_right(self.offsets, begin) - 1
+        while tensor < len(self.parameters) and self.offsets[tensor] < end:
+            low, high = max(begin, self.offsets[tensor]), min(end, self.offsets[tensor + 1])
+            if low < high:
+                yield tensor, low, high
+            tensor += 1
+
+    @torch.no_grad()
+    def write_keys(self, begin: int, values: Array) -> None:
+        """Set keys [begin, begin + len(values)) of the parameters; in one pass where they are plain."""
+        with writing(self, begin, begin + len(values)):
+            self._write_keys(begin, values)
+
+    def _write_keys(self, begin: int, values: Array) -> None:
+        held = self.memory(begin, begin + len(values))
+        if held is not None:
+            held.copy_(as_tensor(values))
+            return
+        for tensor, low, high in self.within(begin, begin + len(values)):
+            parameter, at = self.parameters[tensor], self.offsets[tensor]
+            part = values[low - begin : high - begin]
+            if _plain(parameter) and isinstance(part, np.ndarray):
+                np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
+                continue
+            numbers = real(parameter.detach())
+            flat = numbers.reshape(-1)  # a copy, where it is not contiguous
+            flat[low - at : high - at].copy_(as_tensor(part))
+            if not numbers.is_contiguous():
+                numbers.copy_(flat.view(numbers.shape))
+
+    @torch.no_grad()
+    def read_keys(self, begin: int, out: Array) -> None:
+        """Copy keys [begin, begin + len(out)) of the parameters into `out`."""
+        target = as_tensor(out)
+        held = self.memory(begin, begin + len(out))
+        if held is not None:
+            target.copy_(held)
+            return
+        for tensor, low, high in self.within(begin, begin + len(out)):
+            at = self.offsets[tensor]
+            flat = real(self.parameters[tensor]).reshape(-1)
+            target[low - begin : high - begin].copy_(flat[low - at : high - at])
+
+    def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
+        """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""
+        tensor = bisect_right(self.offsets, begin) - 1
+        gradient = self.parameters[tensor].grad
+        if end > self.offsets[tensor + 1] or gradient is None or not _plain(gradient):
+            return None
+        flat: FloatArray = gradient.detach().view(-1).numpy()
+        return flat[begin - self.offsets[tensor] : end - self.offsets[tensor]]
+
+    def zeros(self) -> FloatArray:
+        """float32[size]."""
+        return np.zeros(self.size, np.float32)
+
+    def copy(self) -> FloatArray:
+        """A copy of the parameters, float32[size]."""
+        out = np.empty(self.size, np.float32)
+        self.read_keys(self.begin, out)
+        return out
+
+    @torch.no_grad()
+    def write(self, flat: Array) -> None:
+        """Set the parameters from float32[size]."""
+        whole, held = as_tensor(flat), self.memory(*self.keys)
+        with writing(self, *self.keys):
+            if held is not None:
+                held.copy_(whole)
+                return
+            for i, parameter in enumerate(self.parameters):
+                at, numbers = self.offsets[i] - self.begin, real(parameter)
+                numbers.copy_(whole[at : at + numbers.numel()].view(numbers.shape))
+
+    def absent(self) -> list[int]:
+        """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of {name!r} is sparse, which cannot be pushed as a gradient: "
+                    "use --push update, or Embedding(sparse=False)"
+                )
+        return [i for i, parameter in enumerate(self.parameters) if parameter.grad is None]
+
+    @torch.no_grad()
+    def read_gradients(self, begin: int, out: Array) -> None:
+        """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros where there is none."""
+        whole = as_tensor(out)
+        for tensor, low, high in self.within(begin, begin + len(out)):
+            target = whole[low - begin : high - begin]
+            gradient = self.parameters[tensor].grad
+            if gradient is None:
+                target.zero_()
+            else:
+                at = self.offsets[tensor]
+                target.copy_(real(gradient).reshape(-1)[low - at : high - at])
+
+
+def plain(name: str) -> str:
+    """The name of a tensor in the model that torch.compile was given: a run's model is what an uncompiled one loads."""
+    return name.replace("_orig_mod.", "")
+
+
+class FlatModel(FlatSpace):
+    """Parameters of `model` that `optimizer` steps, but for those whose ids are `apart`: the tables that servers hold."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if is_lazy(tensor):
+                raise UsageError(
+                    f"{name!r} has no shape yet: call the model on a batch before DistributedOptimizer is made"
+                )
+        groups = [[p for p in group["params"] if id(p) not in apart] for group in optimizer.param_groups]
+        position = {id(p): g for g, group in enumerate(groups) for p in group}
+        named = [(plain(name), p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
+        missing = sum(p.requires_grad for group in groups for p in group) - len(named)
+        if missing:
+            raise UsageError(
+                f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer: give both "
+                "the same model, and make the optimizer after the last change of its parameters"
+            )
+        if not named:
+            beside = " beside its embedding tables: add one, such as a bias"
+            untrained = ": make it of model.parameters() that require a gradient"
+            raise UsageError(
+                f"the optimizer has no trainable parameter of the model given to DistributedOptimizer"
+                f"{beside if apart else untrained}"
+            )
+        for name, p in named:
+            if why := _why_not_trained(p):
+                raise UsageError(f"the parameter {name!r} {why}")
+        self.specs = tuple(TensorSpec(name, tuple(p.shape), dtype_of(p)) for name, p in named)
+        super().__init__([name for name, _ in named], [p for _, p in named], ModelSpec(self.specs, "", ()).offsets())
+        index = {id(p): i for i, (_, p) in enumerate(named)}
+        self.aliases = tuple(
+            (plain(name), index[id(p)])
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in index and plain(name) != self.names[index[id(p)]]
+        )
+        fixed = ((plain(name), fingerprint([p])) for name, p in model.named_parameters() if not p.requires_grad)
+        self.frozen = tuple((name, digest) for name, digest in fixed if digest)
+        self.rounded = [spec.name for spec in self.specs if DTYPES[spec.dtype].rounded]
+        self.model = model
+        self.group_of = [position[id(p)] for p in self.parameters]
+        self.groups = len(optimizer.param_groups)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Have the parameters lie in one tensor, float32[size], where all of them can. Then no copy of keys is of many tensors.
+        The layers of a recurrent net have one tensor of their own already, which cuDNN asks for.
+
+        Each parameter has a storage of its own, which is its part of that memory. As views of one storage each of them, and any
+        module of the model, would be saved with the memory of all; safetensors refuses such tensors."""
+        of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
+        devices = {p.device for p in self.parameters}
+        if len(devices) > 1 or any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
+            return
+        held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+        for i, parameter in enumerate(self.parameters):
+            parameter.data = from_dlpack(held[self.offsets[i] : self.offsets[i + 1]]).view(parameter.shape)
+        self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> ModelSpec:
+        groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
+        return ModelSpec(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree, frozen=self.frozen)
+
+    def kept(self) -> list[torch.Tensor]:
+        """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
+        for parameter, values in zip(self.parameters, kept, strict=True):
+            parameter.copy_(values)
+
+
+@contextmanager
+def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
+    """We write keys [begin, end) of the parameters. Torch is told of what it does not see, as where NumPy or another tensor
+    names their memory: a backward pass through values that are no more is an error then. It is no change of the script's."""
+    before = {tensor: flat.parameters[tensor]._version for tensor, _, _ in flat.within(begin, end)}
+    try:
+        yield
+    finally:
+        for tensor, version in before.items():
+            parameter = flat.parameters[tensor]
+            if parameter._version == version:
+                torch.autograd.graph.increment_version(parameter)
+            if flat.versions and flat.versions[tensor] == version:
+                flat.versions[tensor] = parameter._version
+
+
+def as_tensor(values: Array) -> torch.Tensor:
+    """The same memory."""
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: of a complex tensor [..., 2], its real and imaginary parts. A copy of a gradient that
+    torch keeps as the conjugate of another tensor."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_parameter(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Values of all keys of one tensor, float32[keys], in its shape: complex where it is."""
+    if DTYPES[spec.dtype].keys > 1:
+        return torch.view_as_complex(values.view(*spec.shape, 2))
+    return values.view(spec.shape)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """As protocols/config/model_spec.py: DTYPES names it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: torch.Tensor) -> FloatArray:
+    """The values of a strided tensor as they are, uint8[bytes], on the host."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single value of another tensor counts as contiguous too
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    raw: FloatArray = flat.view(torch.uint8).numpy()
+    return raw
+
+
+def _why_not_trained(parameter: torch.Tensor) -> str:
+    """Why no run trains this parameter, and the way out; "": it does."""
+    if dtype_of(parameter) not in TRAINED:
+        return (
+            f"is {dtype_of(parameter)}, and no optimizer of torch steps it: keep it in one of {', '.join(TRAINED)}, and "
+            "convert it in forward()"
+        )
+    if parameter.layout != torch.strided or parameter.is_conj():
+        kind = "a conjugate view" if parameter.is_conj() else str(parameter.layout).removeprefix("torch.")
+        return f"is {kind} and not a dense tensor: make it of tensor.to_dense().resolve_conj().clone()"
+    return ""
+
+
+def fingerprint(leaves: Iterable[Any]) -> str:
+    """A hash of the tensors among these, 16 digits; "": there is none. FSDP gathers what it has sharded, one by one."""
+    digest, any_ = hashlib.blake2b(digest_size=8), False
+    for leaf in leaves:
+        for part in _strided(leaf) if isinstance(leaf, torch.Tensor) else ():
+            if part.numel() and not part.is_meta:
+                any_ = True
+                digest.update(f"{part.dtype}{list(part.shape)}".encode())
+                digest.update(raw_bytes(part).data)
+    return digest.hexdigest() if any_ else ""
+
+
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that together hold what this one does: itself, but for a quantized, sparse or sharded one, and for a
+    subclass that wraps others, as torchao's are."""
+    if hasattr(tensor, "full_tensor"):
+        yield from _strided(tensor.full_tensor())
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _strided(getattr(tensor, name))
+    elif tensor.is_quantized:
+        yield tensor.dequantize()  # scales count too
+    elif tensor.layout == torch.sparse_coo:
+        known = tensor.detach().coalesce()
+        yield from (known.indices(), known.values())
+    elif tensor.layout in SPARSE_ROWS:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in SPARSE_COLUMNS:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout == torch.strided:
+        yield tensor
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and _dense(tensor)

@@ -1,0 +1,133 @@
+"""Slices of a model that FSDP2 (torch.distributed.fsdp.fully_shard) has sharded over a group: each rank exchanges what it has,
+and nothing is gathered for it.
+
+Rules
+- The servers take each rank's part of a tensor for a tensor of its own, `weight[0]`, `weight[1]`: rank after rank. All
+  ranks have as many keys as the one that has most: padding fills them up, so that a shard's keys are all of one rank.
+- FSDP sums gradients and gathers parameters. It drops what it has gathered when parameters change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.errors import UsageError
+from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
+from narrows.worker.group.group import Group
+from narrows.worker.model.flat import Array, FlatModel, real
+from narrows.worker.model.model_slices import ModelSlice
+
+PADDING = "padding"
+
+
+class FsdpSlices(ModelSlice):
+    """Raises UsageError for a model that is not sharded over this group alone, each tensor of it."""
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(flat, inner, group)
+        for name, parameter in zip(flat.names, flat.parameters, strict=True):
+            _check(name, parameter, group.size)
+        locals_ = [_local(parameter) for parameter in flat.parameters]
+        shapes: list[Any] = [
+            unpack(each, HEADER_BYTES_MAX) for each in group.told(pack([list(each.shape) for each in locals_]))
+        ]
+        self.shapes = [[tuple(shape) for shape in rows] for rows in shapes]  # of each rank
+        sizes = [sum(spec.key_count for spec in self._specs(rank)) for rank in range(group.size)]
+        self.length = max(sizes)  # of each rank's part
+        begin = group.rank * self.length
+        filled = torch.zeros(self.length - sizes[group.rank], device=locals_[0].device)
+        self.parameters = [torch.nn.Parameter(real(each)) for each in (*locals_, filled)]
+        self.names = [f"{name}[{group.rank}]" for name in (*flat.names, PADDING)]
+        self.offsets = [begin]
+        for parameter in self.parameters:
+            self.offsets.append(self.offsets[-1] + parameter.numel())
+        self.slices = [(rank * self.length, (rank + 1) * self.length) for rank in range(group.size)]
+        self.take_buffers()
+
+    def _specs(self, rank: int) -> list[TensorSpec]:
+        """The part of each tensor that this rank has."""
+        each = zip(self.flat.specs, self.shapes[rank], strict=True)
+        return [TensorSpec(f"{spec.name}[{rank}]", shape, spec.dtype) for spec, shape in each]
+
+    @property
+    def total(self) -> int:
+        return self.length * self.group.size
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
+        specs, groups = list[TensorSpec](), [list[int]() for _ in range(self.flat.groups)]
+        self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # of each tensor, those of its parts
+        for rank in range(self.group.size):
+            parts = self._specs(rank)
+            for tensor, spec in enumerate(parts):
+                if spec.size:
+                    groups[self.flat.group_of[tensor]].append(len(specs))
+                    self.numbers[tensor].append(len(specs))
+                    specs.append(spec)
+            filled = self.length - sum(spec.key_count for spec in parts)
+            if filled:
+                groups[0].append(len(specs))
+                specs.append(TensorSpec(f"{PADDING}[{rank}]", (filled,), "float32"))
+        return ModelSpec(
+            tuple(specs), optimizer, tuple(map(tuple, groups)), max_grad_norm, (), degree, frozen=self.flat.frozen
+        )
+
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        return False
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        if len(ranges) % self.group.size:
+            raise UsageError(
+                f"this run has {len(ranges)} shards, and FSDP shards the model over {self.group.size} processes: their parts "
+                f"need as many shards, or a multiple; ps-serve --shards {self.group.size}"
+            )
+        return range(*split(len(ranges), self.group.size)[self.group.rank])
+
+    def reduce(self) -> bool:
+        """FSDP has made the mean already, whatever number of samples each rank had."""
+        usable, self.samples = self.tallied(), 0
+        for parameter, ours in zip(self.flat.parameters, self.parameters, strict=False):
+            gradient: Any = parameter.grad
+            ours.grad = None if gradient is None else real(_local(gradient))
+            if ours.grad is not None and self.scale != 1.0:
+                ours.grad /= self.scale
+        return usable
+
+    def absent(self) -> list[int]:
+        return [number for tensor in self.lacking for number in self.numbers[tensor]]
+
+    @torch.no_grad()
+    def spread(self, values: Array | None = None) -> None:
+        if values is not None:
+            self.write(values)
+        self.refresh()
+
+    def refresh(self) -> None:
+        for module in self.flat.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of it that this process has."""
+    here: torch.Tensor = tensor.to_local().detach()
+    return here
+
+
+def _check(name: str, parameter: torch.Tensor, ranks: int) -> None:
+    if not isinstance(parameter, DTensor):
+        raise UsageError(f"parameter {name!r} is not sharded, and others are: call fully_shard on the whole model too")
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or mesh.size() != ranks or not isinstance(placements[0], Shard):
+        raise UsageError(
+            f"parameter {name!r} is placed as {placements} on a mesh of {list(mesh.shape)}: a group needs fully_shard over "
+            f"its {ranks} processes, and no other kind of parallelism"
+        )
+    if not parameter.to_local().is_contiguous():
+        raise UsageError(f"the part of parameter {name!r} that this process has is not contiguous in memory")

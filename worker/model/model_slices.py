@@ -1,0 +1,329 @@
+"""One rank of a group has: some of the model's keys in float32, and its part of the optimizer's state.
+
+Rules
+- The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
+- The script's model, gradients and parameter groups stay whole. The optimizer sees the slices while it steps; nobody else does.
+- All methods but those of `FlatSpace` are the group's: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.errors import UsageError
+from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
+from narrows.worker.group.group import Group
+from narrows.worker.model.flat import Array, FlatModel, FlatSpace, FloatArray, as_parameter, as_tensor, real, writing
+from narrows.worker.model.module_buffers import load_buffers, pack_buffers
+from narrows.worker.model.optimizers import each_of, why_whole
+
+State = dict[str, Any]
+SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no dimension either
+
+
+class ModelSlice(FlatSpace):
+    """The same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__([], [], [0])
+        for reason in filter(None, (why_whole(type(each)) for each in each_of(inner))):
+            raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
+        self.flat, self.inner, self.group = flat, inner, group
+        self._check_same()
+        self.slices: list[Keys] = []  # of each rank
+        self.lacking: list[int] = []  # tensors that had no gradient on any rank
+        self.samples = 0  # of this rank's gradient; 0 counts for nothing where another rank has some
+        self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
+        self.scale = 1.0  # of this rank's gradient (torch.amp.GradScaler)
+        self.finite: Callable[[], bool] = lambda: True  # whether this rank's gradient is
+
+    def _check_same(self) -> None:
+        """Raise UsageError where the ranks have different models."""
+        plans = self.group.told(hashlib.sha256(self.flat.plan("", 0.0).packed()).digest())
+        for rank, plan in enumerate(plans):
+            if plan != plans[0]:
+                raise UsageError(
+                    f"the model of process {rank} of this group is not that of process 0: build the same in each"
+                )
+
+    @property
+    def total(self) -> int:
+        return self.flat.size
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
+        """As FlatModel.plan."""
+        return self.flat.plan(optimizer, max_grad_norm, degree)
+
+    def take_buffers(self) -> None:
+        """All ranks begin with the first one's."""
+        buffers = self.group.share(pack_buffers(self.flat.model) if self.group.leads else b"")
+        if buffers and not self.group.leads:
+            load_buffers(self.flat.model, buffers)
+
+    # Steps.
+
+    def step(self, norm: float) -> None:
+        """One step of the optimizer along the gradients of this slice, clipped to the L2 norm `norm` (0: not at all)."""
+        if norm > 0:
+            self._clip(norm)
+        with self.stepped():
+            self.inner.step()
+
+    def stepped(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer steps the slice."""
+        return nullcontext()
+
+    def reduce(self) -> bool:
+        """The gradients of these keys become the mean over the ranks. False: a rank's gradient is not finite, and there is
+        none."""
+        raise NotImplementedError
+
+    def tallied(self) -> bool:
+        """Have all ranks know which tensors have a gradient, and of how many samples. Whether each rank's is finite."""
+        missing = set(self.flat.absent())
+        present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
+        self.counted, wrong, *ranks = self.group.sums([self.samples, int(not self.finite()), *present])
+        self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
+        return not wrong
+
+    def _clip(self, norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+        squares = float(torch.stack(norms).square().sum()) if norms else 0.0  # the device is waited for once
+        length = math.sqrt(self.group.sum(squares))
+        if length > norm or not math.isfinite(length):
+            torch._foreach_mul_(gradients, norm / (length + 1e-6)) if gradients else None
+
+    def absent(self) -> list[int]:
+        return self.lacking
+
+    def spread(self, values: Array | None = None) -> None:
+        """The slices, or these values of them, are the parameters of all ranks."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """The parameters of this rank were changed where they lie."""
+
+    def anywhere(self, here: bool) -> bool:
+        return bool(self.group.sums([here])[0])
+
+    def whole(self, values: FloatArray) -> FloatArray:
+        """The values of all ranks, float32[total]: each gives the values of its keys, on the host."""
+        found = torch.zeros(self.total)
+        found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
+        self.group.assemble(found)
+        whole: FloatArray = found.numpy()
+        return whole
+
+    # The optimizer's state.
+
+    def take_state(self) -> None:
+        """Keep this rank's slice of a state of whole tensors, as a script has loaded it."""
+
+    def whole_state(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer's state is of whole tensors, on the host."""
+        return nullcontext()
+
+
+class ModelCut(ModelSlice):
+    """Slices of a model that each rank has whole: gradients are summed here, and parameters gathered.
+
+    Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
+    slice, beside what the optimizer keeps of the slice.
+    """
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(flat, inner, group)
+        self.tensors: list[int] = []  # that the slice has keys of
+        flat.hold()
+        for each in each_of(inner):  # of whole tensors, whoever loads it
+            each.register_load_state_dict_post_hook(lambda _: self.take_state())
+        self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
+        self._alike()
+
+    def _alike(self) -> None:
+        """All ranks begin with the first one's parameters and buffers."""
+        self.gradient.copy_(as_tensor(self.flat.copy()))
+        self.group.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.group.size - 1))
+        self.flat.write(self.gradient)
+        self.take_buffers()
+
+    # Which keys.
+
+    def _of(self, ranges: Sequence[Keys]) -> list[Keys]:
+        """The keys of each rank."""
+        ends = [begin for begin, _ in ranges] + [self.total]
+        return [(ends[first], ends[last]) for first, last in split(len(ranges), self.group.size)]
+
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        return bool(self.slices) and self._of(ranges) != self.slices
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        """As Flat.own; the optimizer's state goes along with its keys."""
+        slices = self._of(ranges)
+        if slices != self.slices:
+            states = self._whole_states() if self.slices else None
+            self.slices = slices
+            self._cut()
+            if states is not None:
+                for tensor, state in states.items():
+                    self.inner.state[self.flat.parameters[tensor]] = state
+            self.take_state()
+        return range(*split(len(ranges), self.group.size)[self.group.rank])
+
+    @torch.no_grad()
+    def _cut(self) -> None:
+        begin, end = self.slices[self.group.rank]
+        cuts = list(self.flat.within(begin, end))
+        self.tensors = [tensor for tensor, _, _ in cuts]
+        self.held = torch.empty(end - begin, device=self.gradient.device)
+        self.flat.read_keys(begin, self.held)
+        self.parameters = [torch.nn.Parameter(self.held[low - begin : high - begin]) for _, low, high in cuts]
+        self.names = [self.flat.names[tensor] for tensor in self.tensors]
+        self.offsets = [*(low for _, low, _ in cuts), end] if cuts else [begin]
+        self._places = [parameter.data_ptr() for parameter in self.parameters]
+
+    # Steps.
+
+    def reduce(self) -> bool:
+        """The gradients of these keys become the mean over the ranks, by samples where they were counted. False: a rank's
+        gradient is not finite, and there is none."""
+        usable, total = self.tallied(), self.counted
+        weight = (self.samples / total if total else 1.0) / self.scale
+        self.samples = 0
+        if not usable:
+            return False
+        self.flat.read_gradients(0, self.gradient)
+        if weight != 1.0:
+            self.gradient *= weight
+        self.group.reduce(self.gradient, self.slices)
+        own = self.gradient[self.begin : self.offsets[-1]]
+        if not total:
+            own *= 1 / self.group.size
+        for i, (tensor, parameter) in enumerate(zip(self.tensors, self.parameters, strict=True)):
+            at = self.offsets[i] - self.begin
+            parameter.grad = None if tensor in self.lacking else own[at : at + parameter.numel()]
+        return True
+
+    @torch.no_grad()
+    def spread(self, values: Array | None = None) -> None:
+        """The slices, or these values of them, into the parameters of all ranks."""
+        held = self.flat.memory(0, self.total)
+        whole = self.gradient if held is None else held
+        assert self.held is not None
+        with writing(self.flat, 0, self.total):
+            whole[self.begin : self.offsets[-1]].copy_(self.held if values is None else as_tensor(values))
+            self.group.spread(whole, self.slices)
+            if held is None:
+                self.flat.write(whole)
+
+    # The optimizer's state.
+
+    @contextmanager
+    def stepped(self) -> Iterator[None]:
+        """The optimizer steps the slices."""
+        groups = self.inner.param_groups
+        kept = [group["params"] for group in groups]
+        slices: list[list[torch.Tensor]] = [[] for _ in groups]
+        for tensor, parameter in zip(self.tensors, self.parameters, strict=True):
+            slices[self.flat.group_of[tensor]].append(parameter)
+        try:
+            for group, ours in zip(groups, slices, strict=True):
+                group["params"] = ours
+            yield
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group["params"] = before
+
+    def take_state(self) -> None:
+        """Keep this rank's slice of a state of whole tensors, as a script has loaded it."""
+        state, groups, taken = self.inner.state, self.inner.param_groups, dict[int, State]()
+        for tensor, parameter in enumerate(self.flat.parameters):
+            if parameter in state:
+                taken[tensor] = dict(state[parameter])
+                del state[parameter]
+        with self.stepped():
+            for i, (tensor, ours) in enumerate(zip(self.tensors, self.parameters, strict=True)):
+                if tensor in taken:
+                    begin = self.offsets[i] - self.flat.offsets[tensor]
+                    keys = slice(begin, begin + ours.numel())
+                    shape, group = self.flat.parameters[tensor].shape, groups[self.flat.group_of[tensor]]
+                    values = taken[tensor].items()
+                    state[ours] = {name: _cut(name, value, shape, keys, ours, group) for name, value in values}
+
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Inside, the optimizer's state is of whole tensors, on the host."""
+        state = self.inner.state
+        with self.stepped():
+            kept = {ours: state[ours] for ours in self.parameters if ours in state}
+        whole = self._whole_states()
+        try:
+            for tensor, values in whole.items():
+                state[self.flat.parameters[tensor]] = values
+            yield
+        finally:
+            for tensor in whole:
+                del state[self.flat.parameters[tensor]]
+            with self.stepped():
+                for ours, own in kept.items():
+                    state[ours] = own
+
+    def _whole_states(self) -> dict[int, State]:
+        """By tensor; this rank's parts are no longer in the optimizer."""
+        state, parts, plain = self.inner.state, dict[tuple[int, str], torch.Tensor](), list[list[Any]]()
+        with self.stepped():
+            for tensor, ours in zip(self.tensors, self.parameters, strict=True):
+                for name, value in state[ours].items() if ours in state else ():
+                    if _is_part(name, value, ours.shape):
+                        parts[tensor, name] = value
+                        plain.append([tensor, name, str(value.dtype).removeprefix("torch."), None])
+                    elif isinstance(value, torch.Tensor):
+                        plain.append([tensor, name, str(value.dtype).removeprefix("torch."), value.tolist()])
+                    else:
+                        plain.append([tensor, name, "", value])
+                state.pop(ours, None)
+        told: list[Any] = [unpack(each, HEADER_BYTES_MAX) for each in self.group.told(pack(plain))]
+        whole: dict[int, State] = {}
+        known = {(tensor, name): (dtype, value) for rows in told for tensor, name, dtype, value in rows}
+        for (tensor, name), (dtype, value) in sorted(known.items()):
+            if not dtype:
+                found: Any = value
+            elif value is not None:
+                found = torch.tensor(value, dtype=getattr(torch, dtype))
+            else:
+                flat = torch.zeros(self.flat.specs[tensor].key_count, dtype=getattr(torch, dtype))
+                if (tensor, name) in parts:
+                    at = self.offsets[self.tensors.index(tensor)] - self.flat.offsets[tensor]
+                    flat[at : at + parts[tensor, name].numel()] = parts[tensor, name].cpu()
+                self.group.assemble(flat)
+                found = as_parameter(flat, self.flat.specs[tensor])
+            whole.setdefault(tensor, {})[name] = found
+        return whole
+
+
+def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
+    """A value of an optimizer's state has one entry for each of the parameter."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
+
+
+def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor, group: dict[str, Any]) -> Any:
+    if not _is_part(name, value, shape):
+        return placed(name, value, ours, group)
+    part = real(value.detach()).reshape(-1)[keys].to(ours.device, copy=True)
+    return part.float() if part.is_floating_point() else part
+
+
+def placed(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
+    """Where torch has it after load_state_dict: counts are on the host, but for optimizers that read them elsewhere."""
+    there = name not in SCALARS or group.get("capturable") or group.get("fused")
+    return value.to(ours.device) if there and isinstance(value, torch.Tensor) else value

@@ -1,0 +1,148 @@
+"""Module buffers (BatchNorm): those that a checkpoint of the model itself would have, and what a worker sends of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from narrows.protocols.config.model_spec import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
+from narrows.worker.model.flat import dtype_of, plain, raw_bytes
+from narrows.worker.runtime.launcher_pipe import say
+
+LONG_BUFFERS = (
+    "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
+)
+MISFIT = (
+    "the module buffer {!r} of another worker is {}, and here it is {}: it is left out; register the same buffers in each "
+    "worker, before DistributedOptimizer is made"
+)
+NOT_CARRIED = "the module buffer {!r} is {}, which is not sent: each worker keeps its own, and no checkpoint has it"
+
+
+class BufferState:
+    """The buffers of `model`. hidden: they are sent as they were before any data."""
+
+    def __init__(self, model: torch.nn.Module, hidden: bool) -> None:
+        self.model, self.hidden = model, hidden
+        self._before = pack_buffers(model) if hidden else b""
+        self._told = False  # that they are too long to be sent
+        self._misfits: set[str] = set()  # of other workers, that were named
+        for name, buffer in _persistent(model).items():
+            if not _travels(buffer):
+                say(NOT_CARRIED.format(name, _kind(buffer)))
+        self.statistics = FirstStatistics(model)
+
+    @property
+    def any(self) -> bool:
+        """Whether the model has some that are sent."""
+        return bool(self.packed())
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Copies of those that `load` may set, by name, for `put_back`. Caches that a script does not save stay its own."""
+        return {name: each.detach().clone() for name, each in _persistent(self.model).items() if _travels(each)}
+
+    @torch.no_grad()
+    def put_back(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Each buffer that is there under its name has the values of `kept` again. A script may have made some longer, deleted
+        some or added some meanwhile: these are as it left them."""
+        for name, buffer in _persistent(self.model).items():
+            if name in kept and _shape(buffer) == _shape(kept[name]):
+                buffer.copy_(kept[name])
+
+    def packed(self) -> bytes:
+        """Pack the buffers that are sent; b"" where they are too long."""
+        packed = self._before if self.hidden else pack_buffers(self.model)
+        if len(packed) <= BUFFERS_BYTES_MAX:
+            return packed
+        if not self._told:
+            say(LONG_BUFFERS.format(len(packed) / 1e6, BUFFERS_BYTES_MAX / 1e6))
+        self._told = True
+        return b""
+
+    def load(self, packed: bytes) -> None:
+        """Set the buffers that `packed` has. One that does not fit is left out, and named once. Raises RemoteProtocolError."""
+        for name, text in load_buffers(self.model, packed).items() if packed else ():
+            if name not in self._misfits:
+                self._misfits.add(name)
+                say(text)
+        self.statistics.stepped(skipped=False)
+
+
+class FirstStatistics:
+    """A copy of the running statistics of a model, as they were after the last step that was not skipped. Torch does not count
+    their changes, so they are copied after each step: they have a value for each channel."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.modules = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+        self.kept = self._copies()
+
+    def _now(self) -> list[torch.Tensor]:
+        return [
+            each for m in self.modules for each in m._buffers.values() if each is not None and each.is_floating_point()
+        ]
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in self._now()]
+
+    @torch.no_grad()
+    def stepped(self, skipped: bool) -> None:
+        """A mean that a forward pass has made NaN or infinite would stay so: where the step is skipped it goes back."""
+        now = self._now()
+        if [each.shape for each in now] != [each.shape for each in self.kept]:  # the script has made others
+            self.kept = self._copies()
+            return
+        for each, copy in zip(now, self.kept, strict=True):
+            if not skipped:
+                copy.copy_(each)
+            elif not torch.isfinite(each).all():
+                each.copy_(copy)
+
+
+def pack_buffers(model: torch.nn.Module) -> bytes:
+    """The persistent buffers of `model` by name, or b"" where it has none."""
+    arrays: dict[str, NamedArray] = {
+        name: (dtype_of(buffer), tuple(buffer.shape), raw_bytes(buffer).tobytes())
+        for name, buffer in _persistent(model).items()
+        if _travels(buffer)
+    }
+    return pack_arrays(arrays) if arrays else b""
+
+
+def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint of the model itself would have, by name."""
+    kept = model.state_dict(keep_vars=True)
+    return {plain(name): each for name, each in model.named_buffers(remove_duplicate=False) if name in kept}
+
+
+def _shape(buffer: torch.Tensor) -> str:
+    return f"{_kind(buffer)}{list(buffer.shape)}"
+
+
+def _travels(buffer: torch.Tensor) -> bool:
+    return _kind(buffer) in DTYPES and bool(DTYPES[_kind(buffer)].file)
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    """Its dtype, or its layout where it is not strided."""
+    return dtype_of(buffer) if buffer.layout == torch.strided else str(buffer.layout).removeprefix("torch.")
+
+
+def load_buffers(model: torch.nn.Module, packed: bytes) -> dict[str, str]:
+    """Set the buffers of `model` that `packed` has under the same name, shape and dtype. Raises RemoteProtocolError.
+
+    Returns:
+        For the name of each buffer that does not fit, a sentence.
+    """
+    mine, misfits = _persistent(model), dict[str, str]()
+    with torch.no_grad():
+        for name, (dtype, shape, raw) in unpack_arrays(packed).items():
+            theirs = f"{dtype}{list(shape)}"
+            if name not in mine:
+                misfits[name] = MISFIT.format(name, theirs, "not there")
+            elif (here := _shape(mine[name])) != theirs:
+                misfits[name] = MISFIT.format(name, theirs, here)
+            elif raw:
+                flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+                mine[name].copy_(flat.reshape(shape))
+    return misfits

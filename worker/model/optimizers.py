@@ -1,0 +1,194 @@
+"""Several torch optimizers as one, such as Muon for the matrices of hidden layers and AdamW for the rest.
+
+Rules
+- Groups and state are those that the optimizers have at the moment: a script, or a scheduler, may go on using each of them.
+- A closure is evaluated once, before the first optimizer steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.errors import UsageError
+
+
+def as_one(
+    inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    """One optimizer is itself. Raises UsageError for several that cannot step together, and for arguments that are no
+    optimizer and no module; `model` names the parameters."""
+    signature = "DistributedOptimizer(optimizer, model)"
+    if isinstance(inner, torch.nn.Module):
+        raise UsageError(f"{signature}: the optimizer is a {type(inner).__name__}, a module; give the optimizer first")
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"{signature}: the model is a {type(model).__name__}; give the torch.nn.Module that is trained"
+        )
+    for one in inner if isinstance(inner, Iterable) else (inner,):
+        if not hasattr(one, "param_groups"):
+            raise UsageError(f"{signature}: a {type(one).__name__} is no torch optimizer; give one, or a list of them")
+    if not isinstance(inner, Iterable):  # a container of optimizers, such as torchtitan's, is one too
+        return inner
+    each = tuple(inner)
+    if not each:
+        raise UsageError("DistributedOptimizer got an empty list: give it at least one optimizer")
+    return each[0] if len(each) == 1 else CombinedOptimizer(each, model)
+
+
+def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    return inner.optimizers if isinstance(inner, CombinedOptimizer) else (inner,)
+
+
+def why_whole(kind: type[torch.optim.Optimizer]) -> str:
+    """Why pieces of tensors cannot be stepped by an optimizer of this class each; "": they can."""
+    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
+        return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
+    return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Its groups and its state are those of all `optimizers`, and a step of it is one of each, in order."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+        self.optimizers = tuple(optimizers)
+        for optimizer in self.optimizers:
+            _check_takes_no_closure(optimizer)
+        _check_disjoint(self.optimizers, model)
+        first, *others = self.optimizers
+        # A scheduler asks for names here that it then looks for in every group.
+        self._building = True
+        common = {name: value for name, value in first.defaults.items() if all(name in o.defaults for o in others)}
+        super().__init__(self.param_groups, common)
+        self._building = False
+        self.state: Any = CombinedState(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Each optimizer gets as many of them as it has, in order. The constructor of torch sets it too, to none."""
+        if self._building:
+            return
+        if len(groups) != len(self.param_groups):
+            raise UsageError(
+                f"param_groups = ...: {len(self.optimizers)} optimizers are wrapped, which have "
+                f"{len(self.param_groups)} groups, and these are {len(groups)}: set those of each optimizer"
+            )
+        left = iter(groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(left) for _ in optimizer.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The constructor of torch adds each group. Any other is refused."""
+        if not any(param_group is group for group in self.param_groups):
+            raise UsageError(
+                f"add_param_group: {len(self.optimizers)} optimizers are wrapped, and the group may be for any of them: "
+                "call it on the one that is to step it"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The closure is evaluated once: each optimizer steps along the same gradients, as without a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state_dict of each optimizer, in order, under "optimizers"."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UsageError for a state of another number of optimizers."""
+        states = state_dict.get("optimizers", [state_dict])
+        if len(states) != len(self.optimizers):
+            raise UsageError(
+                f"this state_dict is of {len(states)} of the {len(self.optimizers)} optimizers that are wrapped: "
+                "load one that DistributedOptimizer made of as many"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class CombinedState(MutableMapping[Any, Any]):
+    """The state of several optimizers, by parameter; what is set goes to the optimizer that steps the parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def _with(self, key: Any) -> dict[Any, Any]:
+        """The state that has this key, or is to have it."""
+        for optimizer in self.optimizers:
+            if key in optimizer.state or any(key is p for g in optimizer.param_groups for p in g["params"]):
+                return optimizer.state
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._with(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._with(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._with(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        """Asking adds nothing: the states of torch are defaultdicts."""
+        return any(key in optimizer.state for optimizer in self.optimizers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for optimizer in self.optimizers for key in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self.optimizers)
+
+
+def call_step_hooks(inner: torch.optim.Optimizer, after: bool) -> None:
+    """Call the hooks of each optimizer's step as torch does before it and after it, where a server takes the step. No closure
+    is left to be called, so what a hook returns counts for nothing."""
+    for each in each_of(inner):
+        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
+        own = each._optimizer_step_post_hooks if after else each._optimizer_step_pre_hooks
+        hooks: list[Callable[..., Any]] = (
+            [*own.values(), *of_all.values()] if after else [*of_all.values(), *own.values()]
+        )
+        for hook in hooks:
+            hook(each, (each,), {})
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, such as LBFGS, cannot step without a closure."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)
+
+
+def _check_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer that cannot step without a closure."""
+    if needs_closure(optimizer):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"{name} calls its closure itself, and several optimizers step after one evaluation of it: wrap {name} alone"
+        )
+
+
+def _check_disjoint(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    """Raise UsageError naming a parameter that two of them have."""
+    names = {id(p): repr(name) for name, p in model.named_parameters()}
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            if id(p) in seen:
+                name = names.get(id(p), f"of shape {list(p.shape)}")
+                raise UsageError(f"parameter {name} is in two of the optimizers: give each parameter to one of them")
+        seen |= {id(p) for p in parameters}

@@ -1,0 +1,187 @@
+"""Tells a worker from its child processes, which are no members of a run, and answers these with what their worker knows.
+
+A worker may start any process: the processes of a DataLoader, a fork that writes a file, a program that evaluates. Each of them
+inherits the worker's variables, and a fork inherits its objects too: session, sockets without their thread, exit handlers.
+
+How it works
+1. ps-worker names the pids that may be the parent of a worker in NARROWS_STARTED_BY: that of the process that forks it, and its
+   own, where that process has died. A process with another parent is a child process.
+2. The process that opens the session names its pid and a piece of memory in NARROWS_COUNTERS. Every process that it starts
+   inherits the variable, so it knows that it is a child, and reads there how far the worker is at the moment.
+3. Each handle (Link, Group, the pipe to ps-worker) remembers the pid that made it, and refuses to work in another one. Exit
+   handlers and the hook for errors do nothing there (`only_here`).
+
+Where no session is open and ps-worker did not start the process, as under torchrun, a process may join a run, unless
+multiprocessing imports the script there or a DataLoader has started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import ParamSpec
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.processes.children import STARTED_BY
+
+SERVER = "NARROWS_SERVER"
+COUNTERS = "NARROWS_COUNTERS"  # kind, pid and memory of the process that has the session
+RUN, ALONE = "run", "alone"  # kinds
+MARK = int.from_bytes(b"narrows")  # the first value of that memory: a pid may be another process's by now
+NAMES = ("mark", "joined", "rank", "world_size", "clock", "step_count")  # int64 each
+
+Args = ParamSpec("Args")
+
+
+def only_here(function: Callable[Args, object]) -> Callable[Args, None]:
+    """`function`, which does nothing in a process that is forked from this one."""
+    pid = os.getpid()
+
+    def guarded(*args: Args.args, **values: Args.kwargs) -> None:
+        if os.getpid() == pid:
+            function(*args, **values)
+
+    return guarded
+
+
+def is_child() -> bool:
+    """True in a child process of a worker; False in a worker, and where no run is named."""
+    if not os.environ.get(SERVER):
+        return False
+    kind, pid, _ = _announced()
+    if pid == os.getpid():
+        return False
+    if started_by := os.environ.get(STARTED_BY):
+        return str(os.getppid()) not in started_by.split(",")
+    return kind == RUN or _imports() or _loads()
+
+
+def _announced() -> tuple[str, int, str]:
+    """Kind, pid and memory of the process that has opened the session, ("", 0, "") where none has."""
+    kind, pid, path = os.environ.get(COUNTERS, " 0 ").split(" ", 2)
+    return kind, int(pid), path
+
+
+def _imports() -> bool:
+    """Whether multiprocessing imports the script in this process, before it runs anything of it."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def _loads() -> bool:
+    """Whether a DataLoader has started this process."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+class SharedCounters:
+    """How far process `pid` is, in memory that its child processes read."""
+
+    def __init__(self, pid: int, memory: mmap.mmap) -> None:
+        self.pid = pid
+        self._values = memoryview(memory).cast("q")
+
+    def read(self, name: str) -> int:
+        return self._values[NAMES.index(name)]
+
+    def write(self, **values: int) -> None:
+        for name, value in values.items():
+            self._values[NAMES.index(name)] = value
+
+
+_own: SharedCounters | None = None  # of this process, or of the one that it was forked from
+
+
+def announce(kind: str) -> None:
+    """This process has a session that begins now; `tell` says how far it is."""
+    global _own
+    pid, size = os.getpid(), 8 * len(NAMES)
+    if _own is not None and _own.pid == pid:
+        os.environ[COUNTERS] = " ".join([kind, *os.environ[COUNTERS].split(" ", 1)[1:]])
+        _own.write(joined=0, clock=0, step_count=0)
+        return
+    if hasattr(os, "memfd_create"):  # nothing is left of it, however this process ends
+        number = os.memfd_create("narrows-counters")
+        path = f"/proc/{pid}/fd/{number}"
+    else:
+        number, path = tempfile.mkstemp(prefix="narrows-")
+        atexit.register(only_here(lambda: os.unlink(path)))
+    os.truncate(number, size)
+    _own = SharedCounters(pid, mmap.mmap(number, size))
+    _own.write(mark=MARK)
+    os.environ[COUNTERS] = f"{kind} {pid} {path}"
+
+
+def tell(rank: int, world_size: int, clock: int, step_count: int) -> None:
+    """So far is this process, which has joined."""
+    if _own is not None and _own.pid == os.getpid():
+        _own.write(joined=1, rank=rank, world_size=world_size, clock=clock, step_count=step_count)
+
+
+def of_parent(kind: str) -> SharedCounters | None:
+    """Counters of the worker (kind RUN), or of the script that trains alone, of which this process is a child; None where they
+    are not to be had: it has ended, or this process is older than its session."""
+    found, pid, path = _announced()
+    if found != kind or pid == os.getpid():
+        return None
+    if _own is not None and _own.pid == pid:
+        return _own
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        counters = SharedCounters(pid, mmap.mmap(file.fileno(), 8 * len(NAMES), access=mmap.ACCESS_READ))
+        if counters.read("mark") == MARK:
+            return counters
+    return None
+
+
+class NotAWorkerError(UsageError):
+    """A child process of a worker has called what a worker alone may do."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"{call} in process {os.getpid()}, which a worker has started: only the worker itself is a member of the run. Call "
+            "it in the process that ps-worker started; a program that is to train alone is started without NARROWS_SERVER"
+        )
+
+
+class WorkerOfChild:
+    """The session of a child process of a worker: it answers what the worker knows at the moment, and changes nothing."""
+
+    link = engine = group = None
+    training = 0
+    steps = batch = 0  # where a loader of this process was told
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._counters = of_parent(RUN)
+
+    def _read(self, name: str) -> int:
+        if self._counters is None or not self._counters.read("joined"):
+            raise UsageError(
+                f"{name}() in process {self.pid}, which a worker has started before it joined the run: call rank() or make "
+                "DistributedOptimizer in the worker before it starts processes"
+            )
+        return self._counters.read(name)
+
+    @property
+    def rank(self) -> int:
+        return self._read("rank")
+
+    @property
+    def world_size(self) -> int:
+        return self._read("world_size")
+
+    @property
+    def clock(self) -> int:
+        return self._read("clock")
+
+    @property
+    def step_count(self) -> int:
+        return self._read("step_count")
+
+    def record(self, values: dict[str, float]) -> None:
+        raise NotAWorkerError("record()")

@@ -1,0 +1,1 @@
+"""What a step of a worker is in each mode, and what it waits for."""

@@ -1,0 +1,69 @@
+"""A number that all workers agree on at one step (ps/coordinator/agreements.py). The main thread owns it."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect
+from narrows.worker.runtime.launcher_pipe import say
+from narrows.worker.sync.shards import WAIT_LIMIT_S
+
+if TYPE_CHECKING:
+    from narrows.worker.sync.engine import Engine
+
+DOUBLE = struct.Struct("<d")
+
+
+class Agreement:
+    """The calls of one worker, or of all ranks of a group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.ask: m.AgreeAsk | None = None  # the newest
+        self.told: e.AgreedTold | None = None
+        self.at, self.calls = -1, 0  # calls at this step of the script so far
+        self.alone = False  # it was said that no server is left to agree by
+
+    def agree(self, value: float, step: int) -> float:
+        """Return the mean of the values of all workers that call at this step. Raises NarrowsError."""
+        engine = self.engine
+        engine.waiting.poll()
+        engine.meet("agree()")
+        if engine.group is not None:
+            told = engine.group.told(DOUBLE.pack(value))
+            value = sum(DOUBLE.unpack(each)[0] for each in told) / len(told)
+        self.at, self.calls = (step, 0) if step != self.at else (step, self.calls + 1)
+        while not engine.sync.server_gone:
+            place = self._say(value)
+            engine.wait(lambda place=place: self._here(place), WAIT_LIMIT_S, "the other workers to call agree()")  # type: ignore[misc]
+            if self.told is not None and self.ask is not None and self.told.number == self.ask.number:
+                return self.told.value
+        if not self.alone:
+            self.alone = True
+            say("the server is gone, and with it the way to agree: agree() returns what this worker says")
+        return value
+
+    def _say(self, value: float) -> int:
+        """Ask, and return the place in the run that it was asked in. A worker that has to join again asks at its new clock."""
+        shards, number = self.engine.sync.shards, 1 + (self.ask.number if self.ask is not None else 0)
+        # Under gossip the server counts rounds, for it sees no updates.
+        clock = max(shards.clock, self.engine.sync.clock)
+        self.ask = m.AgreeAsk(shards.worker, shards.place, number, self.at, self.calls, clock, value, 1)
+        self.engine.link.ask_agreed(self.ask)
+        return shards.epoch
+
+    def _here(self, place: int) -> bool:
+        sync = self.engine.sync
+        told = self.told is not None and self.ask is not None and self.told.number == self.ask.number
+        return told or sync.server_gone or sync.shards.epoch != place
+
+    def handle(self, event: MemberEffect) -> None:
+        if isinstance(event, e.AgreedTold):
+            self.told = event
+        elif isinstance(event, e.Moved) and self.ask is not None:  # its answer may be of the place before
+            ask = self.ask
+            again = (ask.number, ask.at, ask.call, ask.clock, ask.value, ask.weight)
+            self.engine.link.ask_agreed(m.AgreeAsk(event.worker, event.epoch, *again))

@@ -1,0 +1,307 @@
+"""A worker of a gossip run: local steps, and between two of them the exchanges with peers. The main thread owns it.
+
+Rules
+- The server gives the first weights and introduces the peers. From then on it is not needed, but for who joins later.
+- `GossipDriver` (protocols/gossip/driver.py) decides; `GossipPeers`, on the I/O thread, says what the driver hands it.
+- After a rejoin our steps stay, only the pairs are new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from narrows.compression import Memory, parse
+from narrows.compression.codecs import raw_pieces
+from narrows.compression.sampling import gossip_sample
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.gossip.driver import GossipDriver, GossipPhase, Says
+from narrows.protocols.gossip.gain import GossipGain
+from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.outer_momentum import outer
+from narrows.protocols.member.member import Member
+from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
+from narrows.worker.model.arrays import WorkerArrays
+from narrows.worker.model.flat import Array, FloatArray
+from narrows.worker.model.optimizer_scaling import degree_of
+from narrows.worker.runtime.launcher_pipe import complain
+from narrows.worker.sync.shards import START_LIMIT_S, WAIT_LIMIT_S, ShardExchanges
+
+if TYPE_CHECKING:
+    from narrows.worker.sync.engine import Engine
+
+HAND_OVER_LIMIT_S = 60.0  # the last model is on the server within this, where there is one
+STOPPED_LIMIT_S = 8.0  # and that of a worker that is stopped: ps-worker waits twice as long
+
+
+class GossipStep:
+    """See `SyncStep`."""
+
+    late = 0
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.mode = engine, engine.mode
+        self.arrays = WorkerArrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
+        self.shards = ShardExchanges(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
+        self.gain, self.outer = self._gain(), outer(engine.settings)
+        self.driver = self._driver(-1, 0)
+        self.local_step = self.steps = 0
+        self.taken = 0  # of the local steps of this round, those that were not left out
+        self.wait_s = 0.0
+        self.staleness = 0
+        self.kept: Array | None = None  # our model, while the first weights are on their way to us again
+        self.finishing = self.server_gone = False
+        self.checkpoints: GossipCheckpoints | None = None  # from the plan on
+
+    def _gain(self) -> GossipGain | None:
+        """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
+        if self.mode.local_steps > 1:
+            return None
+        return GossipGain(
+            gossip_sample(self.engine.flat.size),
+            degree_of(self.engine.inner),
+            max(self.engine.settings.update_gain, 0.0),
+        )
+
+    def _driver(self, worker: int, round: int) -> GossipDriver:
+        settings = self.engine.settings
+        compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
+        size = self.engine.flat.size
+        mixing = Mixing(0, size, compressor, self.engine.home, lambda: Memory(seed=worker), self.gain, self.outer)
+        lease_ns = int(settings.lease * NS)
+        return GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
+
+    @property
+    def clock(self) -> int:
+        """The round that is computed."""
+        return self.driver.round
+
+    @property
+    def final_clock(self) -> int:
+        return self.shards.clock
+
+    @property
+    def buffers_clock(self) -> int:
+        """1 once all have done their last step, else 0. No server counts steps, and only one worker hands the model over."""
+        return int(self.driver.phase is GossipPhase.OVER)
+
+    @property
+    def merging(self) -> dict[str, float]:
+        if self.gain is None or not self.gain.agreement:
+            return {}
+        return {"gain": round(self.gain.factor, 4), "agreement": round(self.gain.agreement, 4)}
+
+    def weigh(self, samples: int) -> None:
+        """Who mixes has no weight."""
+
+    # Events.
+
+    def begin(self, event: e.Started) -> None:
+        """Our place in the run, or another one: then all pairs begin anew, and the model stays."""
+        before, self.driver = self.driver, self._driver(event.worker, self.driver.round)
+        self.shards.begin(event, follow=event.clock == 0)
+        if event.clock == 0:
+            self.kept = before.mixing.model if before.has_model else None
+        elif before.has_model:
+            self.driver.keep(before.mixing.model)
+        else:
+            self._say(self.driver.late(self._now()))
+
+    def _now(self) -> int:
+        return self.engine.link.clock.now()
+
+    def handle(self, event: MemberEffect) -> None:
+        if isinstance(event, e.ServerGone):
+            self.server_gone = True
+            self._tell("the server is gone; the workers go on among themselves")
+        if isinstance(event, e.ServerStops) and self._going():
+            self._push(self._with_steps(), m.HandOver.STOPPED)
+        if isinstance(event, e.GiveWeights) and event.round >= 0:
+            self._give_weights(event)
+        else:
+            self.shards.handle(event)
+        here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
+        if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY and here:
+            self.driver.found(self.arrays.pulled, self.kept)
+        self._say(self.driver.hear(event, self._now()))
+
+    def _tell(self, text: str) -> None:
+        complain(text)
+
+    def _say(self, says: Says) -> None:
+        for say in says:
+            if isinstance(say, Log):
+                self._tell(f"worker {say.values['peer']} is no longer mixed with: {say.values['why']}")
+            elif isinstance(say, e.SayEnded):
+                self.engine.link.call(lambda member, now: member.end(now))
+            else:
+                self.engine.link.call(partial(_to_peers, say))
+
+    def _wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Until `done`; time goes by for the driver too."""
+
+        def now() -> bool:
+            self._say(self.driver.go_on(self._now()))
+            if self.finishing and self.driver.may_step:  # at a new place
+                self._say(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
+            if self.driver.trouble:
+                raise NarrowsError(f"rank {self.engine.skips.rank}: {self.driver.trouble}")
+            return done()
+
+        self.engine.wait(now, limit_s, what)
+
+    # Steps.
+
+    def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Wait for the model that this worker begins with, and for its peers."""
+        self._wait(lambda: self.driver.has_model, limit_s, "a model to begin with")
+        self._wait(lambda: self.driver.phase is not GossipPhase.READY, START_LIMIT_S, "the other workers")
+        self._compose()
+        if self.checkpoints is not None:
+            self.checkpoints.begin(self.driver.round)
+
+    # Checkpoints.
+
+    def plan(self, packed: bytes) -> None:
+        """The model that this worker declares: which of a run before are in files here?"""
+        member = getattr(self.engine.link, "member", None)
+        if member is not None and member.welcome is not None:
+            self.checkpoints = GossipCheckpoints.of(self.engine.settings, member.welcome.rank, packed)
+            member.models = self.checkpoints.models()
+
+    def _give_weights(self, event: e.GiveWeights) -> None:
+        """Give this shard its keys of the model of a round of the run before."""
+        model = self.checkpoints.read(event.rank, event.round) if self.checkpoints is not None else None
+        if model is None:
+            raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
+        exchange = self.shards.exchanges[event.shard]
+        begin, end = exchange.replica.begin, exchange.replica.end
+        self.shards.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
+
+    def _keep(self, last: bool = False) -> None:
+        """Write the model of the round that is done, where that is due. `last`: this worker ends."""
+        checkpoints = self.checkpoints
+        if checkpoints is not None and (last or checkpoints.due(self.driver.round)):
+            checkpoints.write(self.driver.round, self.engine.home.host(self._with_steps()).copy())
+        if checkpoints is not None and last:
+            checkpoints.end()
+
+    def _compose(self) -> None:
+        """The model, into the parameters."""
+        self.engine.home.copy(self.driver.mixing.model, self.arrays.base)
+        self.arrays.show(())
+
+    def _moved(self) -> Array:
+        """Return what the parameters have moved by since they were composed."""
+        moved = self.engine.home.empty(self.engine.flat.size)
+        self.engine.flat.read_keys(0, moved)
+        moved -= self.arrays.start
+        return moved
+
+    def _going(self) -> bool:
+        return self.driver.has_model and self.driver.phase is not GossipPhase.READY
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        engine = self.engine
+        self._wait(self._going, START_LIMIT_S, "the other workers")
+        loss = engine.optimize(closure)
+        self.local_step += 1
+        self.taken += not engine.skips.newest
+        if self.local_step >= self.mode.local_steps:
+            self._round()
+        return loss
+
+    def _round(self) -> None:
+        before, number = time.monotonic(), self.driver.round
+        moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # it may be the script that has
+        self._say(self.driver.step(moved, self._now()))
+        self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
+        self.wait_s = time.monotonic() - before
+        self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
+        self.local_step = self.taken = 0
+        self._compose()
+        self._keep()
+
+    # The shared model and the end.
+
+    def shared(self) -> Array:
+        """Under gossip each worker has a model of its own: that, as last mixed."""
+        return self.driver.mixing.model
+
+    def flush(self, last: bool) -> Array:
+        """Mix with whoever asks until all are done, then take the mean of all models; not `last`: keep this worker's own."""
+        if not last:
+            self._wait(self._going, START_LIMIT_S, "the other workers")
+            return self._with_steps()
+        self._wait(self._going, START_LIMIT_S, "the other workers")
+        self._say(self.driver.finish(self._moved(), self._now()))
+        self.finishing = True
+        self._wait(lambda: self.driver.phase is GossipPhase.OVER, WAIT_LIMIT_S, "the other workers to finish")
+        self._compose()
+        self._wait(lambda: self.driver.delivered, WAIT_LIMIT_S, "the peers to have it")
+        self._hand_over()
+        self._keep(last=True)
+        return self.driver.mixing.model
+
+    def _with_steps(self) -> Array:
+        """A copy of this worker's model, with the steps since the last round."""
+        model = self.engine.home.empty(self.engine.flat.size)
+        self.engine.home.copy(self.driver.mixing.model, model)
+        if self.driver.may_step and not self.finishing:  # else these steps are in it
+            model += self._moved()
+        return model
+
+    def stopped(self) -> None:
+        """This worker is stopped before its last step: hand over its model, which nobody else has."""
+        self._keep(last=self._going())
+        if self._going() and not self.shards.clock:  # else the server had asked for it
+            self._give(self._with_steps(), m.HandOver.STOPPED, STOPPED_LIMIT_S)
+
+    def _hand_over(self) -> None:
+        """The last model, to the server: by the one with the lowest id, for all."""
+        if not any(peer < self.shards.worker for peer in self.driver.exchanges.pairs):
+            self._give(self.driver.mixing.model, m.HandOver.LAST, HAND_OVER_LIMIT_S)
+
+    def _push(self, model: Array, kind: m.HandOver) -> None:
+        """Give the server this model, where it is still there."""
+        if self.server_gone or any(not exchange.may_push for exchange in self.shards.exchanges):
+            return
+        self.shards.samples_pending = kind
+        for shard, replica in enumerate(self.shards.replicas):
+            pieces = self.engine.home.raw_pieces(
+                model[replica.begin : replica.end], replica.begin, parts(replica.begin, replica.end)
+            )
+            for part, piece in enumerate(pieces):
+                self.shards.send_part(shard, part, len(pieces), piece)
+        self.shards.handed_over()
+
+    def _give(self, model: Array, kind: m.HandOver, limit_s: float) -> None:
+        """Give the server this model, and wait until it has it."""
+        epoch = self.shards.epoch
+        self._push(model, kind)
+
+        def taken() -> bool:
+            gone = self.server_gone or self.shards.epoch != epoch
+            return gone or not any(exchange.in_flight for exchange in self.shards.exchanges)
+
+        try:
+            self._wait(taken, limit_s, "the server to take the model")
+        except NarrowsError as error:
+            self._tell(f"{error}; it is here only")
+
+    def residual(self) -> FloatArray | None:
+        """Nothing is kept back: what a compressor left out is in the model, and comes later."""
+        return None
+
+    def load_residual(self, whole: FloatArray) -> None:
+        """Drop it: it is of another mode, and has no place here."""
+
+
+def _to_peers(say: PeerSay, member: Member, now_ns: int) -> list[MemberEffect]:
+    return member.peers.carry_out(say, now_ns) if member.peers is not None else []

@@ -1,0 +1,99 @@
+"""The counters of a worker, for its record and for the summary that its heartbeats carry. The main thread counts; the
+I/O thread reads at each heartbeat, so a step costs no more than the counting."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.worker.runtime.member_link import MemberLink
+
+if TYPE_CHECKING:
+    from narrows.worker.sync.engine import Engine
+
+# Updates: of what is known to train a GPT holds back 17 (docs/results.md). The digits of README hold back 20, and 60 at their
+# end, where the rate falls and updates are short.
+HELD_BACK_MAX = 100.0
+HELD_BACK_OF = 64  # pushes that the median is taken of: a single update may be short
+SHOWN = ("loss", "total_steps")  # of what record() is given, what a summary has
+
+
+class WorkerMetrics:
+    """The figures of one engine's steps."""
+
+    def __init__(self, engine: Engine, link: MemberLink) -> None:
+        self.engine, self.link = engine, link
+        self.steps = self.updates = 0
+        self.samples = 0  # that loaders have given for these steps
+        self.clock = engine.sync.clock
+        self.staleness = 0
+        self.stale = [0] * (len(STALE) + 1)
+        self.merging: dict[str, float] = {}
+        self.held = deque[float](maxlen=HELD_BACK_OF)
+        self.warned = False
+        self.shown: dict[str, float] = {}
+        self.spent = (0.0, 0.0)  # on waiting and encoding, up to the newest step
+        self.began_s = self.stepped_s = time.monotonic()
+        self.before = engine.tuning.spent_s
+
+    def stepped(self, batch: int) -> dict[str, float]:
+        """One more step, of so many samples in each process of a group, 0: nobody has said; its seconds, for the record."""
+        now_s, before_s, before = time.monotonic(), self.stepped_s, self.spent
+        sync = self.engine.sync
+        self.steps += 1
+        self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
+        self.updates += sync.clock > self.clock  # one, also where rounds went by without it
+        self.clock, self.merging = sync.clock, sync.merging
+        self.staleness = max(0, sync.staleness)
+        self.stale[sum(self.staleness > end for end in STALE)] += 1
+        self.stepped_s, (waited, encoded) = now_s, self.engine.tuning.spent_s
+        self.spent = waited - self.before[0], encoded - self.before[1]
+        seconds = {"step_seconds": now_s - before_s, "encode_seconds": self.spent[1] - before[1]}
+        return {name: round(value, 6) for name, value in seconds.items()}
+
+    def warning(self) -> str:
+        """Once, after a step: a sentence where compression holds back more than is known to train, else ""."""
+        self.held.append(self.merging.get("held_back", 0.0))
+        held = statistics.median(self.held)
+        if held <= HELD_BACK_MAX or len(self.held) < HELD_BACK_OF or self.warned:
+            return ""
+        self.warned = True
+        return (
+            f"holding back {held:.0f} times what one update moves: --compress {self.engine.settings.compress} lets too little "
+            "through, and the run may drift; take a denser SPEC"
+        )
+
+    def record(self, values: dict[str, float]) -> None:
+        self.shown |= {name: values[name] for name in SHOWN if name in values}
+
+    @property
+    def left_steps(self) -> int:
+        sync = self.engine.sync
+        taken = self.clock * self.engine.mode.local_steps + sync.local_step
+        return int(max(0.0, min(self.shown.get("total_steps", 0.0), 1e15) - taken))
+
+    def rows(self) -> tuple[SummaryRow, ...]:
+        """The summary row of this worker alone."""
+        waited, encoded = self.spent
+        summary = Summary(
+            clock=self.clock,
+            steps=self.steps,
+            updates=self.updates,
+            samples=self.engine.tuning.sampled or self.samples,
+            compute_seconds=max(0.0, self.stepped_s - self.began_s - waited - encoded),
+            encode_seconds=encoded,
+            wait_seconds=waited,
+            bytes_up=self.link.bytes_up,
+            bytes_down=self.link.bytes_down,
+            staleness=self.staleness,
+            stale=tuple(self.stale),
+            held_back=self.merging.get("held_back", 0.0),
+            dropped=sum(self.link.drops.counts.values()),
+            loss=self.shown.get("loss"),
+            left_steps=self.left_steps,
+            skipped=self.engine.skips.steps,
+        )
+        return (SummaryRow((), "", "", summary),)

@@ -1,0 +1,88 @@
+"""Measures what the clocks of one engine cost, from which `auto` chooses a SPEC. The engine's thread owns it.
+
+Rules
+- A clock ends when its update is pushed. Its time is waiting, encoding, or computing, which is all that is neither.
+- A run without `auto` has ladders of one rung: nothing is ever chosen, and the link is not asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from narrows.compression import Compressor, ladder, parse
+from narrows.compression.auto import Auto, Clock, Switch
+from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.effects import NS, LinkSeen
+from narrows.worker.group.group import Group
+
+
+class CodecTuning:
+    """The present compressor of an engine, and the switches to be reported."""
+
+    def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.count, self.now_s = count, now_s
+        self.waited_s = self.encode_s = 0.0  # of this clock
+        self.spent_s = (0.0, 0.0)  # on waiting and on encoding, since this worker began
+        self.sampled = 0  # samples of all that it pushed, as step_samples() was told
+        self.ended_s: float | None = None  # when the last clock ended
+        self.seen: list[LinkSeen] = []  # of this clock
+        self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out
+        self.change(settings)
+
+    def change(self, settings: Settings) -> None:
+        """From the present clock on the run has this plan."""
+        self.plan, self.mode = settings.plan_number, settings.mode()
+        mode = self.mode
+        # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
+        sparse = mode.rule is not Rule.OPTIMIZER
+        up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
+        self.auto = Auto(up, down, self.count, mode.window)
+        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
+        self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
+        self.compressor: Compressor = parse(self.auto.up)
+
+    def waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self.spent_s = self.spent_s[0] + seconds, self.spent_s[1]
+
+    def encoded(self, seconds: float) -> None:
+        self.encode_s = seconds
+        self.spent_s = self.spent_s[0], self.spent_s[1] + seconds
+
+    @property
+    def coding(self) -> str:
+        """The SPEC that published states are to be coded with; "" where that is not ours to say, or not known yet."""
+        return self.auto.down if self.chooses_down and self.auto.chosen else ""
+
+    def pushed(self, clock: int, group: Group | None = None) -> bool:
+        """The update before `clock` is pushed. Whether `compressor` or `coding` is another one from now on; the first rank of a
+        group chooses for all."""
+        now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
+        cost = Clock(
+            compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
+            encode_s=self.encode_s,
+            up_bytes=sum(each.up_bytes for each in seen),
+            up_s=sum(each.up_ns for each in seen) / NS,
+            down_bytes=sum(each.down_bytes for each in seen),
+            down_s=sum(each.down_ns for each in seen) / NS,
+            round_trip_s=seen[-1].round_trip_ns / NS if seen else 0.0,
+        )
+        self.ended_s, self.waited_s = now_s, 0.0
+        if before_s is None or not self.chooses:
+            return False  # what came before the first push is no clock: imports, data, the first weights
+        self.seen = []
+        switch = self.auto.clock(cost) if group is None or group.leads else None
+        if group is not None:
+            before = self.auto.at, self.auto.chosen
+            at, chosen = group.of_first(self.auto.at, self.auto.chosen)
+            self.auto.at, self.auto.chosen = at, bool(chosen)
+            if switch is None and before == (self.auto.at, self.auto.chosen):
+                return False
+        elif switch is None:
+            return False
+        self.compressor = parse(self.auto.up)
+        if switch is not None:
+            self.switches.append((clock, switch))
+        return True
