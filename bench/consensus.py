@@ -5,7 +5,7 @@
 
 Rules
 - Models begin as normal values of their own and take no steps; nothing but mixing moves them. The network is that of
-  tests/simulation/gossips.py.
+  tests/simulation/gossip_runs.py.
 - "Measured" is the L2 distance of all models to their mean after so many rounds, of what it was at first. "Predicted" is the
   same for the product of the rounds' matrices, on the same models, in float64. "Gap" is that product's second largest
   singular value to the power 1/rounds: what a round leaves of any distance at most, over ROUNDS.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from simulation.gossips import COUNT, Net
+from simulation.gossip_runs import COUNT, Net
 
 from narrows.protocols.config.topology import TOPOLOGIES, edges
 

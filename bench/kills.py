@@ -10,7 +10,7 @@ Rules
   cluster's server with all its shards. A standby that was lost or serves is replaced by another before the next strike. Without
   a standby ps-serve, or the server of a cluster, dies once: the workers end with 6, and `--resume` goes on to the last step.
 - The updates that each worker was acknowledged are held against those that each shard of who serves last has folded
-  (tests/kit/logs.py), on both levels. If a life was ended, they are held against those that it had folded.
+  (tests/kit/fold_logs.py), on both levels. If a life was ended, they are held against those that it had folded.
 - A stall is the longest time in which no worker came to a clock beyond those before. Times are those of ps-worker's record,
   less what the worker that came there had waited for a strike.
 - Losses of undisturbed runs are of `--seeds` seeds, the least and the greatest; all others have seed 0.
@@ -37,7 +37,7 @@ from chaos import Worker, children_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from kit.logs import folded, settled, telling, wrong
+from kit.fold_logs import folded, settled, telling, wrong
 from kit.processes import Command, Server, alive, parent, serving, started, until
 
 # digits at a pace. Late in the run workers wait while somebody is still to be killed: whoever takes the place of the one before

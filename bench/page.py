@@ -30,7 +30,7 @@ from link import Way
 
 sys.path.insert(0, str(launch.ROOT / "tests"))
 from kit.browser import Browser, browser, missing
-from kit.glance import figures
+from kit.record_events import figures
 
 from narrows.ps.dashboard.reading import RecordReader, frames
 

@@ -195,7 +195,8 @@ def scale(file: str, places: str) -> None:
 
 
 def optimum(seeds: int) -> None:
-    """The plans of moves alone beside the cheapest of all, on networks drawn as tests/protocols/test_choosing.py draws them."""
+    """The plans of moves alone beside the cheapest of all, on networks drawn as tests/unit/ps/test_planner_choose.py
+    draws them."""
     print(
         "| hosts | networks | within 0.1 % | within 1 % | mean | worst | all plans, CPU s | moves, CPU s |\n|"
         + "---|" * 8

@@ -10,8 +10,9 @@
     python bench/simulate.py --gossip --workers 1000 --topology ring --compress int8
                                                             the same of a gossip run, and of its bytes
 
-Kinds of runs are those of tests/simulation/kinds.py. `--above all --sync all` is every pair of modes, `--clusters 0` puts all
-workers below the root. Runs without faults are tests/simulation/trees.py's and rounds.py's. Exit code 1 where one failed.
+Kinds of runs are those of tests/simulation/run_kinds.py. `--above all --sync all` is every pair of modes, `--clusters
+0` puts all workers below the root. Runs without faults are tests/simulation/trees.py's and gossip_timing.py's. Exit
+code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from simulation import rounds as gossip
+from simulation import gossip_timing as gossip
 from simulation.actors import Kit
-from simulation.forms import Forms, explained, measured_s
-from simulation.gossips import COUNT
-from simulation.kinds import KINDS, mixed, shares
-from simulation.mirrors import Violation
-from simulation.planted import PLANTED, WITHIN, Found, find
+from simulation.closed_forms import Forms, explained, measured_s
+from simulation.gossip_runs import COUNT
+from simulation.mirror import Violation
+from simulation.planted_bugs import PLANTED, WITHIN, Found, find
+from simulation.run_kinds import KINDS, mixed, shares
 from simulation.trees import SYNCS, Tree, tree_of
 
 from narrows.protocols.config.topology import TOPOLOGIES

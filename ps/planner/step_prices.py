@@ -3,7 +3,7 @@
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
 bytes. How long its clock takes of them say the closed forms of `CodecCost`, from compression/predict.py. A run with a
 bound waits for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the
-samples of all. A cluster computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds
+samples of all. A cluster computes H clocks of its own, H the local steps above. tests/unit/ps/test_planner_choose.py holds
 these forms to simulated runs.
 
 Rules of links

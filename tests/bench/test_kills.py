@@ -12,7 +12,7 @@ STEPS = 60  # the last fifth of them waits until a standby that was killed has o
 
 
 def test_a_standby_is_killed_twice_and_nothing_is_lost(tmp_path: Path) -> None:
-    """tests/system/test_kills.py kills workers and shards."""
+    """tests/system/test_shard_kills.py kills workers and shards."""
     out = tmp_path / "kills.json"
     words = ["--modes", "bsp", "--roles", "the standby", "--steps", f"{STEPS}", "--jobs", "1", "--out", str(out)]
     told = CliRunner().invoke(main, words)

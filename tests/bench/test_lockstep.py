@@ -16,7 +16,7 @@ import pytest
 import replicas
 import torch
 from click.testing import CliRunner
-from kit.merging import TrueGain
+from kit.gain_reference import TrueGain
 from lockstep import Case, Runs
 from replicas import Task
 from torch import Tensor

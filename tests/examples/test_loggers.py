@@ -1,5 +1,5 @@
 """record() with the real TensorBoard and W&B: what reaches their files. `make examples` installs them.
-tests/runs/test_forwarding.py has the rules, without them."""
+tests/unit/worker/test_logger_forwarding.py has the rules, without them."""
 
 from __future__ import annotations
 

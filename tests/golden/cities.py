@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from kit.scripts import seeded, tree
 from kit.tasks import load
-from kit.trees import family, root_model
+from kit.two_levels import family, root_model
 from torch import nn
 
 from golden.digests import Entries, arrays_digest

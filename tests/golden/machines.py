@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 from simulation.actors import TIMING, Kit, PlainSGD, Process
 from simulation.campaigns import Run, case_of
-from simulation.kinds import KINDS
-from simulation.mirrors import Violation
+from simulation.mirror import Violation
+from simulation.run_kinds import KINDS
 from simulation.trees import Tree, fault_case
 
 from golden.digests import Entries, digest, plain, said

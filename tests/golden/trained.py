@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from kit.in_process import Cluster
 from kit.scripts import Array, alone, build, flat, loss_of, run, train, tree
-from kit.trees import family, root_model
+from kit.two_levels import family, root_model
 from torch import nn
 
 from golden.digests import Entries, arrays_digest, digest

@@ -432,7 +432,7 @@ def odd_streams() -> None:
 def simulated_orders() -> None:
     """Nothing that launches, copies and the host do with the same memory may happen at once."""
     if cuda_jit.SIMULATED:
-        from kit.orders import orders
+        from kit.device_orders import orders
 
         orders()
 

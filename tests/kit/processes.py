@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from kit.nursery import FORKED, Forked, nursery
+from kit.command_forker import FORKED, Forked, nursery
 from kit.scripts import flat
 from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import RunSession

@@ -14,7 +14,7 @@ from narrows.compression import (
 )
 
 # Arrays on a device and boxes are tried with these: each mode once, and the SPECs of README. Each mode has two of them: what is
-# sent of an update does not depend on the mode, and tests/compression/test_device.py compares each SPEC's bytes.
+# sent of an update does not depend on the mode, and tests/unit/compression/test_device.py compares each SPEC's bytes.
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
     "bsp, updates": {"sync": "bsp", "push": "update"},

@@ -19,12 +19,12 @@ import pytest
 import torch
 import zmq
 from kit import in_process
+from kit.gossip_reference import STEPS, TRAINS, adamw, ends, matrix, reference, sgd
 from kit.in_process import store_of, together
-from kit.mixed import STEPS, TRAINS, adamw, ends, matrix, reference, sgd
 from kit.processes import Worker, descendants, serving, started, until
 from kit.scripts import Array, Run, alone, build, distance, flat, loss_of, run
-from simulation.gossips import COUNT, LEASE_NS, Campaign, Net, bad
-from simulation.mirrors import Violation
+from simulation.gossip_runs import COUNT, LEASE_NS, Campaign, Net, bad
+from simulation.mirror import Violation
 
 from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW
@@ -215,7 +215,7 @@ def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
 
 def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
     """Workers that join, die, are taken for dead, are done early; a server that dies; rosters, loss and delay at random."""
-    runs = [Campaign(seed) for seed in range(24, 60)]  # tests/simulation/test_kinds.py has those before
+    runs = [Campaign(seed) for seed in range(24, 60)]  # tests/simulation/test_run_kinds.py has those before
     for run_ in runs:
         run_.run()
     for fault in ("lost", "duplicated", "reordered", "worker crashed", "worker expired", "server crashed"):

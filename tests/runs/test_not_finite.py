@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from kit.liars import LIAR, NOISY, ended
+from kit.lying_worker import LIAR, NOISY, ended
 
 from narrows.compression import PayloadError, codecs, parse
 from narrows.compression.codecs import VOID, Piece, raw_pieces

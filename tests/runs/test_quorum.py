@@ -17,9 +17,9 @@ import pytest
 import torch
 from kit.in_process import Cluster, Link, store_of
 from kit.processes import SCRIPT, finished, serving, started, until
-from kit.pumped import Faults as LinkFaults
-from kit.pumped import Script, pump, steps
 from kit.scripts import Array, build, flat, loss_of, run, tree
+from kit.virtual_time import Faults as LinkFaults
+from kit.virtual_time import Script, pump, steps
 from simulation.actors import PLANS, update_of
 from simulation.campaigns import MODES, Run, case_of
 from simulation.network import MS, Faults, Random

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kit.liars import LIAR, TAUGHT, ended
+from kit.lying_worker import LIAR, TAUGHT, ended
 
 from narrows.compression.codecs import Piece, raw_pieces
 from narrows.protocols.config.robust import Robust

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import bags
+from kit import embedding_model
 from kit.groups import groups
 from kit.scripts import Array, batch, build, distance, flat, loss_of, run, seeded
 
@@ -223,12 +223,12 @@ def test_a_closure_that_makes_one_changes_nothing(mode: str, make: Make) -> None
 def test_a_row_of_a_table_is_looked_at_too() -> None:
     """The step is skipped for the table and for the rest."""
     with run(Settings(sync="bsp", shards=2)) as started:
-        model = bags.Bags()
-        optimizer = DistributedOptimizer(bags.OPTIMIZERS["Adagrad"](model), model)
+        model = embedding_model.Bags()
+        optimizer = DistributedOptimizer(embedding_model.OPTIMIZERS["Adagrad"](model), model)
         losses = []
         for step in range(8):
             optimizer.zero_grad()
-            loss = bags.loss_of(model, step)
+            loss = embedding_model.loss_of(model, step)
             (loss * (math.inf if step == 2 else 1.0)).backward()
             optimizer.step()
             losses.append(float(loss.detach()))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.in_process import store_of
 from kit.scripts import Run, build, distance, flat, loss_of, run
-from kit.streaming import DENSE, OUTER, RATE, SIZE, Array, Flat, Reference, compare, first, target, train
+from kit.streaming_reference import DENSE, OUTER, RATE, SIZE, Array, Flat, Reference, compare, first, target, train
 
 from narrows.compression import ErrorFeedback, accumulate, parse
 from narrows.compression.codecs import CODED, RAW, raw_pieces

@@ -47,10 +47,10 @@ from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.changes import LoadArrays
 from narrows.ps.store.reshard_arrays import recut
-from simulation.lives import Kept, Kill
-from simulation.mirrors import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
+from simulation.mirror import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
 from simulation.network import Simulator
-from simulation.ranges import IDLE_NS, SIZE, Work
+from simulation.sample_ranges import IDLE_NS, SIZE, Work
+from simulation.shard_kills import Kept, Kill
 
 CLOCKS = 20
 CLOCKS_APART_NS = 3600 * NS  # of any two processes

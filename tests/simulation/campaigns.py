@@ -24,10 +24,10 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import decode, encode
 from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, TABLE, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
-from simulation.lives import Kill, killed
-from simulation.mirrors import BOTH, DOWN, UP, FloatArray, Violation
+from simulation.mirror import BOTH, DOWN, UP, FloatArray, Violation
 from simulation.network import MS, Faults, Random, Simulator
-from simulation.ranges import EPOCHS, Work
+from simulation.sample_ranges import EPOCHS, Work
+from simulation.shard_kills import Kill, killed
 
 Trace = Callable[[int, str, m.Message | None], None]
 

@@ -15,7 +15,7 @@
     progress      no wait is longer than a lease and the repeats of what was lost; every run ends
     restarts      go back to a checkpoint that all shards have, and say which clocks are lost
 
-The state that a shard must hold is in mirrors.py. The state of machines is looked at only to be compared.
+The state that a shard must hold is in mirror.py. The state of machines is looked at only to be compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.replication.events import MachineEvent
-from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
+from simulation.mirror import BOTH, FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:
     from simulation.actors import Process, Worker

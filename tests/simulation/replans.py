@@ -4,7 +4,7 @@ can break these:
     one plan      whoever has a place in a generation, shard or worker, has the plan of that generation
     at a clock    no clock is pushed under two plans
     the bound     a worker computes on states that are as new as its plan wants them (invariants.py, by its settings)
-    nothing lost  as where keys move (moves.py): a change of the plan is a move over the same shards
+    nothing lost  as where keys move (resharding.py): a change of the plan is a move over the same shards
 
 A worker's measurements are made up: its true link has no rate. The coordinator's decisions on them are not.
 """
@@ -27,9 +27,9 @@ from narrows.ps.planner.codec_costs import coded
 from narrows.ps.replication.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
-from simulation.mirrors import FloatArray, Violation
-from simulation.moves import MoveChecker, Moved, Moves, movable
+from simulation.mirror import FloatArray, Violation
 from simulation.network import Random
+from simulation.resharding import MoveChecker, Moved, Moves, movable
 
 CLOCKS = 60  # of each worker: three times what other runs have, for a plan takes its time
 OWN_S = 0.05

@@ -28,7 +28,7 @@ from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
 from narrows.ps.replication.standby import Standby
 from narrows.ps.shard.reports import COORDINATOR
-from simulation.mirrors import Violation
+from simulation.mirror import Violation
 from simulation.network import MS, Faults, Random, Simulator
 
 Trace = Callable[[int, str, Any], None]

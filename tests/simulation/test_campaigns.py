@@ -36,9 +36,9 @@ from narrows.ps.store.changes import Change, FloatArray, Fold, Terms
 from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
+from simulation.bug_hunt import hunt
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
-from simulation.hunt import hunt
-from simulation.mirrors import Violation
+from simulation.mirror import Violation
 from simulation.network import Faults, Random
 from simulation.scenario import play
 

@@ -15,8 +15,8 @@ from narrows.ps.coordinator.resharding import Resharding
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.shard.shard import Shard
 from simulation.actors import Bug, Kit, planted
-from simulation.hunt import hunt
-from simulation.mirrors import Violation
+from simulation.bug_hunt import hunt
+from simulation.mirror import Violation
 from simulation.replans import Replanned, drops_of
 
 RUNS = 3

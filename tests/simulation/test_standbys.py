@@ -17,8 +17,8 @@ from narrows.ps.replication import replication_stream
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.standby import Standby
 from simulation.actors import PLANS
-from simulation.hunt import hunt
-from simulation.mirrors import Violation
+from simulation.bug_hunt import hunt
+from simulation.mirror import Violation
 from simulation.network import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
 

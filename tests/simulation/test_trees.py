@@ -24,9 +24,9 @@ from narrows.ps.shard.shard_requests import ShardRequests
 from narrows.ps.store.changes import Change, Rebase
 from simulation import trees as simulation_tree
 from simulation.actors import Bug, planted
-from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
-from simulation.hunt import hunt
-from simulation.mirrors import Violation
+from simulation.bug_hunt import hunt
+from simulation.closed_forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
+from simulation.mirror import Violation
 from simulation.network import MS, Faults, Simulator, Wire
 from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, tree_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.bags import Bags
+from kit.embedding_model import Bags
 from kit.processes import finished
 
 from narrows.compression.predict import Link

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kit.planned import cities, planned, told
+from kit.planned_networks import cities, planned, told
 from kit.processes import Command, descendants, free_ports, started, until
 
 from narrows.protocols.config.deployment import parse

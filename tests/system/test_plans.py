@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit.planned import cities, planned
+from kit.planned_networks import cities, planned
 from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
 from narrows.protocols.config.deployment import Deployment, StageServer, WorkerProcess, parse

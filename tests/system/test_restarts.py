@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit.logs import whole_run
+from kit.fold_logs import whole_run
 from kit.processes import (
     GONE_S,
     LIMIT_S,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from kit.logs import REST_S, Log, folded, settled, telling, wrong
+from kit.fold_logs import REST_S, Log, folded, settled, telling, wrong
 from kit.processes import Server, Worker, finished, serving, small_model, started, trained_alone, until
 from kit.scripts import distance, flat
 

@@ -1,8 +1,8 @@
 """ps-serve --print FORMAT: the file that a manager takes, filled in from the other flags.
 
 FORMATS is the one table. Each function takes a Recipe and returns the file, and has the names of the flags that go along: one
-that was given and is not among them is refused. tests/system/test_printing.py hands each printed command to the parsers of its
-flags.
+that was given and is not among them is refused. tests/system/test_manager_formats.py hands each printed command to the
+parsers of its flags.
 """
 
 from __future__ import annotations

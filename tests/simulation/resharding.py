@@ -1,0 +1,239 @@
+"""Runs whose keys are cut anew over more or fewer shards, while every fault strikes. No other run can break these:
+
+    one owner     no key is with two shards of one generation
+    at a clock    the keys are cut where every member has pushed all updates before that clock, and none from it on
+    exactly once  what was folded before is not folded again under the next epoch
+    nothing lost  who leaves has every update in the model that it has pushed over whichever shards
+
+`Moved` stands where ps/command/reshard.py stands: it starts and ends processes as the coordinator says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
+
+from narrows.protocols.effects import ServerEffect
+from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.store.store import Store
+from simulation.actors import Kit, Process, Worker
+from simulation.campaigns import Case, Run, Trace, case_of
+from simulation.invariants import Checker
+from simulation.mirror import Held, Violation
+from simulation.network import MS, Random
+
+SHARDS = (2, 3, 4)  # of one alone the checker cannot see a set: it is folded and forgotten in one event
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """A run, and to how many shards its keys move, from which clock on."""
+
+    case: Case
+    moves: tuple[tuple[int, int], ...]
+
+
+def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
+    """The moves of a run whose keys can move."""
+    random = Random(seed * 2 + restart)
+    found = (case_of(other, restart, kills) for other in count(seed * 31))
+    case = next(case for case in found if movable(case))
+    shards, moves = case.settings.shards, list[tuple[int, int]]()
+    for clock in (random.between(1, 7), random.between(9, 15)):
+        shards = [each for each in SHARDS if each != shards][random.between(0, len(SHARDS) - 2)]
+        moves.append((clock, shards))
+    # The checkpoint of a move is the only one that the new shards can read: torn, it may end a run.
+    return Moves(replace(case, torn=0), tuple(moves))
+
+
+def movable(case: Case) -> bool:
+    mode = case.settings.mode()
+    return mode.bound is not None and not mode.streams and case.settings.quorum < 0
+
+
+class MoveChecker(Checker):
+    """The checker of a `Moved`."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.before: dict[tuple[int, int], tuple[int, int]] = {}  # worker, epoch -> the same before a move
+        self.looked: dict[
+            int, tuple[Held, set[tuple[tuple[int, int], int]]]
+        ] = {}  # shard -> who has folded which clocks
+        self.cut: dict[int, tuple[int, Store]] = {}  # shard -> generation and store, as they were looked at
+
+    def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
+        moved = [seat for seat in coordinator.declared if seat.epoch == coordinator.run.generation]
+        if self.generation < 0 or not moved:
+            return super()._on_generation(coordinator, effects)
+        at, self.generation = coordinator.run.restart_clock, coordinator.run.generation
+        self._moved("a move", 2 * self.run.disk.slow_ns)  # that of the move, which waits for the one before
+        for seat in moved:
+            who = (seat.worker, seat.before)
+            pushed = self.made.get(who, at)
+            if self.ends.get(who) == pushed < at:
+                pushed = at  # it waits for the last model: clocks have closed without it
+            if not at == self.min_clock == coordinator.min_clock == pushed:
+                raise Violation(
+                    f"the keys are cut at clock {at} of {self.min_clock}, worker {seat.worker} is at {pushed}"
+                )
+            self.before[seat.worker, seat.epoch] = who
+
+    def _line(self, who: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """It, and what it was before each move."""
+        while True:
+            yield who
+            if who not in self.before:
+                return
+            who = self.before[who]
+
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
+        super().server_event(process, effects, event, source)
+        self._one_owner(process)
+        if process.index in self.mirrors:
+            self._once(process.index, self.mirrors[process.index].held)
+
+    def _once(self, index: int, held: Held) -> None:
+        """An update of a member is folded once, before a move or after it."""
+        if index not in self.looked or self.looked[index][0] is not held:
+            self.looked[index] = (held, set())  # it has gone back
+        _, found = self.looked[index]
+        for worker, epoch, clock in islice(held.folded, len(found), None) if len(held.folded) > len(found) else ():
+            *_, first = self._line((worker, epoch))
+            if (first, clock) in found:
+                raise Violation(f"update {clock} of worker {worker} is folded twice, before a move and after it")
+            found.add((first, clock))
+
+    def _one_owner(self, process: Process) -> None:
+        """No two shards of a generation have a key. Each event may change those of its own shard."""
+        planned, generation = process.shard.planned, process.shard.ledger.generation
+        if planned is None or self.cut.get(process.index) == (generation, planned.store):
+            return
+        self.cut[process.index] = (generation, planned.store)
+        shards = [each.shard for each in self.run.servers.values() if each.shard.planned is not None]
+        stores = [shard.planned.store for shard in shards if shard.ledger.generation == generation and shard.planned]
+        cuts = sorted((store.begin, store.end) for store in stores)
+        for (_, end), (begin, _) in pairwise(cuts):
+            if begin < end:
+                raise Violation(f"keys [{begin}, {end}) are with two shards: {cuts}")
+
+    def leaves(self, worker: Worker) -> None:
+        super().leaves(worker)
+        who = (worker.worker, worker.epoch)
+        for mirror in self.mirrors.values():
+            if self.given.generation_of.get(who) == mirror.process.shard.ledger.generation:
+                line = {*self._line(who)}
+                lost = [push for push in self.given.pushes if push[:2] in line and push not in mirror.held.folded]
+                if lost:
+                    raise Violation(f"{worker.name} leaves, and shard {mirror.index} lacks {lost} after a move")
+
+    def gone(self, index: int) -> None:
+        """The shard has no keys any more."""
+        self.mirrors.pop(index, None)
+        self.reached.pop(index, None)
+
+
+class Moved(Run):
+    """One run, to the end of everyone. `done`: the numbers of shards that it came to."""
+
+    def __init__(self, moves: Moves, kit: Kit | None = None, trace: Trace | None = None) -> None:
+        super().__init__(moves.case, kit, trace)
+        self.checker: MoveChecker = MoveChecker(self)
+        self.moves = [*moves.moves]
+        self.wanted = 0  # shards that were asked for, 0: no move is under way
+        self.heard = (self.settings.shards, self.settings.shards)  # of the coordinator: there are, and are to be
+        self.lives: dict[int, int] = {}
+        self.begun: set[int] = set()  # shards that are started, or have keys
+        self.going: set[int] = set()  # that are let go, and have not ended: one that is to come again waits for that
+        self.done: list[int] = []
+
+    def _serve(self, index: int, life: int) -> None:
+        if index and index not in self.begun and index >= self.heard[0]:
+            return  # it is not to come any more
+        self.lives[index] = self.lives.get(index, -1) + 1
+        super()._serve(index, self.lives[index])
+        self.begun.add(index)
+        if index == 0 and self.wanted:
+            self._ask()
+
+    def server_event(self, process: Process) -> None:
+        coordinator = process.coordinator
+        if coordinator is not None and coordinator.moves.holds:
+            self._strike()
+        super().server_event(process)
+        if process.shard.retired and process.server.ended:
+            self.sim.at(self.sim.now_ns, self._end, process)
+        if coordinator is None or 0 not in self.begun or self.servers.get(0) is not process:
+            return
+        self._listen(coordinator.run.shards, coordinator.moves.target)
+        if self.moves and not self.wanted and coordinator.min_clock >= self.moves[0][0]:
+            self.wanted = self.moves.pop(0)[1]
+            self.sim.at(self.sim.now_ns, self._ask)
+
+    def _strike(self) -> None:
+        """Half of the crashes come in the midst of a move."""
+        sim, half = self.sim, self.case.seed % 2
+        if half and self.planned["restart"] and self.disk.shared(self.settings.shards) >= 0:
+            self.planned["restart"] = False
+            sim.at(sim.now_ns + sim.random.between(0, 300 * MS), self._shard_crashes)
+        elif not half and self.planned["crash"]:
+            self._crash_worker(sim.random.between(0, 300 * MS))
+
+    def _ask(self) -> None:
+        process = self.servers[0]
+        if self.sim.alive(process.up):  # else the next one is asked
+            process._happen(MachineEvent(EventKind.RESHARD, process.now_ns, values=(self.wanted,)))
+
+    def _listen(self, shards: int, target: int) -> None:
+        before, self.heard = self.heard, (shards, target)
+        if before == self.heard:
+            return
+        moved = shards != self.settings.shards
+        self.settings = replace(self.settings, shards=shards)
+        for index in [index for index in self.begun if index >= max(shards, target)]:
+            if index in self.servers:
+                self.going.add(index)
+                self.sim.at(self.sim.now_ns + 1000 * MS * moved, self._end, self.servers[index])
+            else:
+                self.begun.discard(index)
+        for index in range(shards, target):
+            if index not in self.going:
+                self._begin(index)
+        if shards == target:
+            if shards == self.wanted:
+                self.done.append(shards)
+                self.sim.struck["keys moved"] += 1
+            self.wanted = 0
+
+    def _begin(self, index: int) -> None:
+        self.begun.add(index)
+        self.sim.at(self.sim.now_ns + self.sim.random.between(0, 300 * MS), self._serve, index, 0)
+
+    def run(self) -> Moved:
+        super().run()
+        return self
+
+    def _end(self, process: Process) -> None:
+        if self.servers.get(process.index) is not process:
+            return
+        if self.sim.alive(process.up):
+            self.sim.crash(process.port, process.up)
+        del self.servers[process.index]
+        self.begun.discard(process.index)
+        self.checker.gone(process.index)
+        if process.index in self.going:
+            self.going.remove(process.index)
+            if process.index < max(self.heard):
+                self._begin(process.index)
+
+    def _shard_crashes(self) -> None:
+        assert self.case.restart is not None
+        index = self.case.restart.who % self.settings.shards
+        process = self.servers.get(index)
+        if process is None or not self.sim.alive(process.port):  # it is still to come, or was killed: later
+            self.sim.at(self.sim.now_ns + 1000 * MS, self._shard_crashes)
+            return
+        self._shard_ends(process, "shard restarted")
+        self.sim.at(self.sim.now_ns + self.case.restart.lasts_ns, self._serve, index, 1)
