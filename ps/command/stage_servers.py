@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.config.deployment import Deployment, ServerStart
-from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
+from narrows.protocols.errors import RemoteProtocolError, ServerLostError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.cli import plan_file
 from narrows.protocols.runtime.processes import signals
@@ -138,7 +138,8 @@ class StageServers:
         if code == UnreachableError.exit_code and server.above and not self.heard and time.monotonic() < self.meet_by:
             doing(f"{server.name} is started again, and waits for the server at {server.above} ...")
             return self._start(index)
-        self.codes[index] = code
+        # A server that loses its parent after a signal has not failed: the signal has ended the parent.
+        self.codes[index] = 0 if self.heard and code == ServerLostError.exit_code else code
         if code and not self.heard:
             text = f"the server of {server.name} ended with exit code {code}; the others of this host end too"
             say(text, error=True)

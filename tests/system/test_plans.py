@@ -199,6 +199,33 @@ def test_one_that_does_not_find_the_server_above_is_started_again(tmp_path: Path
     assert ("is started again, and waits for the server at tcp://127.0.0.1:1" in done.stdout) == (not code)
 
 
+SIGNALLED = """
+import signal, sys
+from narrows.protocols.config.deployment import ServerStart, StageServer
+from narrows.ps.command.stage_servers import StageServers
+servers = [ServerStart(f"cluster {i}", StageServer("a", 1), "", [], "", []) for i in range(2)]
+ends = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(%s)); print(); time.sleep(60)"
+servers = StageServers(servers, [["-u", "-c", ends % code] for code in sys.argv[1:]], {})
+following, begun = servers.children.next, set()
+def next_event(limit_s):
+    event = following(limit_s)
+    if event and event[1] == "out":
+        begun.add(event[0])
+        if len(begun) == 2:
+            signal.raise_signal(signal.SIGTERM)
+    return event
+servers.children.next = next_event
+sys.exit(servers.watch())
+"""
+
+
+@pytest.mark.parametrize(("codes", "code"), [(("143", "6"), 143), (("6", "6"), 143), (("143", "7"), 7)])
+def test_a_server_that_a_signal_leaves_without_its_parent_has_not_failed(codes: tuple[str, ...], code: int) -> None:
+    """One that could not save its model has."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, *codes], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == code, done
+
+
 @pytest.mark.parametrize(("words", "why"), [
     (["--restarts", "1"], "--restarts: a stage is not started again alone"),
     (["--server", "tcp://127.0.0.1:1"], "--server: the plan says which processes this host has"),
