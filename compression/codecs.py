@@ -1,5 +1,19 @@
-"""Pieces of a model as they travel: values of keys [begin, end), coded by one of CODECS. Everything that is done with a
-piece of any codec is here and nowhere else, on arrays of the host; arrays on a device get the same methods.
+"""Pieces of a model as they travel: values of keys [begin, end), coded by one of CODECS.
+
+How it works
+
+    float32 values ──compressor (SPEC)──> payload bytes ──Piece(codec, begin, end, payload)──> Push or State on the wire
+                                                                    │
+                      check(piece)     decodes to exactly end - begin values; nothing is written before this
+                      add(piece, w, x) x[begin:end] += w * values, in one pass, straight from the bytes
+                      put(piece, w, x) x[begin:end]  = w * values
+
+1. A codec says how a payload is read: RAW float32 as it lies in memory, CODED payloads that describe themselves
+   (payload.py), ROWS of an embedding table (rows.py), VOID for a part whose values do not count.
+2. A receiver checks a piece before it adds it. `check` returns the squared L2 norm of the values, or a bound that
+   costs nothing: --max-update-norm needs it.
+3. Code that has pieces calls `check`, `add` and `put` and knows no codec. Arrays on a device have the same methods
+   (compression/device/).
 """
 
 import math

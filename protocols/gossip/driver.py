@@ -1,13 +1,25 @@
-"""One node of a gossip run, a worker or a shard of a cluster: when it computes, mixes, asks for a model, and ends. Pure.
+"""One node of a gossip run, a worker or a shard of a cluster: when it computes, mixes, asks for a model and ends. Pure.
+
+How it works (TRANSITIONS has every phase)
+
+    EMPTY ─> ASKING ─> READY ─> COMPUTING ─step─> ROOM ─> MIXING ─> COMPUTING ... ─finish─> FLUSHING ─> ENDING ─> OVER
+
+1. A node that joins a run under way asks the longest-standing peer that has a model for it (ASKING), and begins with
+   that peer's round.
+2. COMPUTING: the owner takes the local steps of round t and hands over how far they moved the model (`step`).
+3. ROOM: with s >= 1 the mixes that are due before round t are applied first, so that its offers hold them.
+4. MIXING: round t is offered to its partners (`GossipExchanges.begin`). The next steps begin once all mixes up to
+   round t - s are applied. s = 0 is D_FP_S of BAGUA (2107.01499); with s = 1 the link's time lies under the next
+   computation.
+5. `finish`: the node mixes the rounds that have begun (FLUSHING), then mixes with each peer that asks until all are
+   done (ENDING). One last round of all pairs makes the mean of all models (OVER).
 
 Rules
-- After the steps of round t what they moved the model by is in it, and it is offered to the partners of t; the next steps
-  begin once all mixes up to round t - s are in (s = 0: D_FP_S of BAGUA 2107.01499 as it is written; s = 1: the link's time
-  lies under what is computed next). With s >= 1 the offers of a round hold the mixes that are due before it.
-- Mixes are applied in the order of rounds and ids, and only those whose turn it is: two runs are the same, bit for bit.
-- A node that comes when the run has begun takes over the model and the round of the longest-standing peer that has one.
-- `finish` mixes with whoever asks until all are done; then one last round of all pairs makes the mean of all models.
-- Its owner hands it what `GossipPeers` has seen (`hear`), and to `GossipPeers` what it returns. They may be on two threads.
+- Mixes are applied in the order of rounds and worker ids, each when its turn comes: two runs give the same models,
+  bit for bit.
+- The owner hands the driver what `GossipPeers` has received (`hear`), and hands `GossipPeers` what the driver
+  returns. The two may run in two threads.
+- `trouble` is one sentence that ends this node.
 """
 
 from __future__ import annotations

@@ -1,13 +1,25 @@
-"""The exchange of a child, a worker or the server of a cluster, with one shard above it: what is
-under way, and what it may do next. Pure.
+"""The exchange of a child, a worker or the server of a cluster, with one shard: when it computes, pushes and asks. Pure.
+
+How it works
+
+    clock c      may_compute: the state here is settled to c - s
+      compute on base():  replica = pulled state + gain * residual + stand-ins of own updates that the state lacks
+      push(c)             in flight: at most `window` updates
+      Follow              asks for the next state, so that the link's time lies under the next computation
+    PushSettled c         the shard has folded update c: it is in flight no more
+    StateArrived          absorb: the pulled state moves on; own updates that it contains stand in no longer
+
+1. `begin` starts at a place in the run: what was in flight is given up, the residual stays.
+2. A child follows differences from the first one on, and they come as they are made. Whole states (`whole`) are asked
+   for one by one: right after a push, and where the one that came does not do (`need`).
+3. `push` numbers the parts of an update. `part` sends one early, while others are still computed.
+4. `take` handles what the session hands over. It checks a state whole before it takes any of it.
 
 Rules
-- One clock is one update. A child computes with clock c on a state that is settled to c - s: all is in that is said of it,
-  and with a quorum, which goes on without who is late, its own. At most `window` updates are in flight.
-- Differences are followed from the beginning, and come as they are made. Whole states are asked for one by one: right after a
-  push, so that with s >= 1 the link's time lies under what is computed next, and where the one that came does not do.
-- replica = pulled + gain * residual + sum over own clocks of stand_in * update (replica.py), made in `base` alone.
-- All that comes from the server is looked at whole before any of it is taken over.
+- One clock is one update. With staleness s the child computes clock c on a state to which all updates below c - s are
+  settled. With a quorum, which goes on without late members, its own updates below c - s are.
+- The replica rule is read-my-writes (Ho et al. 2013, sec. 3); protocols/member/replica.py has it, and `base` is the
+  one place that applies it.
 """
 
 from __future__ import annotations

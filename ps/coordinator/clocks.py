@@ -1,11 +1,25 @@
-"""When a clock closes, and over whose updates.
+"""Closes the clocks of a run: when a clock closes, and over which updates.
 
-Rules
-- min_clock advances when every member's update has arrived at every shard. A member that waits for the last model is left out.
-- With a barrier the clock has a set: the oldest open update, on all shards and in no set yet, of each member and of those who
-  left since. So a worker that died between two shards is in the set of all of them or of none.
-- With a quorum it also advances when so many have an open update and the grace after them is over. Who comes later is in the
-  next set: its update counts there as any other, and its worker, which waits for that set, is not asked for one more.
+How it works
+
+    worker 0  ──u5──u6──                 min_clock 5 -> 6: u5 of every member is on every shard
+    worker 1  ──u5──────u6──             sets[5] = ((0, 5), (1, 5))    bsp, local: the shards fold these, in this order
+    worker 2  ────────u5────             staleness s: a worker computes clock c on a state of min_clock >= c - s
+
+1. A shard reports how many updates of each worker have arrived there (`Report.arrived`). An update is open once it is
+   on all shards and in no set.
+2. `_closable`: a clock closes when each member has an open update. A member that waits for the last model is not
+   waited for.
+3. With a barrier `_close` names a set: the oldest open update of each member, and of each member that left since. So
+   a worker that dies between two shards is in the set of all shards, or of none.
+4. With --quorum a clock also closes when so many members have an open update and the grace after that is over. A
+   later update is in the next set. The log names its age.
+5. `norms` gathers the norm of a clock's mean over all shards, for `max_grad_norm`.
+
+Staleness is enforced in two places: here, since min_clock advances only when all members' updates are there; and at
+the worker, which waits for a state that is settled to its clock - s (`Exchange.may_compute`).
+
+`stalls` names the members that keep a clock open while others wait for it.
 """
 
 from __future__ import annotations

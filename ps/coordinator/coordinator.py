@@ -1,9 +1,27 @@
 """The coordinator of a cluster: who is a member, in which epoch, and which clocks are closed over which members.
 
-It lives with shard 0 and is the one owner of membership. Rules
-- Two state messages carry all of it: `Ledger` (what is decided) down, `Report` (what a shard has seen and done) up. Each
-  replaces the one before and is sent again until the other side has shown that it has it, so losing one costs time only.
-- Each decision has a file of its own, stands on run.py, and knows those that are made before it, not those after.
+How it works
+
+    workers ── Hello, Declare, Heartbeat, Leave ──> Coordinator <── Report ── shards 0..n-1
+                                                        │
+               one file a decision, made in this order  │  CheckpointSchedule, SampleLeases, Clocks, GossipDirectory,
+                                                        │  ParentPlace, Members, Resharding, RemoteShards, Replans,
+                                                        │  Agreements
+                                                        └── Ledger ──> each shard
+
+1. A message or a tick changes what one decision knows: `Members` admits a worker, `Clocks` sees in a Report which
+   updates are on all shards.
+2. `_decide` asks the decisions in their order until none has anything more to decide. A decision reads `Run` and
+   those made before it, never those after it.
+3. Each decision adds its fields to the ledger. The coordinator sends the ledger to each shard, and again every
+   LEDGER_RETRY_NS until a Report shows that the shard has seen it.
+4. A shard obeys the newest ledger and reports what it has seen and done. A Report replaces the one before, so a lost
+   one costs time only.
+
+Rules
+- The coordinator lives in process 0, beside shard 0. It is the one owner of membership.
+- Each change of the member set begins an epoch. A message of a member names the epoch in which it joined, so a late
+  message of an earlier membership is known as such.
 """
 
 from __future__ import annotations

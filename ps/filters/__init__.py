@@ -1,1 +1,1 @@
-"""The checks that an update passes before a shard folds it: --clip-factor, --robust."""
+"""The checks that an update passes before a shard folds it: --max-update-norm, --robust."""

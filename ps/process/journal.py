@@ -1,16 +1,24 @@
-"""The journal of one server process: its machine as it was once, and each event since. A process that is killed loses neither,
-and the next one goes on where it was.
+"""The journal of one server process: its machine as it once was, and each event since. A killed process goes on from it.
+
+How it works
+
+    file A: | machine of event 1000 | event 1001 | event 1002 | ...        in use
+    file B: | machine of event 2000 |                            written beside the work, then in use; A is emptied
+
+1. `note` writes an event before anything follows from it. So the journal has the cause of all that a peer has seen of
+   this machine.
+2. `begin` writes the whole machine anew into the file that is not in use, and then empties the other one. The runner
+   calls it when `due`: after REPLAY_NS of handling, or COPY_TIMES the time of a copy (2 % of the work).
+3. A process that was killed leaves both files. The next one reads the newest whole machine (`machine`) and does its
+   events again (`replay`). It sends nothing meanwhile: others have seen the effects, or ask for them again.
 
 Rules
-- An event is written before anything follows from it. So what a peer has seen of this machine, the journal has the cause of.
-- It is in memory, in two files without a name that the parent of the process keeps: memfd_create(2), elsewhere temporary
-  files. They outlive the process, and end with the parent.
-- From time to time the machine is written anew, into the file that is not in use; then the other is emptied. Replaying takes
-  about as long as handling did, so that is bounded: REPLAY_NS, or what keeps the copies to 2 % of the work: 50 copies.
-- It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
-  bound, no journal is kept.
-- A file that is not whole does not count. A last event that is not whole has not happened.
-- machine_pickling.py writes the machine and reads it: for the journal, and for a standby.
+- The files have no name and lie in memory: memfd_create(2), elsewhere temporary files. The parent of the process
+  holds them, so they outlive the process and end with the parent.
+- A machine that is not whole does not count. A last event that is not whole has not happened.
+- The memory is the machine once, twice while it is written anew, and as much again of events. A machine that is
+  larger than the bound has no journal: a process that dies then goes back to a checkpoint.
+- machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
 
 from __future__ import annotations

@@ -1,10 +1,27 @@
-"""How a server has a standby: a `ReplicationPrimary` for each of its shards. replication_stream.py says what the standby gets,
-standby.py is the other side. No I/O.
+"""Replicates one shard of a server to a standby, and decides with the members which of the two servers serves. No I/O.
 
-Rules
-- Who serves is a view, and views have numbers. A member votes once in each, for the server or for its standby. The standby
-  serves with the votes of half of the members, the server goes on without it with those of more than half: never both.
-- All shards change together: shard 0 decides, and a shard takes a view from shard 0 alone.
+How it works
+
+    primary                              standby                         members
+    machine, in parts ─────────────────> thaws it
+    event 12, before its effects leave ─> has event 12
+      <── ReplicationFollow have 12 ───── does event 12 again
+      effects of event 12 leave ───────────────────────────────────────> State, PushAck, ...
+    lost for `lost_ns` ................. asks for votes <── FailoverVote ─ a member that misses the server
+                                         serves with the votes of half of the members
+
+1. Each shard has a `ReplicationPrimary`. It gives the standby the machine once and then each event
+   (replication_stream.py).
+2. An event is handed over before anything that follows from it is sent. So the standby has the cause of all that
+   members have seen.
+3. Which server serves is a view; views are numbered. A member votes once in each view: for the server, or for its
+   standby.
+4. The standby serves with the votes of half of the members. The server goes on without its standby with the votes of
+   more than half. So the two never serve in one view.
+5. Shard 0 decides a view for all shards of its server; the others take it from shard 0 alone.
+
+The other side is standby.py. peer_shards.py keeps what shard 0 knows of the other shards. docs/design/copies.md has
+the reasons.
 """
 
 from __future__ import annotations

@@ -1,12 +1,28 @@
-"""How updates that are here whole get into the model of a shard: each as it comes, or all of a clock at a barrier. No I/O.
+"""Folds whole updates into the model of a shard: each as it comes, or all of a clock at a barrier. No I/O.
+
+How it works
+
+    FoldAtOnce (ssp, async)                          FoldAtBarrier (bsp, local)
+    accept(update)                                   accept(update): held, acknowledged HELD
+      share  = samples / samples of all members      ... until the ledger closes clock c over a set of (worker, update)
+      weight = share * gain * filter factor          close(c, set), in the order of worker ids
+      -> Fold | OuterStep | Step                       -> Fold | OuterStep | Step, over the samples of the set
+
+Both return changes (ps/store/changes.py) and touch no array: `Store.apply` carries a change out. The rule of the mode
+picks the change: ADD adds updates, OUTER takes an outer step along their mean, OPTIMIZER steps the server's optimizer
+with gradients, MIX (gossip) takes over the models that workers hand over at the end.
+
+1. The update filters give each update a factor: 1, less where it is shortened, 0 where it is left out.
+2. The samples of an update give its share. Under --robust all workers weigh alike.
+3. Where updates are added, the gain scales their mean (ps/store/gain.py).
+4. At a barrier with `max_grad_norm` the shard first tells the coordinator the norm of its part of the mean. The clock
+   closes once the coordinator knows the norm over all shards (`clip`).
 
 Rules
-- Both return changes for the store, and know no array.
-- At once: an update is folded when it is accepted, with its samples over those of all live members.
-- Where the screen takes all workers alike, their samples do not count.
-- Where updates are added, the mean of them is scaled by the gain (ps/store/gain.py).
-- At a barrier it is held until the ledger closes a clock over a set that names it, and folded in the order of worker ids,
-  with its samples over those of the set. An update that no set will name, since its worker left, is dropped.
+- `weight` says what an update was folded with: an acknowledgement carries it, and the worker's replica needs it.
+- An update that no set will name, since its worker left, is dropped and logged.
+- `early` sums a part at a barrier once all live members have sent it. The store begins anew if the set is another one
+  in the end.
 """
 
 from __future__ import annotations

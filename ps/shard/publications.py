@@ -1,12 +1,28 @@
-"""The numbered publications that a shard shows its children: who is sent which of them, and when. No I/O.
+"""Publishes the model of a shard to its children as numbered states: which state goes to which child, and when. No I/O.
+
+How it works
+
+    store:  p0 ──d1──> p1 ──d2──> p2 ──d3──> p3        a publication is the difference to the one before it
+    child:  Follow have 1, credit 16   <── State 2, State 3, ...   until 16 are not acknowledged
+    child:  Follow have 3, credit 16   <── State 4, ...
+
+1. `make` publishes the store's state when a clock is folded. The store keeps the last differences, coded once for all
+   children.
+2. A child says which publication it has and how many more it takes (`Follow`). It is sent each later difference as it
+   is made.
+3. A child that lacks a difference which is no longer kept gets the newest state whole, alone, once its clock may be
+   computed on that state.
+4. `have` in a Follow acknowledges all publications up to it. The same Follow again asks for what has not come; the
+   shard sends it again no sooner than the bytes may take (`RetryTimer`).
+5. A `Pull` asks for the master copy x in place of the published p. The pull of a worker that has done its last step
+   (`last`) is answered once all workers have done theirs: all of them end with one model.
 
 Rules
-- A child says what it has (`Follow`). It is sent each difference after that as it is made, at most `credit` that it has not
-  acknowledged; or where no kept differences lead to the newest state, that state whole, alone, once its clock may be computed
-  on it.
-- A publication without an acknowledgement is sent again where the child asks again, no sooner than such bytes may take.
-- With a barrier a state is settled to n for a child once all that it pushed before n is in it.
-- The master copy is sent to a child that asks for it, at once; that which all end with, once all have done their last step.
+- A state says `settled`: all updates of this child below that clock are in it. Behind a barrier the shard counts what
+  the child's sets had; else the state lists the weight of each later update of the child that it contains
+  (`contains`).
+- One residual serves all children, so one SPEC codes the downlink: the one that the slowest child asks for.
+- A new child follows no publication until its first Follow.
 """
 
 from __future__ import annotations

@@ -1,11 +1,24 @@
-"""Takes what the members of a cluster push to one shard: whole updates out of parts, each once and in its turn. No I/O.
+"""Assembles the pushes of the members of one shard: parts become whole updates, each once and in its turn. No I/O.
+
+How it works
+
+    Push clock 7, part 0 of 3 ─┐
+    Push clock 7, part 2 of 3 ─┼─> PushSequence.partial[7] ─(all parts)─> PushedUpdate ─> Folding.accept
+    Push clock 7, part 1 of 3 ─┘        one PushSequence a member
+
+1. The shard checks a part (`check_part`): its keys lie within the shard's, and its payload decodes to that many
+   values. A part that fails is refused, and nothing has changed.
+2. `add` files the part under its clock. A member may have `Mode.window` updates in flight; the shard refuses a part
+   of a later clock.
+3. `next` returns the update of clock c once all its parts are here and update c - 1 was accepted. The caller then
+   raises the member's clock. A part of an update that was accepted before is acknowledged again and not filed.
+4. The coordinator's ledger says who is a member (`members`). The parts of a member that has left are discarded,
+   logged and counted.
 
 Rules
-- A push is held until all its parts are here. Update c of a worker is accepted after update c - 1, exactly once.
-- A message is checked before anything changes. Values that are not finite go no further: their part counts for
-  nothing from here on, and with it the update (ps/filters/update_filters.py).
-- Who is a member is the ledger's to say. An update that had come in part when its worker left is discarded, named and
-  counted.
+- A worker's updates are accepted in the order of their clocks, each exactly once.
+- A part with NaN, infinity or no samples keeps its place without its values: the update becomes whole, and the update
+  filters leave it out (ps/filters/update_filters.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,22 @@
 """The engine: one worker's part of a run, from the declared model to the last update. The main thread owns it.
 
-Each mode has its own kind of step, a `SyncStep`: updates.py, streaming.py, gradients.py, gossip.py. The engine has what is
-the same for all: joining, waiting for events, the module's buffers, the shared model, and leaving.
+How it works
+
+    DistributedOptimizer.step()
+      Engine.step ── SyncStep.step            by the mode's rule: UpdateStep, GradientStep, StreamingStep, GossipStep
+                       ready()                wait until the parameters hold what this clock computes on
+                       optimize()             the script's optimizer, or none where the server steps
+                       ShardExchanges.push    one Exchange a shard, over the MemberLink's I/O thread
+      EventWait.poll ── Engine._handle        events of that thread: Started, Moved, StateArrived, PushSettled, ...
+
+1. The constructor reads the model into one flat float32 space, declares it, and waits until the run starts.
+2. `step` first handles the events that have come, then takes the step of this mode. A step whose gradient is not
+   finite is skipped.
+3. Whatever waits, waits in `EventWait.until` with a limit. Events are handled while it waits.
+4. `finish` sends what is left (the residual too) and waits for the model that all workers end with.
+
+The engine has what is the same for all modes: joining, waiting, module buffers, the shared model, skipped steps,
+leaving. Each kind of step is a `SyncStep` of its own file: updates.py, gradients.py, streaming.py, gossip.py.
 """
 
 from __future__ import annotations

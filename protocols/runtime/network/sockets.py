@@ -1,11 +1,24 @@
-"""The door to the network. It carries frames and knows no message. With curve.py and sealing.py it is all that imports zmq.
+"""Sockets: the one way of frames in and out of a process, over ZeroMQ. They carry frames and know no message.
+
+How it works
+
+    listen ── ROUTER <── those who dial us: a peer is the routing id (bytes), `DiallerId` where keys are used
+    send(address, frames) ── DEALER for each address: a peer is the address that we dialled (str)
+    receive(limit_ms) yields (peer, frames), BURST of one socket in a row
+
+1. `send` never waits. A message that finds no room, or no peer, is dropped; its `Receipt` says why. Frames of
+   ZERO_COPY_BYTES or more are lent: the buffer must not change until the receipt says that they have left.
+2. `receive` polls all sockets, the monitors of dialled connections, and file descriptors that others watch. Each
+   message leaves its queue when it is asked for, not before.
+3. `control=True` sends by a connection of its own, so that a heartbeat never waits behind a large push.
+4. A monitor thread tells which connections came and ended (curve.py, connections.py). `cut` is told of an end one
+   turn later: by then the peer's last messages were read.
 
 Rules
-- One thread owns a `Sockets`; any other may only `wake` it.
-- A peer is the address that we dialled (str), or the routing id of one who dialled us (bytes).
-- Nothing waits for a peer. A message that finds no room, or nobody, is dropped, and its receipt says why.
-- Nothing that a peer sends raises. An error of a library costs the message that was being read, and is counted
-  (`LibraryFaults`). Only FAULTS_MAX of them in a row, with no message between them, are raised.
+- One thread owns a `Sockets`. Another thread may only `wake` it.
+- Nothing that a peer sends raises. A library error costs the message that was being read, and is counted
+  (`LibraryFaults`). Only FAULTS_MAX of them in a row are raised.
+- With curve.py and sealing.py this is all that imports zmq.
 """
 
 from __future__ import annotations
