@@ -19,7 +19,7 @@ NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:
 
 
 def pages() -> list[str]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return [page.relative_to(ROOT).as_posix() for page in found]
 
 
