@@ -213,7 +213,6 @@ MUTUAL = {
     ("ps/command", "ps/command/managers"),
     ("ps/command", "ps/dashboard"),
     ("ps/coordinator", "ps/planner"),
-    ("ps/filters", "ps/shard"),
     ("worker/checkpoint", "worker/sync"),
 }
 

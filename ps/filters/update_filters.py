@@ -21,7 +21,7 @@ from narrows.protocols.effects import Log
 from narrows.ps.filters.norm_clip import UnboundedNorms
 from narrows.ps.filters.outlier_stats import OutlierStats
 from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
-from narrows.ps.shard.push_assembler import PushedUpdate
+from narrows.ps.store.changes import PushedUpdate
 
 Pushed = Sequence[tuple[int, int, PushedUpdate]]  # worker, clock
 

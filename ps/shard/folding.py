@@ -38,8 +38,17 @@ from narrows.protocols.effects import Log
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import unpack
 from narrows.ps.filters.update_filters import UpdateFilters
-from narrows.ps.shard.push_assembler import PushAssembler, PushedUpdate, PushSequence
-from narrows.ps.store.changes import Change, Fold, MergeStoppedModels, OuterStep, SetFirstWeights, Step, Terms
+from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
+from narrows.ps.store.changes import (
+    Change,
+    Fold,
+    MergeStoppedModels,
+    OuterStep,
+    PushedUpdate,
+    SetFirstWeights,
+    Step,
+    Terms,
+)
 from narrows.ps.store.gain import GONE, Gain
 from narrows.ps.store.hyperparameter_vote import HyperparameterVote, most_agreed
 from narrows.ps.store.reduction import WeightedMean

@@ -39,8 +39,17 @@ from narrows.ps.parent.parent_link import ParentLink
 from narrows.ps.parent.parent_slot import ParentSlot
 from narrows.ps.shard.folding import FoldAtBarrier, FoldAtOnce, Folding
 from narrows.ps.shard.publications import Publications
-from narrows.ps.shard.push_assembler import PushAssembler, PushedUpdate, PushSequence, check_part
-from narrows.ps.store.changes import OWED, Change, FloatArray, LoadArrays, MergeStoppedModels, SetFirstWeights, Terms
+from narrows.ps.shard.push_assembler import PushAssembler, PushSequence, check_part
+from narrows.ps.store.changes import (
+    OWED,
+    Change,
+    FloatArray,
+    LoadArrays,
+    MergeStoppedModels,
+    PushedUpdate,
+    SetFirstWeights,
+    Terms,
+)
 from narrows.ps.store.embedding_rows import EmbeddingRows
 from narrows.ps.store.gain import Gain
 from narrows.ps.store.store import ServerOptimizer, Store, assume_lent

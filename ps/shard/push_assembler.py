@@ -33,14 +33,7 @@ from narrows.protocols.config.key_ranges import Keys, covers
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import Log
 from narrows.protocols.errors import RemoteProtocolError
-
-
-class PushedUpdate(list[m.Push]):
-    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow.
-    `empty`: it has no samples, and no values."""
-
-    length = 0.0
-    empty = False
+from narrows.ps.store.changes import PushedUpdate
 
 
 @dataclass(slots=True)

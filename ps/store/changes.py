@@ -10,12 +10,23 @@ import numpy.typing as npt
 
 from narrows.compression.codecs import PieceLike
 from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.messages import Push
 
 FloatArray = npt.NDArray[np.float32]
 
 OWED = "above.owed"  # in a cluster's last checkpoint: what the run above has not got of x
 Update = Sequence[PieceLike]  # of one worker: its parts in order
 Terms = tuple[tuple[float, Update], ...]  # weight and update, in the order in which they are added
+
+
+class PushedUpdate(list[Push]):
+    """The update of one worker: its parts in order.
+
+    `length`: the L2 norm of the update, or a bound on it (codecs.check). `empty`: the update has no samples, and no values.
+    """
+
+    length = 0.0
+    empty = False
 
 
 @dataclass(frozen=True, slots=True)

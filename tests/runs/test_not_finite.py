@@ -18,7 +18,7 @@ from narrows.protocols.effects import Log
 from narrows.ps.filters.norm_clip import FAR, UnboundedNorms
 from narrows.ps.filters.update_filters import UpdateCheck, UpdateFilters
 from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
-from narrows.ps.shard.push_assembler import PushedUpdate
+from narrows.ps.store.changes import PushedUpdate
 
 WORKERS, STEPS = 4, 8
 KNOWN_AFTER = 4  # steps: updates that are folded as they come are held against some before them

@@ -20,8 +20,18 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.shard.folding import FoldAtBarrier, FoldAtOnce
-from narrows.ps.shard.push_assembler import PushedUpdate, PushSequence
-from narrows.ps.store.changes import Change, Fold, OuterStep, Publish, SetFirstWeights, Step, Terms, Update
+from narrows.ps.shard.push_assembler import PushSequence
+from narrows.ps.store.changes import (
+    Change,
+    Fold,
+    OuterStep,
+    Publish,
+    PushedUpdate,
+    SetFirstWeights,
+    Step,
+    Terms,
+    Update,
+)
 from narrows.ps.store.gain import GONE
 from narrows.ps.store.store import Store
 from simulation.filters import Screen

@@ -29,10 +29,10 @@ from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.shard.folding import FoldAtOnce
 from narrows.ps.shard.publications import Publications
-from narrows.ps.shard.push_assembler import PushAssembler, PushedUpdate, PushSequence
+from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.shard.shard import Shard
 from narrows.ps.shard.shard_requests import ShardRequests
-from narrows.ps.store.changes import Change, FloatArray, Fold, Terms
+from narrows.ps.store.changes import Change, FloatArray, Fold, PushedUpdate, Terms
 from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
