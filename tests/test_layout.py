@@ -211,7 +211,6 @@ FACE = ("worker/__init__.py", "worker/ray.py", "worker/lightning.py", "worker/tr
 MUTUAL = {
     ("protocols/gossip", "protocols/member"),
     ("ps/command", "ps/command/managers"),
-    ("ps/command", "ps/dashboard"),
     ("ps/coordinator", "ps/planner"),
     ("worker/checkpoint", "worker/sync"),
 }

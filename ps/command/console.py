@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from narrows.protocols.runtime.cli.output import STDERR, stdout
-from narrows.ps.dashboard.event_texts import sentence
+from narrows.ps.dashboard.event_texts import printable, sentence
 
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
@@ -38,11 +38,6 @@ def tell(event: str, **values: Any) -> None:
 
 # Of an embedded server it is a pipe, and its reader has ended where a line is lost.
 OUT = stdout(lambda text: None if EMBEDDED else say(text, error=True))
-
-
-def printable(text: str) -> str:
-    """Nothing that a stranger has named itself moves the cursor or rings the bell."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def doing(text: str) -> None:

@@ -1,4 +1,4 @@
-"""How an event of a run is said in a sentence, where it has none of its own."""
+"""The text of an event of a run: its sentence, where the event has none of its own, and what a terminal may show of it."""
 
 from __future__ import annotations
 
@@ -33,3 +33,8 @@ def sentence(name: str, event: Mapping[str, Any]) -> str:
         except (KeyError, ValueError, TypeError, IndexError):
             continue
     return ""
+
+
+def printable(text: str) -> str:
+    """Escape each character that is not printable, but the newline: a host's name moves no cursor and rings no bell."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
