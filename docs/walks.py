@@ -1,7 +1,7 @@
 """Prints the walks of docs/design/walks.md: the functions that one message passes in the machine that receives it.
 
 `python docs/walks.py` trains small nets in one process and records calls with sys.setprofile. A function counts once, with its
-comprehensions. Lambdas and the checks of a message's fields (protocols/messages.py) do not count. A walk is the shortest of its
+comprehensions. Lambdas and the functions of messages (protocols/messages/) do not count. A walk is the shortest of its
 kind in a steady run.
 """
 
@@ -27,7 +27,7 @@ from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("protocols", "compression", "ps", "worker"))
-CHECKS = str(ROOT / "protocols/messages.py")
+MESSAGES = f"{ROOT / 'protocols/messages'}/"  # the checks of fields, above all
 STEPS = 16
 Walk = dict[tuple[str, str], None]  # file and function, in the order of the first calls
 
@@ -38,7 +38,7 @@ def walked(call: Callable[[], Any]) -> tuple[Any, Walk]:
 
     def seen(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PRODUCT) and code.co_filename != CHECKS:
+        if event == "call" and code.co_filename.startswith(PRODUCT) and not code.co_filename.startswith(MESSAGES):
             name = code.co_qualname.partition(".<locals>.<")[0].replace(".<locals>", "")
             if "<" not in name and "<lambda>" not in code.co_qualname:
                 walk[code.co_filename.removeprefix(f"{ROOT}/"), name] = None

@@ -1,0 +1,247 @@
+"""Every message of Narrows: its class, its number on the wire, and the connection that carries it.
+
+How it works
+The classes stand in files by the conversation that they belong to. Sender and receiver use the same class.
+
+    join.py       a child comes into a run: its place, its model, the first weights; it leaves, or a server refuses it
+    push.py       a child sends an update to a shard, and the shard acknowledges the update
+    state.py      a child takes the state of a shard: publications, the master copy, rows of tables, moments
+    control.py    heartbeats, buffers, sample ranges and means between child and coordinator; Ledger and Report of the shards
+    gossip.py     workers or clusters exchange their models with each other
+    failover.py   a standby copies a server and takes over from it
+    reshard.py    keys move to other shards, also on another machine, or a run changes its plan
+    pipeline.py   the stages of a pipeline send tensors to each other
+    base.py       Message, the base class of all; the types of fields and the checks of these
+
+This file has the tables. `KINDS` gives each class its number. protocols/wire.py makes frames of a message by that
+table. docs/protocol.md says when a machine sends which message.
+
+Rules
+- A message is a header (all fields but `payload`) and at most one payload frame. No transport looks into the payload.
+  `codec` names the coding of the payload (narrows.compression, CODECS). The sender and the final receiver alone use it.
+- A number of `KINDS` is never used twice. 32 to 47 are between peers (gossip).
+- Every message of a member names the epoch in which the coordinator let that member in (docs/protocol.md).
+- The replies in `TIMED` carry the server's send time. So a session always knows the round trip of its link.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols.messages.base import (
+    CHECKS,
+    CLOCK_MAX,
+    INT_MAX,
+    LIST_MAX,
+    TEXT_MAX,
+    Buffer,
+    Ints,
+    Message,
+    Name,
+    Pair,
+    Pairs,
+    PushStatus,
+    Quads,
+    RefuseCode,
+    Sets,
+    Texts,
+    Triples,
+    Weights,
+)
+from narrows.protocols.messages.control import (
+    AgreeAsk,
+    Agreed,
+    Buffers,
+    BuffersAsk,
+    Heartbeat,
+    HeartbeatAck,
+    Ledger,
+    Range,
+    RangeAsk,
+    Report,
+)
+from narrows.protocols.messages.failover import (
+    FailoverNotice,
+    FailoverVote,
+    KeepServing,
+    ReplicationBegin,
+    ReplicationEntry,
+    ReplicationFollow,
+    ReplicationProgress,
+)
+from narrows.protocols.messages.gossip import GossipEnded, ModelRequest, Offer, OfferAck, Ping, Roster, pair_name
+from narrows.protocols.messages.join import (
+    MODELS_MAX,
+    NAME_BYTES,
+    WORKERS_MAX,
+    Declare,
+    FirstWeights,
+    Hello,
+    Leave,
+    LeaveAck,
+    NeedWeights,
+    Ready,
+    Refuse,
+    Welcome,
+    check_name,
+    name_of,
+)
+from narrows.protocols.messages.pipeline import PipelineBeat, PipelineTensor
+from narrows.protocols.messages.push import PARTS_MAX, HandOver, Push, PushAck
+from narrows.protocols.messages.reshard import FileAnswer, FileRequest, Move, RemoteShardsGrant, RemoteShardsOffer, Wish
+from narrows.protocols.messages.state import CREDIT_MAX, Follow, Moments, MomentsAsk, Pull, Rows, RowsAsk, State
+
+__all__ = [
+    "CHECKS",
+    "CLOCK_MAX",
+    "CONTROL",
+    "CREDIT_MAX",
+    "INT_MAX",
+    "KINDS",
+    "KIND_OF",
+    "LIST_MAX",
+    "MODELS_MAX",
+    "NAME_BYTES",
+    "OF_COPIES",
+    "PARTS_MAX",
+    "TEXT_MAX",
+    "TIMED",
+    "WORKERS_MAX",
+    "AgreeAsk",
+    "Agreed",
+    "Buffer",
+    "Buffers",
+    "BuffersAsk",
+    "Declare",
+    "FailoverNotice",
+    "FailoverVote",
+    "FileAnswer",
+    "FileRequest",
+    "FirstWeights",
+    "Follow",
+    "GossipEnded",
+    "HandOver",
+    "Heartbeat",
+    "HeartbeatAck",
+    "Hello",
+    "Ints",
+    "KeepServing",
+    "Leave",
+    "LeaveAck",
+    "Ledger",
+    "Message",
+    "ModelRequest",
+    "Moments",
+    "MomentsAsk",
+    "Move",
+    "Name",
+    "NeedWeights",
+    "Offer",
+    "OfferAck",
+    "Pair",
+    "Pairs",
+    "Ping",
+    "PipelineBeat",
+    "PipelineTensor",
+    "Pull",
+    "Push",
+    "PushAck",
+    "PushStatus",
+    "Quads",
+    "Range",
+    "RangeAsk",
+    "Ready",
+    "Refuse",
+    "RefuseCode",
+    "RemoteShardsGrant",
+    "RemoteShardsOffer",
+    "ReplicationBegin",
+    "ReplicationEntry",
+    "ReplicationFollow",
+    "ReplicationProgress",
+    "Report",
+    "Roster",
+    "Rows",
+    "RowsAsk",
+    "Sets",
+    "State",
+    "Texts",
+    "Triples",
+    "Weights",
+    "Welcome",
+    "Wish",
+    "beside",
+    "check_name",
+    "name_of",
+    "pair_name",
+]
+
+KINDS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Welcome,
+    3: Declare,
+    4: Ready,
+    5: NeedWeights,
+    6: FirstWeights,
+    7: Push,
+    8: PushAck,
+    9: Pull,
+    10: State,
+    17: Follow,
+    20: RowsAsk,
+    21: Rows,
+    22: MomentsAsk,
+    23: Moments,
+    11: Heartbeat,
+    12: HeartbeatAck,
+    13: Leave,
+    14: LeaveAck,
+    15: Refuse,
+    16: Buffers,
+    18: BuffersAsk,
+    60: RangeAsk,
+    61: Range,
+    62: AgreeAsk,
+    63: Agreed,
+    24: Ledger,
+    25: Report,
+    26: Roster,
+    50: Move,
+    27: ReplicationFollow,
+    28: ReplicationBegin,
+    29: ReplicationEntry,
+    30: ReplicationProgress,
+    31: FailoverNotice,
+    48: FailoverVote,
+    49: KeepServing,
+    56: RemoteShardsOffer,
+    57: RemoteShardsGrant,
+    58: FileRequest,
+    59: FileAnswer,
+    32: Offer,
+    33: OfferAck,
+    34: GossipEnded,
+    35: ModelRequest,
+    36: Ping,
+    64: PipelineTensor,
+    65: PipelineBeat,
+}
+# These messages of a member go over a connection of their own: behind a large push a heartbeat would come after its
+# lease. They keep one order: the last buffers of a worker come before its Leave.
+CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, FailoverVote, RangeAsk, AgreeAsk, PipelineBeat)
+OF_COPIES = (
+    ReplicationFollow,
+    ReplicationProgress,
+    FailoverNotice,
+    FailoverVote,
+)  # between a server, its standby, and the members that choose
+
+
+def beside(message: Message) -> bool:
+    """It is no event of the machine that it comes to."""
+    return isinstance(message, (*OF_COPIES, FileRequest)) or (
+        isinstance(message, RemoteShardsOffer) and not message.token
+    )
+
+
+# A server's runner puts the send time into these: the machine made them before it folded and published.
+TIMED = (PushAck, State, Rows, Moments, HeartbeatAck)
+KIND_OF = {message: number for number, message in KINDS.items()}
