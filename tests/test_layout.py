@@ -345,3 +345,36 @@ def test_a_class_name_stands_for_one_class() -> None:
 def test_a_doubled_class_name_is_found() -> None:
     two = {"ps/a.py": "class Row: ...\nclass Table: ...", "worker/b.py": "def f():\n    class Row: ..."}
     assert doubled(two) == {"Row": ["ps/a.py", "worker/b.py"]}
+
+
+LOOP = "protocols/runtime/network/loop.py"
+# Files with a loop of their own over a port. Each is a debt; none may come in.
+RECEIVE_LOOPS = {
+    LOOP,
+    "protocols/runtime/network/channel_runner.py",
+    "ps/checkpoints/remote_archive.py",
+    "ps/command/probe_runner.py",
+    "ps/command/remote_shards.py",
+    "ps/process/bootstrap_client.py",
+    "ps/process/runner.py",
+    "ps/process/standby_runner.py",
+}
+
+
+def receive_loops(source: str) -> int:
+    """The number of `for ... in X.receive(...)`, also where `receive` is a name."""
+    loops = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.comprehension)]
+    called = [node.iter.func for node in loops if isinstance(node.iter, ast.Call)]
+    names = [each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called]
+    return names.count("receive")
+
+
+def test_one_loop_receives_messages() -> None:
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    assert {file.relative_to(ROOT).as_posix() for file in files if receive_loops(file.read_text())} == RECEIVE_LOOPS
+    assert receive_loops((ROOT / LOOP).read_text()) == 1
+
+
+def test_a_receive_loop_is_found() -> None:
+    source = "receive = port.receive\nfor a in receive(1): ...\nb = [c for c in self.port.receive(1)]\nport.receive(1)"
+    assert receive_loops(source) == 2

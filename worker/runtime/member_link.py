@@ -23,6 +23,7 @@ from narrows.protocols.runtime.network.clock import AwakeClock
 from narrows.protocols.runtime.network.curve import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
 from narrows.protocols.runtime.network.keys import Secret, keyed, refusal
+from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.worker.runtime import launcher_pipe
@@ -30,7 +31,6 @@ from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.launcher_pipe import complain as say
 from narrows.worker.runtime.server_silence_notice import SilenceNotice
 
-TICK_MS = 50
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
 
 Command = Callable[[Member, int], list[MemberEffect]]
@@ -133,8 +133,6 @@ class MemberLink(LinkEvents, LinkCommands):
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._names: dict[str, bytes] = {}  # of each, how our routing ids begin there
         self._admitted: frozenset[str] = frozenset()  # their keys
-        self._commands: deque[Command] = deque()
-        self._closing = False
         name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
         self._sockets = Sockets(
             io_threads=2,
@@ -149,6 +147,7 @@ class MemberLink(LinkEvents, LinkCommands):
             cut=self._cut,
             faulted=self.drops.refuse,
         )
+        self._loop = Loop(self._sockets, self._hear, self._tick)
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
         self.call(lambda member, now: member.join(now))
@@ -166,8 +165,7 @@ class MemberLink(LinkEvents, LinkCommands):
     def call(self, command: Command) -> None:
         """Have the I/O thread run `command` and carry out its effects. Raises NotAWorkerError in a child process."""
         self._only_here()
-        self._commands.append(command)
-        self._sockets.wake()
+        self._loop.call(lambda: self._apply(command(self.member, self.clock.now())))
 
     def listen(self) -> None:
         """Let peers dial this worker: on the address by which the server's network knows this machine."""
@@ -183,38 +181,27 @@ class MemberLink(LinkEvents, LinkCommands):
         """End the thread and its sockets; what was sent last has LINGER_MS to leave. In a child process: nothing."""
         if os.getpid() != self._pid:
             return
-        self._closing = True
-        self._sockets.wake()
+        self._loop.stop()
         self._thread.join(CLOSE_S)
 
     # The I/O thread.
 
     def _main(self) -> None:
-        ticked = self.clock.turn()
         try:
             if why := unknown(self.host):  # a manager may give it its name a moment later
                 launcher_pipe.say(
                     f"{self.address}: {why}; waiting up to {self.member.timing.connect_ns / NS:g} s for it ..."
                 )
-            while not self._closing or self._commands:
-                for peer, frames in self._sockets.receive(TICK_MS):
-                    self._run_commands()  # however much there is to hear
-                    self._hear(peer, frames)
-                self._run_commands()
-                now = self.clock.turn()
-                if now - ticked >= TICK_MS * NS // 1000:
-                    ticked = now
-                    self._apply(self.member.tick(now))
-                    if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now):
-                        say(text)
+            self._loop.run(self.clock.turn)
         except BaseException as error:
             self._fail(type(error)(f"{self.address}: {error}") if isinstance(error, RemoteProtocolError) else error)
         finally:
             self._sockets.close()
 
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._apply(self._commands.popleft()(self.member, self.clock.now()))
+    def _tick(self, now_ns: int) -> None:
+        self._apply(self.member.tick(now_ns))
+        if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now_ns):
+            say(text)
 
     def _hear(self, peer: Peer, frames: list[m.Buffer]) -> None:
         if peer in self._shards:

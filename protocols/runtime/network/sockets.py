@@ -113,6 +113,9 @@ class Port(Protocol):
     def receive(self, limit_ms: int) -> Iterable[tuple[Peer, list[Buffer]]]:
         """Return the messages that came, after at most `limit_ms`. Each leaves its queue when it is asked for, not before."""
 
+    def wake(self) -> None:
+        """End the wait of `receive`, from any thread."""
+
     def hang_up(self, address: str) -> None:
         """Let go of what was dialled there."""
 

@@ -1,0 +1,111 @@
+"""The loop of a thread that owns a `Port`: it receives messages, runs the commands of other threads and ticks a machine.
+
+How it works
+1. `port.receive` waits for messages, WAIT_MS at most. `Loop.call` and `Loop.stop` end the wait, from any thread.
+2. Each message goes to `on_message` as frames: the caller decodes it, since callers differ in whom they believe. Before
+   each message the commands of other threads run, so that a busy network holds up no thread. They run after the last one too.
+3. `on_turn` runs once: there a caller takes what its other threads have left for it.
+4. `time_ns` says which time it is, mostly `AwakeClock.turn`. `on_tick` gets that time, if the last tick is `tick_ms` ago.
+5. `goes_on` decides whether there is another turn. By default there is one until `stop`, and until no command is left.
+
+An exception of a callback ends the loop: the caller of `run` says what it costs. A peer's bad message must not get so far.
+
+The loops of the product, and what differs between them:
+
+| loop | wait, tick (ms) | time | bad message of a stranger | ends |
+|---|---|---|---|---|
+| a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from narrows.protocols.effects import NS
+from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.network.sockets import Peer, Port
+
+WAIT_MS = 50  # an idle loop has a turn this often
+TICK_MS = 50  # a machine ticks this often; each tick of a server costs its standby as much as a small message
+
+Command = Callable[[], object]
+
+
+def _nothing() -> None: ...
+
+
+class Loop:
+    """The loop over `port`. One thread runs it; any thread may `call` and `stop`.
+
+    Args:
+        port: The messages come from here. The thread of the loop owns it.
+        on_message: Gets the peer and the frames of each message.
+        on_tick: Gets the time in ns, every `tick_ms` at most.
+        on_turn: Runs once a turn, after the messages and before the tick.
+        wait_ms: A turn without messages takes this long.
+        tick_ms: Time between two ticks. 0: each turn has one.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        on_message: Callable[[Peer, list[Buffer]], object],
+        on_tick: Callable[[int], object],
+        on_turn: Callable[[], object] = _nothing,
+        wait_ms: int = WAIT_MS,
+        tick_ms: int = TICK_MS,
+    ) -> None:
+        self.port, self.wait_ms, self.tick_ns = port, wait_ms, tick_ms * NS // 1000
+        self.on_message, self.on_tick, self.on_turn = on_message, on_tick, on_turn
+        self._commands: deque[Command] = deque()
+        self._stopped = False
+        self._due_ns = -1  # time of the next tick; -1: the loop has not begun
+
+    def call(self, command: Command) -> None:
+        """Have the thread of the loop run `command` at once."""
+        self._commands.append(command)
+        self.port.wake()
+
+    def call_later(self, command: Command) -> None:
+        """Have the thread of the loop run `command` in its next turn: nobody waits for it."""
+        self._commands.append(command)
+
+    def stop(self) -> None:
+        """End a loop whose `goes_on` is the default, once it has run the commands that were given before."""
+        self._stopped = True
+        self.port.wake()
+
+    def tick_soon(self) -> None:
+        """Tick in this turn, or in the next one where this turn has ticked. For the thread of the loop."""
+        self._due_ns = 0
+
+    def run(self, time_ns: Callable[[], int], goes_on: Callable[[], bool] | None = None) -> None:
+        """Loop until `goes_on` is false.
+
+        Args:
+            time_ns: The time of a turn. It never goes back.
+            goes_on: Whether there is another turn. None: until `stop`.
+
+        Raises:
+            Exception: What a callback or a command raises.
+        """
+        goes_on = goes_on or self._not_stopped
+        receive, commands, on_message = self.port.receive, self._commands, self.on_message
+        if self._due_ns < 0:
+            self._due_ns = time_ns() + self.tick_ns
+        while goes_on():
+            for peer, frames in receive(self.wait_ms):
+                while commands:
+                    commands.popleft()()
+                on_message(peer, frames)
+            while commands:
+                commands.popleft()()
+            self.on_turn()
+            now_ns = time_ns()
+            if now_ns >= self._due_ns:
+                self._due_ns = now_ns + self.tick_ns
+                self.on_tick(now_ns)
+
+    def _not_stopped(self) -> bool:
+        return not self._stopped or bool(self._commands)
