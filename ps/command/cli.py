@@ -7,6 +7,7 @@ import os
 import shlex
 import stat
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from narrows.protocols.config.settings import SHARDS_MAX
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import COMMAND, BareGroup, glance_flags, run, run_flags
 from narrows.ps.command.console import NAME
-from narrows.ps.command.serve import serve
+from narrows.ps.command.serve import checked, serve
 
 
 @click.group(cls=BareGroup, context_settings=COMMAND, invoke_without_command=True)
@@ -78,7 +79,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
     if form:
         from narrows.ps.command.managers.formats import printed
 
-        click.echo(printed(form, told, **flags), nl=False)
+        click.echo(printed(form, told, partial(checked, parent="", open_to_all=False), **flags), nl=False)
         return 0
     plan, host = flags.pop("plan"), flags.pop("host")
     if plan:

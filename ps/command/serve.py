@@ -24,9 +24,7 @@ from narrows.ps.command.shard_supervisor import ShardSupervisor
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
 
 
-def checked(
-    settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool, replicas: int = 0
-) -> tuple[str, int]:
+def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, replicas: int = 0) -> tuple[str, int]:
     """(host, port) to bind. Raises UsageError where the flags do not go together."""
     from narrows.compression import SpecError, ladder, parse
 
@@ -134,7 +132,7 @@ def serve(
 
     folder, scratch, held = "", None, None
     try:
-        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), replicas)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         if fresh_run:
             begin_anew(checkpoint_dir)

@@ -93,9 +93,7 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
         params = parsed([re.sub(r"\$[{(]?\w+[})]?", "name", word) for word in told])
         if words[0] == "ps-serve":
             settings = Settings(**given(params)).validated()
-            checked(
-                settings, params["bind"], params["parent"], not (params["keys"] or params["insecure"]), params["resume"]
-            )
+            checked(settings, params["bind"], params["parent"], not (params["keys"] or params["insecure"]))
             assert (folder := params["checkpoint_dir"])
         else:
             script = "train.py" if params["command"] == ("$@",) else params["command"][0]

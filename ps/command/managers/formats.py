@@ -31,7 +31,6 @@ from narrows.ps.command.managers.run_commands import (
     listed,
     shell,
 )
-from narrows.ps.command.serve import checked
 from narrows.ps.dashboard.run_watch import site_address
 
 
@@ -278,8 +277,24 @@ FORMATS: dict[str, tuple[Callable[[RunCommands], str], Collection[str]]] = {
 }
 
 
-def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bool, resume: bool, **flags: Any) -> str:
-    """The file of this format. `told`: the flags that were given. Raises UsageError, one sentence that names the flag."""
+Check = Callable[[Settings, str], object]
+
+
+def printed(form: str, told: Collection[str], check: Check, bind: str, keys: str, insecure: bool, **flags: Any) -> str:
+    """Return the file that a manager takes.
+
+    Args:
+        form: a name of FORMATS.
+        told: the flags that were given.
+        check: gets the settings and the address to bind, as ps-serve does before it serves; raises UsageError.
+        bind: the address of shard 0.
+        keys: the folder of keys, "" without.
+        insecure: no keys are needed.
+        flags: all other flags of ps-serve.
+
+    Raises:
+        UsageError: one sentence that names the flag.
+    """
     if form not in FORMATS:
         raise UsageError(f"--print {form}: the formats are {', '.join(FORMATS)}")
     write, taken = FORMATS[form]
@@ -288,7 +303,7 @@ def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bo
     run = given(flags)
     settings = Settings(**run).validated()
     host, port = parse_address("--bind", bind, any_port=True)
-    checked(settings, f"tcp://{ANY_HOST}:{port or PORT}", "", open_to_all=False, resume=resume)
+    check(settings, f"tcp://{ANY_HOST}:{port or PORT}")
     sites = {f"--{name}": _site(name, flags[name], bool(keys or insecure)) for name in sorted(SITES) if flags[name]}
     known = host if "bind" in told and host not in ANY_HOSTS else ""
     folder = os.path.abspath(keys) if keys else ""
