@@ -6,10 +6,25 @@ Owns the split over shards, the fragments of a shard, and the cut into parts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
+from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import FRAME_VALUES
 
 Keys = tuple[int, int]  # [begin, end)
+
+
+class CodedPiece(Protocol):
+    """Values of keys [begin, end) as they travel; see narrows.compression, CODECS."""
+
+    @property
+    def codec(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def payload(self) -> Buffer: ...
 
 
 def split(size: int, shards: int) -> list[tuple[int, int]]:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import CodedPiece
 from narrows.protocols.config.modes import WINDOW
 from narrows.protocols.config.topology import HALF, RANDOM, partners
 from narrows.protocols.effects import OfferArrived
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import WHOLE
-from narrows.protocols.member.replica import CodedPiece
 
 LAST = m.CLOCK_MAX  # the round that ends the run
 ARRIVED_MAX = 2  # offers of a peer: of this exchange and the next, if it has completed this one already

@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import Keys, covers, parts
+from narrows.protocols.config.key_ranges import CodedPiece, Keys, covers, parts
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.outer_momentum import OuterMomentum
-from narrows.protocols.member.replica import CodedPiece
 
 Array: TypeAlias = Any  # float32[count]; slices are views
 

@@ -30,11 +30,11 @@ from typing import Generic
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import Keys, covers, fragment
+from narrows.protocols.config.key_ranges import CodedPiece, Keys, covers, fragment
 from narrows.protocols.config.modes import GAIN_MAX, Mode, Rule
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member.replica import A, CodedPiece, Replica, stand_in
+from narrows.protocols.member.replica import A, Replica, stand_in
 
 Says = list[m.Message]  # for the session toward the shard
 

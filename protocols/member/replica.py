@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from narrows.protocols import messages as m
+from narrows.protocols.config.key_ranges import CodedPiece
 from narrows.protocols.config.modes import Mode, Rule
 
 # With no bound (async) a slow peer would hold own updates at full weight for ever. Among windows 1, 2, 4, 8 and no
@@ -35,19 +35,6 @@ def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float
     if weight is None or mode.rule is Rule.OUTER:  # an outer step is no mean: full weight until its round is folded
         return ahead
     return ahead - weight
-
-
-class CodedPiece(Protocol):
-    """Values of keys [begin, end) as they travel; see narrows.compression, CODECS."""
-
-    @property
-    def codec(self) -> int: ...
-    @property
-    def begin(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def payload(self) -> m.Buffer: ...
 
 
 A = TypeVar("A")  # an array: float32 of the host, or of a device

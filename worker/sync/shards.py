@@ -16,11 +16,10 @@ from narrows.compression.home import Feedback
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import fragment
+from narrows.protocols.config.key_ranges import CodedPiece, fragment
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.member.replica import CodedPiece
 from narrows.worker.group.group import Group, GroupEndedError
 from narrows.worker.model.arrays import SPARE, WorkerArrays
 from narrows.worker.model.flat import Array

@@ -16,10 +16,9 @@ import torch
 
 from narrows.compression import NonFiniteError
 from narrows.protocols import effects as e
-from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.key_ranges import CodedPiece, Keys
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.member.replica import CodedPiece
 from narrows.protocols.wire import pack
 from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
