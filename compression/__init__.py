@@ -20,7 +20,6 @@ from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
 from narrows.compression.kernels.jit import compilations
-from narrows.compression.momentum import MomentumCorrection
 from narrows.compression.payload import accumulate, add_raw, check, decode, indices
 from narrows.compression.reducers import Memory
 from narrows.compression.spec import parse
@@ -30,7 +29,6 @@ __all__ = [
     "ErrorFeedback",
     "Ladder",
     "Memory",
-    "MomentumCorrection",
     "NonFiniteError",
     "PayloadError",
     "SpecError",

@@ -41,9 +41,6 @@ class Compressor(Protocol):
     def contraction(self) -> "Compressor":
         """The compressor as error feedback needs it: itself, but for one that scales values up to be unbiased."""
 
-    def at_density(self, density: float) -> "Compressor":
-        """The same, keeping at least this share of the values where it is a top-k or random; for warm-ups."""
-
     def encode(self, values: FloatArray, memory: Memory | None = None) -> memoryview:
         """values: float32[count], 1-D and contiguous, not changed. A self-describing payload that the caller owns.
 
@@ -88,9 +85,6 @@ class Chain:
 
     def contraction(self) -> "Chain":
         return Chain(self.reducer.contraction(), self.value_coding, self.byte_coding) if self.reducer else self
-
-    def at_density(self, density: float) -> "Chain":
-        return Chain(self.reducer.at_density(density), self.value_coding, self.byte_coding) if self.reducer else self
 
     def encode(self, values: FloatArray, memory: Memory | None = None) -> memoryview:
         parts = self.encode_parts(values, memory)

@@ -46,9 +46,6 @@ class Reducer(Protocol):
     def contraction(self) -> "Reducer":
         """This reducer as error feedback needs it: what is sent is never further from the input than nothing is."""
 
-    def at_density(self, density: float) -> "Reducer":
-        """This reducer, keeping at least this share of the values; itself where it has no density."""
-
     def kept_max(self, count: int) -> int:
         """The most values that reduce() returns of `count`."""
 

@@ -4,7 +4,6 @@ Top-k by magnitude: Aji & Heafield 2017 (1704.05021), Stich et al. 2018 (1809.07
 SGD does. Among equal magnitudes the lowest indices are kept; zeros never are, so there may be fewer than k.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -77,9 +76,6 @@ class TopK(_Selecting):
     def contraction(self) -> "TopK":
         return self
 
-    def at_density(self, density: float) -> "TopK":
-        return replace(self, density=max(density, self.density))
-
     def kept_max(self, count: int) -> int:
         return kept_of(self.density, count)
 
@@ -103,9 +99,6 @@ class BlockTopK(_Selecting):
 
     def contraction(self) -> "BlockTopK":
         return self
-
-    def at_density(self, density: float) -> "BlockTopK":
-        return replace(self, k=max(self.k, math.ceil(density * self.block)))
 
     def kept_max(self, count: int) -> int:
         whole, rest = divmod(count, self.block)
@@ -140,9 +133,6 @@ class RandomK(_Selecting):
 
     def contraction(self) -> "RandomK":
         return replace(self, scaled=False)
-
-    def at_density(self, density: float) -> "RandomK":
-        return replace(self, density=max(density, self.density))
 
     def kept_max(self, count: int) -> int:
         return kept_of(self.density, count)
@@ -192,9 +182,6 @@ class Cycle(_Selecting):
     def contraction(self) -> "Cycle":
         return self
 
-    def at_density(self, density: float) -> "Cycle":
-        return replace(self, density=max(density, self.density))
-
     def kept_max(self, count: int) -> int:
         return stride_count(0, self.stride, count)
 
@@ -230,10 +217,6 @@ class CycleTop(Cycle):
     def contraction(self) -> "CycleTop":
         return self
 
-    def at_density(self, density: float) -> "CycleTop":
-        share = max(self.share, min(1.0, density * self.stride))
-        return replace(self, density=max(density, self.density), share=share)
-
     def kept_max(self, count: int) -> int:
         return kept_of(self.share, super().kept_max(count))
 
@@ -266,9 +249,6 @@ class Threshold(_Selecting):
         return f"threshold:{self.threshold!r}"
 
     def contraction(self) -> "Threshold":
-        return self
-
-    def at_density(self, density: float) -> "Threshold":
         return self
 
     def kept_max(self, count: int) -> int:

@@ -1,15 +1,12 @@
-"""The two wrappers: error feedback conserves, momentum correction is the paper's; both through restarts and new SPECs."""
+"""Error feedback conserves what is given to it, through restarts and new SPECs."""
 
 import numpy as np
 import pytest
-from kit import reference_payload
 from kit.reference import values_of
-from kit.specs import SATURATION, SPECS, coding_of, held, same_bits
+from kit.specs import SATURATION, SPECS, coding_of, same_bits
 
 from narrows.compression import (
     ErrorFeedback,
-    MomentumCorrection,
-    NonFiniteError,
     accumulate,
     decode,
     parse,
@@ -124,61 +121,6 @@ def test_the_spec_changes_in_mid_run(chain: tuple[str, ...]) -> None:
         np.testing.assert_allclose(sent + residual, given, atol=3e-5)
     assert feedback.residual is None
     np.testing.assert_allclose(sent, given, atol=3e-5)
-
-
-def test_momentum_correction() -> None:
-    """Lin et al. 2018: eqs. of sec. 3.2 and 3.3 in NumPy, warm-up densities of 3.4, and a restart in the middle."""
-    count, momentum = 4000, np.float32(0.9)
-    wrapper = MomentumCorrection(parse("topk:0.01"), count, momentum=0.9, warm_up_steps=8)
-    velocity, residual = np.zeros(count, np.float32), np.zeros(count, np.float32)
-    rng = np.random.default_rng(3)
-    for step in range(12):
-        gradient = rng.standard_normal(count, dtype=np.float32)
-        velocity = momentum * velocity + gradient
-        residual = residual + velocity
-        density = max(0.01, (0.25, 0.0625, 0.015625, 0.004)[step // 2]) if step < 8 else 0.01
-        places = reference_payload.selected(f"topk:{density}", residual)
-        payload = wrapper.encode(gradient)
-        assert np.array_equal(held(payload, count), places)
-        out = np.zeros(count, np.float32)
-        decode(payload, out)
-        assert same_bits(out[places], residual[places])
-        velocity[places] = residual[places] = 0.0
-        assert same_bits(wrapper.velocity, velocity)
-        assert same_bits(wrapper.residual, residual)
-        if step == 5:
-            state = wrapper.state_dict()
-            wrapper = MomentumCorrection(parse("topk:0.5"), count, momentum=0.9, warm_up_steps=8)
-            wrapper.load_state_dict(state)
-            wrapper.change(parse("topk:0.01"))
-    with pytest.raises(NonFiniteError):
-        wrapper.encode(np.full(count, np.nan, np.float32))
-    assert same_bits(wrapper.velocity, velocity) and same_bits(wrapper.residual, residual)
-    with pytest.raises(ValueError, match="momentum must be at least 0 and below 1, not 1"):
-        MomentumCorrection(parse("topk:0.01"), count, momentum=1)
-    with pytest.raises(ValueError, match=r"velocity is float32\[4000\]; this stream needs float32\[3999\]"):
-        MomentumCorrection(parse("topk:0.01"), 3999).load_state_dict({"velocity": velocity})
-
-
-def test_momentum_correction_trains() -> None:
-    """A badly scaled least-squares problem, 2 % of each gradient sent: it comes to the goal as dense momentum SGD does."""
-    count, rate = 500, 0.005
-    scale = np.linspace(0.1, 1.0, count).astype(np.float32)
-    goal = values_of("normal", count)
-
-    def distance(wrapper: MomentumCorrection | None, steps: int = 2000) -> float:
-        x, velocity = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        for _ in range(steps):
-            gradient = scale * (x - goal)
-            if wrapper is None:
-                velocity = np.float32(0.9) * velocity + gradient
-                x -= np.float32(rate) * velocity
-            else:
-                accumulate(wrapper.encode(gradient), -rate, x)
-        return float(np.linalg.norm(x - goal) / np.linalg.norm(goal))
-
-    assert distance(None) < 0.01
-    assert distance(MomentumCorrection(parse("topk:0.02"), count)) < 0.02
 
 
 def test_every_encode_is_a_step() -> None:

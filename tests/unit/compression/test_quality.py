@@ -124,17 +124,3 @@ def test_a_cycle_with_a_share_takes_the_largest_of_its_turn() -> None:
         sent = indices(compressor.encode(values_of("normal", 1003), Memory(0, step)), 1003)
         assert sent is not None and np.all(sent % 7 == step)
     assert len(taken[64]) == 16 + 4 + 2 and len(taken[65]) == 16, "one value, and none"
-
-
-def test_the_densities_of_a_warm_up() -> None:
-    """At least what is asked for, of every reducer that has a density."""
-    for spec, asked, warm in (
-        ("topk:0.01", 0.25, "topk:0.25"),
-        ("topk:0.5", 0.25, "topk:0.5"),
-        ("topk:8/512", 0.25, "topk:128/512"),
-        ("cycle:0.1", 0.25, "cycle:0.25"),
-        ("cycle:0.1/0.2", 0.25, "cycle:0.25/1.0"),
-        ("cycle:0.5/0.2", 0.25, "cycle:0.5/0.5"),
-        ("cycle:0.5/0.2", 0.01, "cycle:0.5/0.2"),
-    ):
-        assert parse(spec).at_density(asked).spec == warm
