@@ -36,7 +36,7 @@ from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arra
 from narrows.protocols.config.robust import Robust
 from narrows.protocols.config.settings import Settings, contradiction
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.member import summary
+from narrows.protocols.member import heartbeat_summary
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.shard.folding import unpack_hyper
 from narrows.worker.checkpoint.server_state import unpack_rows
@@ -153,12 +153,16 @@ def packed_seeds() -> Iterator[bytes]:
     )
     hyper = pack([pack([{"lr": 0.1}]), [1], pack([{"lr": 0.1}])])
     rows = [
-        summary.SummaryRow((), "", "", summary.Summary()),
-        summary.SummaryRow((0, 1), "a", "", summary.Summary(loss=1.0)),
+        heartbeat_summary.SummaryRow((), "", "", heartbeat_summary.Summary()),
+        heartbeat_summary.SummaryRow((0, 1), "a", "", heartbeat_summary.Summary(loss=1.0)),
     ]
     seeds = (
         *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
-        *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows), pack([[0, "step", 3.0], [1, "exp_avg", None]])),
+        *(
+            pack({"a": [1, b"x", None, 0.5]}),
+            heartbeat_summary.packed(rows),
+            pack([[0, "step", 3.0], [1, "exp_avg", None]]),
+        ),
         pack({"plan_digest": 7, "sync": "bsp"}),
     )
     for which, seed in enumerate(seeds):
@@ -174,7 +178,7 @@ def expected(data: bytes) -> None:
 
 PACKED: tuple[Callable[[bytes], object], ...] = (
     *(Settings.unpacked, ModelSpec.unpacked, unpack_arrays, unpack_hyper),
-    *(unpack, summary.unpacked, lambda data: unpack_rows(data, 2), expected),
+    *(unpack, heartbeat_summary.unpacked, lambda data: unpack_rows(data, 2), expected),
 )
 
 

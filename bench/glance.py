@@ -28,7 +28,7 @@ import click
 import launch
 
 from narrows.protocols.errors import NarrowsError
-from narrows.ps.dashboard.reading import frames
+from narrows.ps.dashboard.record_reader import frames
 
 RATIO_MAX = 1.01
 SETTLE = 20

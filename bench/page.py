@@ -32,7 +32,7 @@ sys.path.insert(0, str(launch.ROOT / "tests"))
 from kit.browser import Browser, browser, missing
 from kit.record_events import figures
 
-from narrows.ps.dashboard.reading import RecordReader, frames
+from narrows.ps.dashboard.record_reader import RecordReader, frames
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
 SLEEP_S = 0.4

@@ -23,8 +23,8 @@ ARROWS = {
 OWNERS = {
     "zmq": (
         "protocols/runtime/network/sockets.py",
-        "protocols/runtime/network/curve.py",
-        "protocols/runtime/network/sealing.py",
+        "protocols/runtime/network/curve_auth.py",
+        "protocols/runtime/network/encryption_cost.py",
     ),
     "torch": ("ps/store/torch_optimizer.py", "worker/"),
     "pickle": ("ps/process/machine_pickling.py",),  # narrowed to classes of ours: a standby reads what its server sends
@@ -39,7 +39,7 @@ RUNNERS = (
     *("ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
     *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
     *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),
-    *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/resuming.py"),  # files of a worker
+    *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/loader_states.py"),  # files of a worker
 )
 # Machines: no I/O, and time is an argument. In the first alone the runtime is an exception.
 PURE = (

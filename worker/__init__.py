@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     __version__: str
     from narrows.worker.checkpoint.load_optimizer_state import saved_state
     from narrows.worker.data.datasets import ranges, sampler
-    from narrows.worker.data.resuming import resumable
+    from narrows.worker.data.loader_states import resumable
     from narrows.worker.model.embedding import Embedding
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.pipelining import pipeline, replica, replicas, stage, stage_layers, stages
@@ -56,7 +56,7 @@ else:
         "Embedding": "model.embedding",
         "ScheduleEager1F1B": "pipelining.schedule",
         "ranges": "data.datasets",
-        "resumable": "data.resuming",
+        "resumable": "data.loader_states",
         "sampler": "data.datasets",
         "saved_state": "checkpoint.load_optimizer_state",
     }

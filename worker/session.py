@@ -33,7 +33,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.cli import output
 from narrows.protocols.runtime.network.keys import Secret, member_key
-from narrows.worker.check.watch import ScriptWatch
+from narrows.worker.check.script_watch import ScriptWatch
 from narrows.worker.checkpoint.optimizer_state import OptimizerStateFile
 from narrows.worker.command.managers import place
 from narrows.worker.group.group import Group, GroupEndedError

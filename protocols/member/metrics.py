@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from narrows.protocols.effects import NS
+from narrows.protocols.member.heartbeat_summary import Rows, packed
 from narrows.protocols.member.link_meter import LinkMeter
-from narrows.protocols.member.summary import Rows, packed
 
 
 class MemberMetrics:

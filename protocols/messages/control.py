@@ -37,7 +37,7 @@ class Heartbeat(Message):
     move: int = 0  # number of the newest Move that is here; a newer one is the answer
     copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
     road_ns: int = 0  # the longest round trip of a heartbeat of late
-    summary: bytes = b""  # figures of this member, and of all below it (protocols/member/summary.py), packed
+    summary: bytes = b""  # figures of this member, and of all below it (protocols/member/heartbeat_summary.py), packed
 
 
 @dataclass(frozen=True, slots=True)

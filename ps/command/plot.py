@@ -22,7 +22,7 @@ def command(records: tuple[str, ...], out: str) -> None:
     Several files are compared: one curve of the loss for each. The axis of the loss is logarithmic where all losses are
     above 0.
     """
-    from narrows.ps.dashboard.reading import RecordReader
+    from narrows.ps.dashboard.record_reader import RecordReader
 
     try:
         from narrows.ps.dashboard.plot import compared, plot

@@ -116,7 +116,7 @@ def _read(path: str) -> MeasuredNetwork:
 
 
 def _of_run(page: str, server: str) -> MeasuredNetwork:
-    from narrows.ps.dashboard.reading import frames
+    from narrows.ps.dashboard.record_reader import frames
 
     try:
         return measured.of_run(next(frames(page)), server, time.time())

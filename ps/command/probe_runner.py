@@ -28,7 +28,7 @@ from narrows.protocols.errors import (
 )
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network import keys
-from narrows.protocols.runtime.network.curve import CurveKeys, HandshakeFailure, KeyPair
+from narrows.protocols.runtime.network.curve_auth import CurveKeys, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import own_host
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import pack

@@ -23,8 +23,8 @@ from narrows.protocols.config.settings import SHARDS_MAX, Settings, contradictio
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsError, ServerLostError, UsageError
 from narrows.protocols.messages import RefuseCode, Wish
-from narrows.protocols.runtime.network import sealing
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network import encryption_cost
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
 from narrows.protocols.runtime.network.sockets import LINGER_MS, Sockets
 from narrows.protocols.runtime.processes.children import Event
@@ -286,7 +286,7 @@ def join(
             "resume": False,
             "keys": os.path.abspath(keys) if keys else "",
             "host": guest.known_as,
-            "seals": sealing.rate() if keys else 0.0,
+            "seals": encryption_cost.rate() if keys else 0.0,
             "replicas": 0,
         }
         guest.listen()

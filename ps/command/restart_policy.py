@@ -16,7 +16,7 @@ from collections import deque
 from enum import Enum
 
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 
 RESTARTS_MAX = 5  # deaths a shard, of all shards together, in a while
 DESERTED = "NARROWS_DESERTED_S"  # of ps-serve --plan, for the servers of stages that it starts

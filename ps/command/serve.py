@@ -126,7 +126,7 @@ def serve(
     cluster = ShardSupervisor(Settings(**settings).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
-    from narrows.protocols.runtime.network import sealing
+    from narrows.protocols.runtime.network import encryption_cost
     from narrows.protocols.runtime.processes.scratch import ScratchFolder, lock
     from narrows.ps.checkpoints import checkpoint_files  # and NumPy, while others import
 
@@ -161,7 +161,7 @@ def serve(
             "parent_timeout": parent_timeout,
             "keys": os.path.abspath(keys) if keys else "",
             "parent_key": os.path.abspath(parent_key) if parent_key else "",
-            "seals": sealing.rate() if keys else 0.0,
+            "seals": encryption_cost.rate() if keys else 0.0,
             "replicas": replicas,
         }
         if standby:

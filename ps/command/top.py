@@ -39,12 +39,12 @@ def command(address: str | None, record: str, dashboard: str, insecure: bool, on
 
 
 def _frames(address: str, record: str) -> Iterator[dict[str, Any]]:
-    from narrows.ps.dashboard import reading
+    from narrows.ps.dashboard import record_reader
 
     if not record:
-        yield from reading.frames(address)
+        yield from record_reader.frames(address)
         return
-    read = reading.RecordReader(record)
+    read = record_reader.RecordReader(record)
     read.read()
     yield read.history.frame()
     while not read.history.over:
@@ -72,7 +72,7 @@ def _terminal(address: str, record: str, once: bool) -> int:
 
 def _page(record: str, dashboard: str, insecure: bool) -> int:
     """Serve the page of a record until Ctrl-C."""
-    from narrows.ps.dashboard.reading import RecordReader
+    from narrows.ps.dashboard.record_reader import RecordReader
     from narrows.ps.dashboard.run_watch import site_address
     from narrows.ps.dashboard.web import DashboardServer, FrameStream
 

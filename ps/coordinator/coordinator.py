@@ -36,11 +36,11 @@ from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member.summary import SummaryRow, unpacked
+from narrows.protocols.member.heartbeat_summary import SummaryRow, unpacked
 from narrows.ps.coordinator.agreements import Agreements
 from narrows.ps.coordinator.attendance import Attendance
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.parent_place import ParentPlace

@@ -19,7 +19,7 @@ from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.wire import unpack
-from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat

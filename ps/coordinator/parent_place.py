@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
 

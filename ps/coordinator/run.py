@@ -15,7 +15,7 @@ from enum import Enum
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log
-from narrows.protocols.member.summary import SummaryRow
+from narrows.protocols.member.heartbeat_summary import SummaryRow
 
 
 class RunPhase(Enum):

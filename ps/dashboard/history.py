@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
 from narrows.ps.dashboard.event_texts import sentence
 from narrows.ps.dashboard.member_timeline import TIMES, MemberTimeline
 from narrows.ps.dashboard.time_buckets import CELL_S, CELLS

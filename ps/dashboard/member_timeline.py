@@ -14,7 +14,7 @@ from dataclasses import fields
 from itertools import islice
 from typing import Any
 
-from narrows.protocols.member.summary import Summary
+from narrows.protocols.member.heartbeat_summary import Summary
 from narrows.ps.dashboard.time_buckets import ROWS, TimeBuckets
 
 COUNTERS = (

@@ -13,7 +13,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from narrows.protocols.member.summary import STALE
+from narrows.protocols.member.heartbeat_summary import STALE
 from narrows.ps.dashboard.history import RunHistory
 from narrows.ps.dashboard.member_timeline import MemberTimeline
 

@@ -29,10 +29,10 @@ from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.outer_momentum import OuterMomentum
 from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.member.heartbeat_summary import Summary
 from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
-from narrows.protocols.member.summary import Summary
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.store.changes import Change, FloatArray, LoadArrays, Rebase
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
-from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.protocols.wire import decode, encode, unpack
 from narrows.ps.process.access_control import AccessControl

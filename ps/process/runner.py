@@ -16,8 +16,8 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.runtime.network.clock import AwakeClock
-from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
+from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.keys import refusal
 from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode

@@ -11,7 +11,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
 from narrows.protocols.errors import NarrowsError, ServerLostError
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from narrows.protocols.runtime.network.sealing import SealingCost
+from narrows.protocols.runtime.network.encryption_cost import SealingCost
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.machine_factory import emit
 

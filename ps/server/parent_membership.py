@@ -17,8 +17,8 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import LONG_AGO_NS
 from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, Stop
 from narrows.protocols.gossip.peers import WHOLE
+from narrows.protocols.member.heartbeat_summary import NAME_MAX, SummaryRow
 from narrows.protocols.member.member import Member, MemberPhase
-from narrows.protocols.member.summary import NAME_MAX, SummaryRow
 from narrows.protocols.wire import encode
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat

@@ -20,8 +20,8 @@ from narrows.protocols.config.embedding_spec import TableSpec
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.member.summary import Summary, SummaryRow
-from narrows.protocols.member.summary import packed as pack_summaries
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import packed as pack_summaries
 from narrows.protocols.messages import CHECKS, KINDS, TEXT_MAX, Message
 from narrows.protocols.wire import pack
 from narrows.ps.parent.parent_link import ParentSeat

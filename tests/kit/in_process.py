@@ -28,7 +28,7 @@ from narrows.protocols.effects import (
 )
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import decode, encode
 from narrows.ps.coordinator.coordinator import Coordinator

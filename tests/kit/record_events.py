@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
 from narrows.ps.dashboard.history import RunHistory
 
 RUN = {

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.worker import DistributedOptimizer, ranges, resumable, sampler, step_count
-from narrows.worker.data.resuming import superfluous
+from narrows.worker.data.loader_states import superfluous
 
 SAMPLES, BATCH = 103, 8
 

@@ -27,7 +27,7 @@ from narrows.compression.value_codings import EDGE_CODINGS, Key
 from narrows.protocols.config.deployment import Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
 from narrows.protocols.runtime.network.channel_runner import ChannelRunner
-from narrows.protocols.runtime.network.curve import new_pair
+from narrows.protocols.runtime.network.curve_auth import new_pair
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.command import stage_servers as stages_of_hosts
 from narrows.ps.planner.pipelines.stages import order

@@ -22,7 +22,7 @@ from kit.virtual_time import Faults as LinkFaults
 from kit.virtual_time import Script, pump, steps
 from simulation.actors import PLANS, update_of
 from simulation.campaigns import MODES, Run, case_of
-from simulation.network import MS, Faults, Random
+from simulation.simulator import MS, Faults, Random
 
 import narrows.worker as narrows
 from narrows.compression.codecs import RAW
@@ -32,7 +32,7 @@ from narrows.protocols.config.key_ranges import parts
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.ps.coordinator import run as cluster_run
-from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
+from narrows.ps.coordinator.clock_quorum import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
 from narrows.ps.server.server import Server
 from narrows.ps.shard.folding import FoldAtBarrier
 from narrows.worker import DistributedOptimizer

@@ -32,7 +32,7 @@ from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, MemberPhase
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.checkpoints.checkpoint_files import KEPT
 from narrows.ps.coordinator import coordinator
@@ -48,9 +48,9 @@ from narrows.ps.shard.shard import Shard
 from narrows.ps.store.changes import LoadArrays
 from narrows.ps.store.reshard_arrays import recut
 from simulation.mirror import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
-from simulation.network import Simulator
 from simulation.sample_ranges import IDLE_NS, SIZE, Work
 from simulation.shard_kills import Kept, Kill
+from simulation.simulator import Simulator
 
 CLOCKS = 20
 CLOCKS_APART_NS = 3600 * NS  # of any two processes

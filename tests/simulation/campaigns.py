@@ -25,9 +25,9 @@ from narrows.protocols.wire import decode, encode
 from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, TABLE, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
 from simulation.mirror import BOTH, DOWN, UP, FloatArray, Violation
-from simulation.network import MS, Faults, Random, Simulator
 from simulation.sample_ranges import EPOCHS, Work
 from simulation.shard_kills import Kill, killed
+from simulation.simulator import MS, Faults, Random, Simulator
 
 Trace = Callable[[int, str, m.Message | None], None]
 

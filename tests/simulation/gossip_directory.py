@@ -21,7 +21,7 @@ from narrows.protocols.member.member import Member
 from narrows.ps.coordinator.coordinator import Coordinator
 from simulation.actors import PLANS, TIMING
 from simulation.mirror import Violation
-from simulation.network import MS, Faults, Random, Simulator
+from simulation.simulator import MS, Faults, Random, Simulator
 
 END_NS = 240 * NS  # virtual time in which every run has ended
 LEASE_S = 2.0

@@ -1,4 +1,4 @@
-"""Workers of a gossip run in virtual time: the real machines, on the network of network.py, no torch."""
+"""Workers of a gossip run in virtual time: the real machines, on the network of simulator.py, no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from narrows.protocols.gossip.outer_momentum import OuterMomentum
 from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.wire import decode, encode
 from simulation.mirror import Violation
-from simulation.network import MS, Faults, Random, Simulator, Wire
+from simulation.simulator import MS, Faults, Random, Simulator, Wire
 
 Array = npt.NDArray[np.float32]
 Wide = npt.NDArray[np.float64]

@@ -37,7 +37,7 @@ from narrows.protocols.config.topology import edges
 from narrows.protocols.effects import NS
 from narrows.protocols.wire import encode
 from simulation.gossip_runs import COUNT, Array, Net, Wide
-from simulation.network import MS, Random, Wire
+from simulation.simulator import MS, Random, Wire
 from simulation.trees import STILL, Road
 
 TICK_NS = NS  # none of the repeats that a tick looks after is needed here

@@ -19,8 +19,8 @@ from narrows.ps.shard.shard import Shard
 from simulation.actors import Kit, Process
 from simulation.campaigns import Case, Trace, case_of
 from simulation.mirror import Violation
-from simulation.network import MS, Random
 from simulation.resharding import Moved, Moves, movable
+from simulation.simulator import MS, Random
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.member.summary import Summary, SummaryRow, packed
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, packed
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.coordinator.resharding import ReshardPhase
 from narrows.ps.parent.parent_push import ParentPush
@@ -26,9 +26,9 @@ from narrows.ps.process.machine_factory import resumed
 from narrows.ps.replication.events import MachineEvent
 from simulation.actors import Kit, Process, Worker
 from simulation.mirror import Violation
-from simulation.network import MS
 from simulation.replanned_trees import BEGINS, PLAN
 from simulation.replans import NARROW, OWN_S, Pricing
+from simulation.simulator import MS
 from simulation.standby_trees import LEASE_S, House, PairCase, Pairs, Story
 from simulation.tree_invariants import CLOSE
 from simulation.trees import BELOW, Node, Road, Trace, Tree, tree_of

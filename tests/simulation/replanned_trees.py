@@ -22,16 +22,16 @@ import numpy as np
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.member.summary import Summary, SummaryRow, packed
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, packed
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.resharding import ReshardPhase
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.replication.events import MachineEvent
 from simulation.actors import Kit, Process
 from simulation.mirror import Violation
-from simulation.network import Random
 from simulation.replans import NARROW, OWN_S, WIDE, Pricing
 from simulation.shard_kills import Kill
+from simulation.simulator import Random
 from simulation.tree_invariants import CLOSE, Child, Level, Values
 from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
 

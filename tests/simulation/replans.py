@@ -19,17 +19,17 @@ from typing import Any
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, packed
 from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.metrics import MemberMetrics
-from narrows.protocols.member.summary import Summary, SummaryRow, packed
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.replication.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.mirror import FloatArray, Violation
-from simulation.network import Random
 from simulation.resharding import MoveChecker, Moved, Moves, movable
+from simulation.simulator import Random
 
 CLOCKS = 60  # of each worker: three times what other runs have, for a plan takes its time
 OWN_S = 0.05

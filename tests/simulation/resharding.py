@@ -22,7 +22,7 @@ from simulation.actors import Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.invariants import Checker
 from simulation.mirror import Held, Violation
-from simulation.network import MS, Random
+from simulation.simulator import MS, Random
 
 SHARDS = (2, 3, 4)  # of one alone the checker cannot see a set: it is folded and forgotten in one event
 

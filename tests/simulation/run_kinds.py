@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 from simulation.actors import Kit
 from simulation.campaigns import MODES, Case, Run, Trace, case_of, with_rows
 from simulation.gossip_runs import Campaign
-from simulation.network import Simulator
 from simulation.replanned_standby_trees import AIMS, Losing, Orphaned, losing_case
 from simulation.replanned_trees import Changing, fall_of
 from simulation.replans import Replanned, drops_of
 from simulation.resharding import Moved, moves_of
+from simulation.simulator import Simulator
 from simulation.standby_trees import Pairs, pair_case
 from simulation.standbys import Theatre
 from simulation.trees import Tree, fault_case

@@ -16,7 +16,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from simulation.campaigns import Case, Run
-from simulation.network import MS, Faults
+from simulation.simulator import MS, Faults
 
 LIMIT_NS = 120 * NS  # of one `until`
 

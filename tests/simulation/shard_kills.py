@@ -22,7 +22,7 @@ from narrows.ps.process.journal import Journal, JournalReplay, files
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import assume_lent
-from simulation.network import Random
+from simulation.simulator import Random
 
 if TYPE_CHECKING:
     from simulation.actors import Process

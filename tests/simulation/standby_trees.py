@@ -48,8 +48,8 @@ from narrows.ps.store.changes import Change, Fold, OuterStep, Step
 from narrows.ps.store.store import Store, assume_lent
 from simulation.actors import Kit, Process, Worker, peer_of, source_of
 from simulation.mirror import FloatArray, Violation
-from simulation.network import MS, Faults, Random
 from simulation.shard_kills import Kill, killed
+from simulation.simulator import MS, Faults, Random
 from simulation.tree_invariants import CLOSE, Level
 from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
 

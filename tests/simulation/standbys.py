@@ -29,7 +29,7 @@ from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_
 from narrows.ps.replication.standby import Standby
 from narrows.ps.shard.reports import COORDINATOR
 from simulation.mirror import Violation
-from simulation.network import MS, Faults, Random, Simulator
+from simulation.simulator import MS, Faults, Random, Simulator
 
 Trace = Callable[[int, str, Any], None]
 

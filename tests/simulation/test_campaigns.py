@@ -21,10 +21,10 @@ from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect, 
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.shard.folding import FoldAtOnce
@@ -39,8 +39,8 @@ from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.bug_hunt import hunt
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirror import Violation
-from simulation.network import Faults, Random
 from simulation.scenario import play
+from simulation.simulator import Faults, Random
 
 PLANTED_SEEDS = 40  # within so many a planted bug is found
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

@@ -18,7 +18,7 @@ from narrows.protocols.gossip.mixing import Mixing
 from simulation import gossip_runs as gossiping
 from simulation.gossip_runs import COUNT, Node
 from simulation.gossip_timing import SPECS, Rounds, bytes_of, drawn, explained, round_s, size_of
-from simulation.network import MS
+from simulation.simulator import MS
 from simulation.trees import Road
 
 WORKERS, ROUNDS = 30, 10

@@ -15,7 +15,7 @@ from narrows.ps.coordinator.members import CUT_LEAST_NS, CUT_TRIPS, ROAD_MAX_NS
 from narrows.ps.coordinator.run import Seat
 from simulation.actors import peer_of
 from simulation.campaigns import LEASE_S, TICK_NS, Run, case_of
-from simulation.network import MS, Faults, Random, Wire
+from simulation.simulator import MS, Faults, Random, Wire
 
 FAR = 1  # who is behind the road
 HEARD_NS = 30 * NS  # by then the road is known

@@ -19,7 +19,7 @@ from narrows.ps.replication.standby import Standby
 from simulation.actors import PLANS
 from simulation.bug_hunt import hunt
 from simulation.mirror import Violation
-from simulation.network import MS
+from simulation.simulator import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
 
 RUNS = 40

@@ -12,7 +12,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import NS
-from narrows.ps.coordinator.clocks import Clocks
+from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Seat as ClusterSeat
 from narrows.ps.parent.parent_push import ParentPush
@@ -27,7 +27,7 @@ from simulation.actors import Bug, planted
 from simulation.bug_hunt import hunt
 from simulation.closed_forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
 from simulation.mirror import Violation
-from simulation.network import MS, Faults, Simulator, Wire
+from simulation.simulator import MS, Faults, Simulator, Wire
 from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, tree_of
 
 PLANTED_SEEDS = 40  # within so many a planted bug is found

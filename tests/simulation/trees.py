@@ -23,8 +23,8 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import decode, encode
 from simulation.actors import KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
 from simulation.mirror import FloatArray, Violation
-from simulation.network import MS, Faults, Random, Simulator, Wire
 from simulation.shard_kills import Kill, killed
+from simulation.simulator import MS, Faults, Random, Simulator, Wire
 from simulation.tree_invariants import Level
 
 Trace = Callable[[int, str, m.Message | None], None]

@@ -15,7 +15,7 @@ from kit.processes import finished
 
 from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
-from narrows.worker.check import findings, watch
+from narrows.worker.check import findings, script_watch
 from narrows.worker.check.findings import FAULTS, NOTICES, STEPS, CheckedEvents, found
 from narrows.worker.command.cli import command
 from narrows.worker.model import embedding
@@ -173,15 +173,15 @@ def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.Mon
     adam, here = torch.optim.Adam([p]), os.getpid()
     for looks in ("", "dense"):
         events = list[dict[str, Any]]()
-        seen = watch.ScriptWatch([], lambda event, to=events, **values: to.append(values))
+        seen = script_watch.ScriptWatch([], lambda event, to=events, **values: to.append(values))
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: here + 1)
-            forked.setenv(watch.WATCH, looks)
+            forked.setenv(script_watch.WATCH, looks)
             for _ in range(STEPS):
                 adam.step()
-            with pytest.raises(watch.CheckedScript) if looks else nullcontext():
+            with pytest.raises(script_watch.CheckedScript) if looks else nullcontext():
                 adam.step()
-            assert watch.WATCH not in os.environ, "its own children are not looked at"
+            assert script_watch.WATCH not in os.environ, "its own children are not looked at"
         seen.close()
         assert [each["what"] for each in events] == ["beside"] * (STEPS + 1) * bool(looks)
 
@@ -189,13 +189,13 @@ def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.Mon
 def test_a_script_without_a_wrapped_optimizer_ends() -> None:
     """Hooks of torch see it step."""
     events = list[tuple[str, dict[str, Any]]]()
-    seen = watch.ScriptWatch([], lambda event, **values: events.append((event, values)))
+    seen = script_watch.ScriptWatch([], lambda event, **values: events.append((event, values)))
     p = torch.nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     adam = torch.optim.Adam([p])
     for _ in range(STEPS):
         adam.step()
-    with pytest.raises(watch.CheckedScript):
+    with pytest.raises(script_watch.CheckedScript):
         adam.step()
     seen.close()
     adam.step()
@@ -266,7 +266,7 @@ RULES: list[tuple[list[CheckedEvents], str]] = [
 
 def test_all_is_well() -> None:
     """Where each shuffles what is cut for it, too, and where nobody can say whether it is."""
-    assert not found(FAULTS + NOTICES, [worker(), OTHER]) and STEPS == watch.STEPS
+    assert not found(FAULTS + NOTICES, [worker(), OTHER]) and STEPS == script_watch.STEPS
     for follows in (["schedule", "step"], ["end", "schedule"], ["step"]):
         assert not found(NOTICES, [worker(done=DONE | {"follows": follows, "scheduled": True}), OTHER])
     for firsts in (("e", "f"), ("", "")):
@@ -311,7 +311,7 @@ def test_rows_of_a_table_are_no_parameters_that_lack_a_gradient(monkeypatch: pyt
     monkeypatch.setattr(embedding, "of_run", lambda: True)
     model, events = Bags(), list[dict[str, Any]]()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = watch.ScriptWatch([], lambda event, **values: events.append(values))
+    seen = script_watch.ScriptWatch([], lambda event, **values: events.append(values))
     seen.begins(inner, inner, model)
     seen.forward.close()
     seen.close()

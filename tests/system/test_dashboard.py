@@ -13,7 +13,7 @@ from kit.processes import SCRIPT, started, until
 from kit.record_events import BEAT_S, RUN, beats, figures, summary
 
 from narrows.ps.dashboard.history import RunHistory
-from narrows.ps.dashboard.reading import RecordReader, frames
+from narrows.ps.dashboard.record_reader import RecordReader, frames
 from narrows.ps.dashboard.run_watch import RunWatch
 
 EVIL = "<img src=x onerror=document.body.dataset.evil=1>"

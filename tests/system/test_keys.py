@@ -24,7 +24,7 @@ from kit.scripts import distance, flat
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, UsageError
 from narrows.protocols.runtime.network import keys
-from narrows.protocols.runtime.network.curve import (
+from narrows.protocols.runtime.network.curve_auth import (
     NOBODY,
     STRANGE_S,
     HandshakeFailure,

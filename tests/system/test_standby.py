@@ -14,9 +14,9 @@ from kit.fold_logs import REST_S, Log, folded, settled, telling, wrong
 from kit.processes import Server, Worker, finished, serving, small_model, started, trained_alone, until
 from kit.scripts import distance, flat
 
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, packed
 from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.metrics import MemberMetrics
-from narrows.protocols.member.summary import Summary, SummaryRow, packed
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001

@@ -15,7 +15,7 @@ from kit.scripts import distance, flat
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.network.clock import AwakeClock
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.connections import STRANGER_BYTES_MAX
 from narrows.ps.command import console, shard_supervisor
 from narrows.ps.command.restart_policy import RestartPolicy

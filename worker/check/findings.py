@@ -15,7 +15,7 @@ from typing import Any
 from narrows.compression import predict
 from narrows.protocols.config.settings import Settings
 
-STEPS = 2  # of worker/check/watch.py, which needs torch
+STEPS = 2  # of worker/check/script_watch.py, which needs torch
 TIMES = ("never", "once", "twice")  # up to STEPS
 SHOWN = 3  # names of tensors in a sentence
 STALENESS = 8  # the highest bound that is suggested

@@ -64,7 +64,9 @@ def command(check: bool, link: str | None, **flags: Any) -> int:
         raise UsageError("--link says how long a step takes there: give --check too")
     if not check:
         return Launcher(checked(**flags)).run()
-    from narrows.worker.command.checking import ScriptCheck  # and Numba, which other commands leave to their children
+    from narrows.worker.command.script_check import (
+        ScriptCheck,  # and Numba, which other commands leave to their children
+    )
 
     return ScriptCheck(link, **flags).run()
 

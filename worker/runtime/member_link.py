@@ -19,8 +19,8 @@ from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, SendToPeer, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
-from narrows.protocols.runtime.network.clock import AwakeClock
-from narrows.protocols.runtime.network.curve import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
+from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
 from narrows.protocols.runtime.network.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.network.loop import Loop

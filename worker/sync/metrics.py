@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from narrows.protocols.member.summary import STALE, Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
 from narrows.worker.runtime.member_link import MemberLink
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from narrows.protocols.pipeline_channels import (
     TensorArrived,
     TensorTaken,
 )
-from narrows.protocols.runtime.network.clock import AwakeClock
-from narrows.protocols.runtime.network.curve import CurveKeys, DiallerId, HandshakeFailure, KeyPair
+from narrows.protocols.runtime.network.awake_clock import AwakeClock
+from narrows.protocols.runtime.network.curve_auth import CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.sockets import Drops, Peer, Sockets
 from narrows.protocols.wire import decode, encode
 

@@ -6,7 +6,7 @@ all of it is here, however much that is.
 Rules
 - Where there are too many strangers, the one that came first is ended. One that has sent too much is ended, too.
 - ZeroMQ owns the descriptors. Here one is shut down, and only while it still leads to whom it led to when it was accepted.
-- One thread hears of connections (`ListenerMonitor` in curve.py), another reads messages. Either may end one.
+- One thread hears of connections (`ListenerMonitor` in curve_auth.py), another reads messages. Either may end one.
 """
 
 from __future__ import annotations

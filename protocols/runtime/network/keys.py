@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.network.curve import HandshakeFailure, KeyPair, new_pair, public_of
+from narrows.protocols.runtime.network.curve_auth import HandshakeFailure, KeyPair, new_pair, public_of
 
 LIST_S = 0.5  # the list is at most so old
 ROLES = ("worker", "cluster")  # that a key is made for

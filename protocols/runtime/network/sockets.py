@@ -11,14 +11,14 @@ How it works
 2. `receive` polls all sockets, the monitors of dialled connections, and file descriptors that others watch. Each
    message leaves its queue when it is asked for, not before.
 3. `control=True` sends by a connection of its own, so that a heartbeat never waits behind a large push.
-4. A monitor thread tells which connections came and ended (curve.py, connections.py). `cut` is told of an end one
+4. A monitor thread tells which connections came and ended (curve_auth.py, connections.py). `cut` is told of an end one
    turn later: by then the peer's last messages were read.
 
 Rules
 - One thread owns a `Sockets`. Another thread may only `wake` it.
 - Nothing that a peer sends raises. A library error costs the message that was being read, and is counted
   (`LibraryFaults`). Only FAULTS_MAX of them in a row are raised.
-- With curve.py and sealing.py this is all that imports zmq.
+- With curve_auth.py and encryption_cost.py this is all that imports zmq.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, mu
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
-from narrows.protocols.runtime.network import curve as keys
+from narrows.protocols.runtime.network import curve_auth as keys
 from narrows.protocols.runtime.network.connections import Connections
-from narrows.protocols.runtime.network.curve import (
+from narrows.protocols.runtime.network.curve_auth import (
     LIBRARY,
     CurveAuthenticator,
     CurveKeys,

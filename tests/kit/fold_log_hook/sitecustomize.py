@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols import effects as e
-from narrows.protocols.member import metrics, summary
+from narrows.protocols.member import heartbeat_summary, metrics
 from narrows.protocols.member.exchange import Exchange
 from narrows.ps.process.journal import Journal
 from narrows.ps.shard.model_shard import ModelShard
@@ -79,7 +79,7 @@ def _goes_on(exchange: Any, *words: Any, go_on: Any = Exchange.go_on) -> Any:
     return says
 
 
-def _packed(rows: Any, packed: Any = summary.packed) -> Any:
+def _packed(rows: Any, packed: Any = heartbeat_summary.packed) -> Any:
     if (narrow := _folder() / "narrow").exists():
         rate = float(narrow.read_text())
         rows = [replace(rows[0], summary=replace(rows[0].summary, rate_up=rate, rate_down=rate)), *rows[1:]]

@@ -16,10 +16,10 @@ import zmq.utils.z85
 from kit.processes import until
 from strangers import RESETS, frame, reset, shaken
 
-from narrows.protocols.runtime.network import curve
+from narrows.protocols.runtime.network import curve_auth
 from narrows.protocols.runtime.network import sockets as door
 from narrows.protocols.runtime.network.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
-from narrows.protocols.runtime.network.curve import CurveKeys, new_pair
+from narrows.protocols.runtime.network.curve_auth import CurveKeys, new_pair
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 
 MOST = 8
@@ -313,8 +313,8 @@ CALLS: dict[str, tuple[object, str, bool]] = {
     "look for an event": (zmq.Socket, "poll", False),
     "an option of a socket": (zmq.Socket, "getsockopt", False),
     "the connection of a message": (zmq.Frame, "get", False),
-    "an event of those who dial": (curve, "EVENT", False),
-    "an event of our own dialling": (curve, "recv_monitor_message", False),
+    "an event of those who dial": (curve_auth, "EVENT", False),
+    "an event of our own dialling": (curve_auth, "recv_monitor_message", False),
     "the state of a connection": (os, "fstat", False),
     "the key of a message": (zmq.utils.z85, "decode", True),
     "who has the key of a message": (zmq.Frame, "get", True),
@@ -342,7 +342,7 @@ def test_an_error_at_any_call_of_a_library_costs_a_message_at_most(
         return made
 
     class Planted:
-        unpack = staticmethod(raises(curve.EVENT.unpack))
+        unpack = staticmethod(raises(curve_auth.EVENT.unpack))
 
     pair = new_pair()
     keys = CurveKeys(pair, lambda address: (pair, pair.public), lambda public: True) if keyed else None

@@ -13,8 +13,8 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import SUMMARY_BYTES_PER_SECOND
 from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
 from narrows.protocols.member.failover_view import CUT_NS, LOST_NS, SAY_NS, STAY_NS, FailoverView
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.summary import Summary, SummaryRow
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9

@@ -26,7 +26,7 @@ from kit.record_events import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
-from narrows.protocols.member.summary import Summary, SummaryRow, unpacked
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, unpacked
 from narrows.protocols.runtime.cli.flags import DASHBOARD
 from narrows.protocols.runtime.cli.output import open_record
 from narrows.protocols.wire import pack
@@ -35,9 +35,9 @@ from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.dashboard import history as bounds
-from narrows.ps.dashboard import prometheus, reading, web
+from narrows.ps.dashboard import prometheus, record_reader, web
 from narrows.ps.dashboard.history import RunHistory
-from narrows.ps.dashboard.reading import RecordReader, frames
+from narrows.ps.dashboard.record_reader import RecordReader, frames
 from narrows.ps.dashboard.run_watch import RunWatch, site_address
 from narrows.ps.dashboard.screen import screen, strip
 from narrows.ps.dashboard.time_buckets import CELLS, LEVELS
@@ -544,7 +544,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("says", OTHERS, ids=lambda says: (says or b"silence")[:8].hex())
 def test_somebody_else_at_an_address_is_said(says: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "FIRST_S", 1.0 if says and says[0] == 0xFF else 5.0 if says is not None else 0.2)
+    monkeypatch.setattr(record_reader, "FIRST_S", 1.0 if says and says[0] == 0xFF else 5.0 if says is not None else 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -580,7 +580,7 @@ def test_where_workers_join_is_told_from_a_page() -> None:
     """ZeroMQ's own greeting."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        assert reading._is_of_zeromq(f"http://127.0.0.1:{port}")
+        assert record_reader._is_of_zeromq(f"http://127.0.0.1:{port}")
 
 
 def test_each_command_has_a_version() -> None:

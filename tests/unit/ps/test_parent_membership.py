@@ -7,8 +7,8 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, Log, Send, Stop
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.member.member import Member, MemberPhase
-from narrows.protocols.member.summary import Summary, SummaryRow
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.member.summary import Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.wire import pack
 from narrows.ps.command.planning import plan
 from narrows.ps.dashboard.history import RunHistory

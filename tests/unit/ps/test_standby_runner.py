@@ -31,7 +31,7 @@ from narrows.protocols.errors import (
 )
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.connections import Connection
-from narrows.protocols.runtime.network.curve import HandshakeFailure
+from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator

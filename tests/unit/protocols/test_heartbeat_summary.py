@@ -10,9 +10,7 @@ import pytest
 from kit.seed import SEED
 
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member.link_meter import LinkMeter
-from narrows.protocols.member.metrics import MemberMetrics
-from narrows.protocols.member.summary import (
+from narrows.protocols.member.heartbeat_summary import (
     COLUMNS,
     LEVELS_MAX,
     NAME_MAX,
@@ -23,6 +21,8 @@ from narrows.protocols.member.summary import (
     packed,
     unpacked,
 )
+from narrows.protocols.member.link_meter import LinkMeter
+from narrows.protocols.member.metrics import MemberMetrics
 from narrows.protocols.wire import pack, unpack
 
 SOME = Summary(seconds=2.5, clock=7, steps=7, loss=-0.5, stale=(1, 6, *[0] * (len(STALE) - 1)), held_back=3.25)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.network.clock import TURN_NS, AwakeClock
+from narrows.protocols.runtime.network.awake_clock import TURN_NS, AwakeClock
 
 
 class Wall:

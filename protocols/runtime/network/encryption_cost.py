@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from narrows.protocols.runtime.network import curve
+from narrows.protocols.runtime.network import curve_auth
 
 CHUNK_BYTES, CHUNKS = 1 << 20, 16
 LIMIT_MS = 2000  # of the measurement; 30 ms are usual
@@ -20,14 +20,14 @@ NEAR = 0.5  # of the core: more on top of it, and the steps wait for it
 
 def rate() -> float:
     """Bytes a second that one thread of this machine seals, or opens; 0 where that took longer than LIMIT_MS."""
-    pair = curve.new_pair()
+    pair = curve_auth.new_pair()
     with zmq.Context(io_threads=1) as context, context.socket(zmq.PULL) as takes, context.socket(zmq.PUSH) as gives:
         for end in (takes, gives):
             end.setsockopt(zmq.LINGER, 0)
             end.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
             end.setsockopt(zmq.SNDTIMEO, LIMIT_MS)
-        curve.listens(takes, pair)
-        curve.dials(gives, pair, pair.public)
+        curve_auth.listens(takes, pair)
+        curve_auth.dials(gives, pair, pair.public)
         gives.connect(f"tcp://127.0.0.1:{takes.bind_to_random_port('tcp://127.0.0.1')}")
         chunk = bytes(CHUNK_BYTES)
         try:

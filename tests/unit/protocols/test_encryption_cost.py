@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from narrows.protocols.runtime.network import sealing
-from narrows.protocols.runtime.network.sealing import NEAR, WINDOW_S, SealingCost
+from narrows.protocols.runtime.network import encryption_cost
+from narrows.protocols.runtime.network.encryption_cost import NEAR, WINDOW_S, SealingCost
 
 
 def test_a_core_seals_so_many_bytes_a_second() -> None:
-    assert 10e6 < sealing.rate() < 100e9
+    assert 10e6 < encryption_cost.rate() < 100e9
 
 
 def test_it_is_said_once_where_it_takes_most_of_a_core() -> None:
