@@ -1,7 +1,9 @@
 """The house rules of the pages: their length, and that each file, link and test they name exists."""
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from narrows import worker
 from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES_MAX = {"README.md": 130, "docs/architecture.md": 200}
+LINES_MAX = {"README.md": 130, "docs/architecture.md": 200, "docs/glossary.md": 150}
+PRODUCT = ("protocols", "compression", "ps", "worker")
+OTHERS = {"LOCAL_RANK"}  # names of other programs on the page of the glossary
 NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architecture.md that name files
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -58,6 +62,31 @@ def missing(text: str) -> list[str]:
     return [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
 
 
+def names_of(source: str) -> Iterator[str]:
+    """The classes of a module with their methods and annotated fields, and the module's constants."""
+    for node in ast.parse(source).body:
+        match node:
+            case ast.ClassDef(name, body=body):
+                yield name
+                for each in body:
+                    match each:
+                        case ast.FunctionDef(method):
+                            yield f"{name}.{method}"
+                        case ast.AnnAssign(ast.Name(field)):
+                            yield f"{name}.{field}"
+                        case _:
+                            pass
+            case ast.Assign([ast.Name(constant)]) | ast.AnnAssign(ast.Name(constant)):
+                yield constant
+            case _:
+                pass
+
+
+def unnamed(text: str, names: set[str]) -> list[str]:
+    """Classes and constants that a page names in backticks, and no module has."""
+    return [name for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text) if name not in names]
+
+
 @pytest.mark.parametrize("path", LINES_MAX)
 def test_a_page_is_not_too_long(path: str) -> None:
     lines = len((ROOT / path).read_text("utf-8").splitlines())
@@ -69,6 +98,14 @@ def test_files_that_are_named_are_there(heading: str) -> None:
     text = section((ROOT / "docs/architecture.md").read_text("utf-8"), heading)
     assert len(NAMED.findall(text)) >= 10
     assert not missing(text)
+
+
+def test_the_glossary_names_classes_and_files_that_are_there() -> None:
+    text = (ROOT / "docs/glossary.md").read_text("utf-8")
+    sources = [file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")]
+    names = {name for file in sources for name in names_of(file.read_text("utf-8"))}
+    assert len(re.findall(r"`[A-Z]\w*`", text)) > 100
+    assert not missing(text) and not unnamed(text, names | OTHERS)
 
 
 def test_each_guarantee_names_a_test_that_is_there() -> None:
@@ -103,8 +140,11 @@ def test_links_lead_somewhere(path: str) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
+    names = {*names_of("A: int = 1\nB = 2\nclass C:\n    field: int\n    def method(self): ...")}
+    assert names == {"A", "B", "C", "C.field", "C.method"}
+    assert unnamed("`C`, `B`, `C.method`, `lower`, `--flag`, `Made`, `C.up`", names) == ["Made", "C.up"]
     assert missing("`ps/store/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
-    links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#time)\n# One\n"
+    links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#synchronization)\n# One\n"
     assert broken("docs/made-up.md", links) == ["mode.md", "#one", "#two"]
 
 

@@ -3,7 +3,7 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -376,3 +376,154 @@ def test_one_loop_receives_messages() -> None:
 def test_a_receive_loop_is_found() -> None:
     source = "receive = port.receive\nfor a in receive(1): ...\nb = [c for c in self.port.receive(1)]\nport.receive(1)"
     assert receive_loops(source) == 2
+
+
+# Words of file names that docs/glossary.md need not define: Python's, those of other programs, and plain English.
+PLAIN_WORDS = {
+    *(
+        "init",
+        "main",
+        "cli",
+        "jit",
+        "cpu",
+        "module",
+        "function",
+        "process",
+        "interpreter",
+        "pickling",
+        "debugging",
+        "queue",
+    ),
+    *("factory", "client", "reader", "writer", "loader", "logger", "signals", "pipe", "tcp", "web", "disk", "random"),
+    *("kubernetes", "lightning", "prometheus", "ray", "torch", "transformers", "serve", "top", "plot", "screen"),
+    *(
+        "check",
+        "choose",
+        "connect",
+        "edit",
+        "load",
+        "measured",
+        "select",
+        "staged",
+        "clustered",
+        "wait",
+        "watch",
+        "grouped",
+    ),
+    *("and", "not", "finite", "whole", "awake", "time", "names", "file", "texts", "figures", "stats", "sums", "scans"),
+    *("flags", "options", "variables", "output", "formats", "commands", "entry", "policy", "lifecycle", "forwarding"),
+    *("landing", "cycles", "subsets", "scratch", "weight", "base"),
+    *("trial", "tried", "counted"),  # they go
+}
+
+
+def vocabulary(page: str) -> set[str]:
+    """The words that a page defines: those in bold."""
+    return {word.lower() for bold in re.findall(r"\*\*([^*]+)\*\*", page) for word in re.findall(r"[A-Za-z]+", bold)}
+
+
+def known(word: str, words: set[str]) -> bool:
+    """True if `words` has the word, in the singular or the plural."""
+    return not words.isdisjoint(
+        (word, f"{word}s", word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word))
+    )
+
+
+def unknown_words(paths: Iterable[str], words: set[str]) -> list[str]:
+    """(path, word) as text, for each word of a file name that `words` lacks."""
+    return [
+        f"{path}: {word}"
+        for path in paths
+        for word in path.rpartition("/")[2].removesuffix(".py").split("_")
+        if word and not known(word, words)
+    ]
+
+
+def test_each_word_of_a_file_name_is_in_the_vocabulary() -> None:
+    words = vocabulary((ROOT / "docs/glossary.md").read_text("utf-8"))
+    assert len(words) > 150
+    paths = [file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    found = unknown_words(paths, words | PLAIN_WORDS)
+    assert not found, f"define these words in bold in docs/glossary.md, or take the field's word: {found}"
+    used = {word for path in paths for word in path.rpartition("/")[2].removesuffix(".py").split("_")}
+    left_over = [word for word in PLAIN_WORDS if not known(word, used)]
+    assert not left_over, f"no file name has these words any more; take them out of PLAIN_WORDS: {left_over}"
+    doubled = PLAIN_WORDS & words
+    assert not doubled, f"docs/glossary.md defines these words; take them out of PLAIN_WORDS: {doubled}"
+
+
+def test_a_made_up_file_name_is_found() -> None:
+    words = vocabulary("- **heartbeat**: a message.\n- **key range**, **payload**: bytes; *lease*, `quorum`")
+    assert words == {"heartbeat", "key", "range", "payload"}
+    assert unknown_words(["ps/a/heartbeats.py", "ps/__init__.py", "worker/key_ranges.py"], words | {"init"}) == []
+    assert unknown_words(["ps/lives.py", "worker/heartbeat_quorum.py"], words) == [
+        "ps/lives.py: lives",
+        "worker/heartbeat_quorum.py: quorum",
+    ]
+
+
+# Words that an engineer would search for, and the file that each leads to. They are from papers on parameter servers
+# (ps-lite), from torch, Ray and raft.
+SEARCHED = {
+    # what has gone wrong
+    "heartbeat": "protocols/member/heartbeat_summary.py",
+    "lease": "ps/coordinator/sample_leases.py",
+    "liveness": "worker/group/group_liveness.py",
+    "watchdog": "ps/process/watchdog.py",
+    "supervisor": "ps/command/shard_supervisor.py",
+    "restart": "ps/command/restart_policy.py",
+    "failover": "protocols/member/failover_view.py",
+    "replication": "ps/replication/replication_primary.py",
+    "standby": "ps/replication/standby.py",
+    "journal": "ps/process/journal.py",
+    "checkpoint": "ps/coordinator/checkpoint_schedule.py",
+    "archive": "ps/checkpoints/remote_archive.py",
+    "signal": "protocols/runtime/processes/signals.py",
+    # who is in a run
+    "coordinator": "ps/coordinator/coordinator.py",
+    "membership": "ps/server/parent_membership.py",
+    "member": "ps/coordinator/members.py",
+    "session": "protocols/member/session.py",
+    "bootstrap": "ps/process/bootstrap_server.py",
+    "reshard": "ps/coordinator/resharding.py",
+    "launcher": "worker/command/launcher.py",
+    "actor": "worker/integrations/ray_actor.py",
+    "config": "protocols/config/settings.py",
+    # the path of a push
+    "push": "ps/shard/push_assembler.py",
+    "publication": "ps/shard/publications.py",
+    "quorum": "ps/coordinator/clock_quorum.py",
+    "gossip": "protocols/gossip/driver.py",
+    "topology": "protocols/config/topology.py",
+    "momentum": "protocols/gossip/outer_momentum.py",
+    "overlap": "worker/sync/overlap.py",
+    "outlier": "ps/filters/outlier_stats.py",
+    "clip": "ps/filters/norm_clip.py",
+    "privacy": "worker/model/privacy.py",
+    "auth": "protocols/runtime/network/curve_auth.py",
+    "encryption": "protocols/runtime/network/encryption_cost.py",
+    "socket": "protocols/runtime/network/sockets.py",
+    "codec": "compression/codecs.py",
+    "feedback": "compression/feedback.py",
+    "sparsifier": "compression/sparsifiers.py",
+    # the model
+    "optimizer": "ps/store/torch_optimizer.py",
+    "gradient": "worker/sync/gradients.py",
+    "embedding": "worker/model/embedding.py",
+    "fsdp": "worker/model/fsdp_slices.py",
+    "buffer": "worker/model/module_buffers.py",
+    "dataset": "worker/data/datasets.py",
+    "pipeline": "protocols/pipeline_channels.py",
+    # what is seen of a run
+    "metrics": "protocols/member/metrics.py",
+    "dashboard": "ps/dashboard/web.py",
+    "probe": "ps/probe/director.py",
+    "simulator": "tests/simulation/simulator.py",
+}
+
+
+def test_a_word_that_one_searches_for_leads_to_a_file() -> None:
+    gone = [path for path in SEARCHED.values() if not (ROOT / path).is_file()]
+    assert not gone, f"SEARCHED has files that are not there: {gone}"
+    nowhere = [word for word, path in SEARCHED.items() if word not in path]
+    assert not nowhere, f"these words are not in the names of their files: {nowhere}"
