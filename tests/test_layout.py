@@ -216,23 +216,64 @@ MUTUAL = {
 }
 
 
-def mutual(sources: dict[str, str]) -> set[tuple[str, str]]:
-    """The pairs of folders that import each other, also for types alone and within functions."""
+# Files that import each other, also by way of others. Each circle is a debt; none may come in.
+CIRCLES: list[set[str]] = [
+    {
+        *("worker/checkpoint/gossip_checkpoints.py", "worker/checkpoint/optimizer_state.py"),
+        *("worker/checkpoint/server_state.py", "worker/sync/agreement.py", "worker/sync/embedding_tables.py"),
+        *("worker/sync/engine.py", "worker/sync/gossip.py", "worker/sync/gradients.py", "worker/sync/sample_client.py"),
+        *("worker/sync/shared_model.py", "worker/sync/streaming.py", "worker/sync/updates.py"),
+    }
+]
+
+
+def product() -> dict[str, str]:
+    """The path and the text of each file of the product."""
+    paths = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def imported_files(sources: dict[str, str]) -> dict[str, set[str]]:
+    """For each file but those of FACE, the files that it imports, also for types alone and within functions."""
     files = {
         "narrows." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in sources
     }
-    arrows = set()
-    for path, source in sources.items():
-        for _, name in imported_names(path, source):
-            to = files.get(name) or files.get(name.rpartition(".")[0])
-            if to is not None and to != BOTTOM and path not in FACE:
-                arrows.add((path.rpartition("/")[0], to.rpartition("/")[0]))
+    found: dict[str, set[str]] = {path: set() for path in sources if path not in FACE}
+    for path in found:
+        for _, name in imported_names(path, sources[path]):
+            if (to := files.get(name) or files.get(name.rpartition(".")[0])) not in (None, BOTTOM):
+                found[path].add(str(to))
+    return found
+
+
+def mutual(sources: dict[str, str]) -> set[tuple[str, str]]:
+    """The pairs of folders that import each other."""
+    imports = imported_files(sources)
+    arrows = {(path.rpartition("/")[0], to.rpartition("/")[0]) for path in imports for to in imports[path]}
     return {(a, b) for a, b in arrows if a < b and (b, a) in arrows}
 
 
+def circles(sources: dict[str, str]) -> list[set[str]]:
+    """The sets of files of which each imports all others of its set, by way of others or not. No `__init__` is among them."""
+    imports = {path: found for path, found in imported_files(sources).items() if not path.endswith("__init__.py")}
+    reached: dict[str, set[str]] = {}
+    for path in imports:
+        seen, todo = set[str](), [*imports[path]]
+        while todo:
+            if (to := todo.pop()) in imports and to not in seen:
+                seen.add(to)
+                todo += imports[to]
+        reached[path] = seen
+    rings = {frozenset(to for to in seen if path in reached[to]) for path, seen in reached.items() if path in seen}
+    return sorted(map(set, rings), key=min)
+
+
 def test_imports_between_folders_go_one_way() -> None:
-    paths = [file for package in PACKAGES if package != "compression" for file in (ROOT / package).rglob("*.py")]
-    assert mutual({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == MUTUAL
+    assert mutual({path: text for path, text in product().items() if not path.startswith("compression/")}) == MUTUAL
+
+
+def test_imports_between_files_go_one_way() -> None:
+    assert circles(product()) == CIRCLES
 
 
 def test_the_errors_import_nothing_of_ours() -> None:
@@ -251,6 +292,21 @@ def test_folders_that_import_each_other_are_found() -> None:
         "ps/c/w.py": "import numpy",
     }
     assert mutual(sources) == {("ps/a", "ps/b")}
+
+
+def test_files_that_import_each_other_are_found() -> None:
+    sources = {
+        "ps/a.py": "if TYPE_CHECKING:\n    from narrows.ps.b import B",
+        "ps/b.py": "def f():\n    import narrows.ps.c",
+        "ps/c.py": "from narrows.ps import a, d",
+        "ps/d.py": "import numpy",
+        "ps/e.py": "from narrows.ps import a, f",
+        "ps/f.py": "from narrows.ps.e import E",
+        "ps/__init__.py": "from narrows.ps.d import D",
+        "worker/__init__.py": "from narrows.worker.session import S",
+        "worker/session.py": "import narrows.worker",
+    }
+    assert circles(sources) == [{"ps/a.py", "ps/b.py", "ps/c.py"}, {"ps/e.py", "ps/f.py"}]
 
 
 FILES_MAX = 14

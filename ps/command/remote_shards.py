@@ -31,7 +31,7 @@ from narrows.protocols.runtime.processes.children import Event
 from narrows.protocols.runtime.processes.scratch import ScratchFolder
 from narrows.protocols.wire import decode, encode
 from narrows.ps.command.console import say
-from narrows.ps.command.reshard import ReshardRequest
+from narrows.ps.command.reshard import ReshardRequest, ShardProcesses
 from narrows.ps.command.shard_supervisor import START_S, ShardSupervisor
 
 SAY_S = 1.0
@@ -79,7 +79,7 @@ class RemoteShardOffer(ReshardRequest):
     """The moves of a `RemoteShardSupervisor`, whose processes come and go as `RemoteShardsGrant` says. `left`: shards
     that have ended as told."""
 
-    def __init__(self, cluster: ShardSupervisor) -> None:
+    def __init__(self, cluster: ShardProcesses) -> None:
         super().__init__(cluster)
         self.left: set[int] = set()
         self.had: set[int] = set()  # shards that have had keys

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
 from narrows.protocols.runtime.network.hosts import peer_uid
-
-if TYPE_CHECKING:
-    from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.protocols.runtime.processes.children import StartedChild
+from narrows.ps.command.restart_policy import RestartPolicy
 
 LINE_MAX = 4096  # bytes of a request or an answer
 ASK_S = 5.0  # who has connected says what it wants within this
@@ -59,10 +59,26 @@ def ask(port: int, shards: int) -> str:
     return str(answer["text"])
 
 
+class ShardProcesses(Protocol):
+    """The part of a `ShardSupervisor` that moves of keys start and end processes by."""
+
+    settings: Settings
+    address: str  # that workers were told
+    told: dict[str, Any]  # what every shard is told
+    follows: dict[int, str]  # shards that copy others
+    shards: dict[int, StartedChild]
+    done: set[int]
+    lives: RestartPolicy
+
+    def start_shard(self, index: int) -> None: ...
+    def forget(self, index: int) -> None: ...
+    def write_ready(self) -> None: ...
+
+
 class ReshardRequest:
     """The moves of one ps-serve. `target`: how many shards there are to be."""
 
-    def __init__(self, cluster: ShardSupervisor) -> None:
+    def __init__(self, cluster: ShardProcesses) -> None:
         self.cluster = cluster
         self.target = cluster.settings.shards
         self.requests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()

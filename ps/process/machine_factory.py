@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
@@ -23,6 +21,7 @@ from narrows.protocols.config.settings import OF_PLAN, Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.hosts import reached
 from narrows.protocols.runtime.network.keys import Secret
 from narrows.protocols.wire import pack
@@ -36,11 +35,10 @@ from narrows.ps.shard.model_shard import MeanFactory
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import ServerOptimizer
 
-if TYPE_CHECKING:
-    from narrows.ps.process.checkpoint_disk import CheckpointDisk
-
 RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
 TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
+
+SoundCheckpoints = Callable[[int], tuple[tuple[int, ...], list[str]]]  # of so many shards: clocks, and what is damaged
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,6 @@ def _memory() -> int:
     return most
 
 
-def emit(event: str, **values: Any) -> None:
-    """One line of JSON for the parent process, if it is still there."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
-
-
 def original(
     process: MachineFactory, server: Server, port: int, freeze: Callable[[], bytes], siblings: PeerShards | None
 ) -> ReplicationPrimary:
@@ -154,10 +146,17 @@ def resumed(settings: Settings, kept: bytes) -> Settings:
 
 
 def machine(
-    process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, disk: CheckpointDisk
+    process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, sound: SoundCheckpoints
 ) -> Server:
-    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
-    key that other clusters find here."""
+    """Make the machine of a process, with the newest checkpoint of the run where the process resumes one.
+
+    Args:
+        process: its arguments.
+        port: the process listens there.
+        lent: whether arrays are lent to a reader.
+        own: the key that other clusters find here.
+        sound: as `CheckpointDisk.sound`.
+    """
     folder, settings, child = process.folder, process.settings, bool(process.parent)
     mixes = settings.mode().rule is Rule.MIX and not process.again  # then the workers have the models
     restart, first_epoch = -1, process.first_epoch
@@ -165,7 +164,7 @@ def machine(
     facts: dict[str, Any] = {}
     coordinator = member = None
     if folder is not None and process.resume:
-        kept, damaged = disk.sound(settings.shards)
+        kept, damaged = sound(settings.shards)
         for text in damaged:
             emit("log", name="damaged", values={"shard": process.index, "text": text})
         if not process.index and not mixes:

@@ -47,7 +47,8 @@ def main() -> int:
     from narrows.compression import warm_up
     from narrows.protocols.config.settings import Settings
     from narrows.protocols.errors import NarrowsError
-    from narrows.ps.process.machine_factory import MachineFactory, emit
+    from narrows.protocols.runtime.cli.output import emit
+    from narrows.ps.process.machine_factory import MachineFactory
     from narrows.ps.process.process_lifecycle import run
 
     settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable
 
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.keys import SERVER
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import MachineFactory, emit
+from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.process.standby_runner import StandbyRunner
 

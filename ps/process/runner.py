@@ -16,6 +16,7 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.keys import refusal
@@ -27,7 +28,7 @@ from narrows.ps.process.bootstrap_server import BootstrapServer
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.process.journal import Journal, JournalReplay
-from narrows.ps.process.machine_factory import MachineFactory, emit, journal_most, machine, original
+from narrows.ps.process.machine_factory import MachineFactory, journal_most, machine, original
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.parent_addresses import ParentAddresses
 from narrows.ps.process.standby_runner import StandbyRunner
@@ -76,7 +77,7 @@ class ServerRunner:
             self.server = again.machine()
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
-            self.server = machine(process, number, self.lending.any, own, self.disk)
+            self.server = machine(process, number, self.lending.any, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the server above, and other clusters
         self.gate.known = self.server
         siblings = copy.standby.siblings if copy is not None else None

@@ -11,6 +11,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
 from narrows.protocols.errors import NarrowsError, ServerLostError
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
@@ -18,7 +19,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.journal import JournalReplay
-from narrows.ps.process.machine_factory import MachineFactory, emit
+from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.encryption_cost import SealingCost
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import emit
 
 BEAT_S = 1.0
 HANG_S = 15.0  # half of the silence after which members take a server for lost; a kernel is compiled in less

@@ -1,4 +1,5 @@
-"""What a command writes: lines of the console, the file of a record, and files in the place of earlier ones, which are kept.
+"""What a process writes: lines of the console, events for its parent, the file of a record, and files in the place of earlier
+ones, which are kept.
 
 Rules
 - A disk that is full and a reader that has gone end no run. A stream that refuses a line is named once, on stderr, and again
@@ -108,6 +109,12 @@ STDERR = Output("stderr", lambda: sys.stderr, lambda text: None)  # nobody is le
 def stdout(tell: Callable[[str], None]) -> Output:
     """Return the lines of stdout; `tell` as in Output."""
     return Output("stdout", lambda: sys.stdout, tell)
+
+
+def emit(event: str, **values: Any) -> None:
+    """Write an event to stdout for the parent process: one line of JSON. A parent that has ended gets nothing."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
 
 
 def open_standard_descriptors() -> None:

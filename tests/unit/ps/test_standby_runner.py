@@ -30,6 +30,7 @@ from narrows.protocols.errors import (
     UnreachableError,
 )
 from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.connections import Connection
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
@@ -37,7 +38,7 @@ from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process import bootstrap_client
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import MachineFactory, emit, release
+from narrows.ps.process.machine_factory import MachineFactory, release
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
