@@ -200,6 +200,19 @@ def test_every_package_folder_is_in_the_map_and_the_reverse() -> None:
     assert sorted(setuptools["packages"]) == sorted(".".join(("narrows", *folder.parts)) for folder in folders)
 
 
+def test_each_file_beside_the_code_is_installed() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
+    lacking = []
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*")):
+        if file.is_dir() or file.suffix == ".py" or "__pycache__" in file.parts:
+            continue
+        folder = next(parent for parent in file.parents if (parent / "__init__.py").is_file())
+        package = ".".join(("narrows", *folder.relative_to(ROOT).parts))
+        if not any(file.match(f"{folder}/{each}") for each in (*patterns["*"], *patterns.get(package, ()))):
+            lacking.append(file.relative_to(ROOT).as_posix())
+    assert not lacking, f"files that pyproject.toml does not install: {lacking}"
+
+
 def test_narrows_is_a_namespace_of_typed_packages() -> None:
     assert not (ROOT / "__init__.py").exists()
     assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []

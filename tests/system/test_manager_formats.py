@@ -24,7 +24,9 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import RUN_FLAGS, given
 from narrows.ps.command import cli as serve
+from narrows.ps.command.managers import formats, kubernetes
 from narrows.ps.command.managers.formats import FORMATS
+from narrows.ps.command.managers.run_commands import TEMPLATES, filled
 from narrows.ps.command.serve import checked
 from narrows.worker.command import cli as worker
 from narrows.worker.command.launcher import CHILD_END_S
@@ -405,6 +407,26 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
 def test_what_cannot_be_printed_is_named(flags: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         CliRunner().invoke(serve.command, flags.split(), standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_template_takes_values_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrows.ps.command.managers.run_commands.TEMPLATES", tmp_path)
+    (tmp_path / "odd.template").write_text("a: {{{ a }}: {{ b }}}\n  {{ block }}\n{{ none }}\n  end {{ a }}")
+    text = filled("odd", a="{{ b }}", b=1, block="x\n  y\n\nz\n", none="")
+    assert text == "a: {{{ b }}: 1}\n  x\n    y\n\n  z\n  end {{ b }}"
+    with pytest.raises(KeyError, match="none"):
+        filled("odd", a="", b="", block="")
+
+
+def test_each_template_is_used() -> None:
+    used = {
+        node.args[0].value
+        for module in (formats, kubernetes)
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "filled"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert used == {Path(file.name).stem for file in TEMPLATES.iterdir()}
 
 
 def test_help_names_each_format() -> None:

@@ -1,13 +1,16 @@
-"""The commands of a run that a manager starts, as lists of words. A server goes on from its checkpoints, and a worker with the
-state of its optimizer: a manager may end them and start them again."""
+"""The commands of a run that a manager starts, as lists of words, and the filler of the files that have them. A server goes on
+from its checkpoints, and a worker with the state of its optimizer: a manager may end them and start them again."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from importlib.metadata import version
+from textwrap import indent
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST
@@ -22,6 +25,10 @@ CHECKPOINT_S = 600  # the same, where a manager waits no longer than it takes: 1
 VERSION = version("narrows")
 IMAGE = f"narrows:{VERSION}"
 REGISTRY = "registry.example.com"  # to be replaced by the user
+TEMPLATES = resources.files("narrows.ps.command.managers") / "templates"
+# Values that every template may name.
+COMMON = {"end_s": END_S, "image": IMAGE, "ready": READY, "registry": REGISTRY, "script": SCRIPT[0]}
+PLACEHOLDER = re.compile(r"^(?P<margin> *)\{\{ (?P<block>\w+) \}\}\n|\{\{ (?P<word>\w+) \}\}", re.M)
 
 
 @dataclass(frozen=True)
@@ -101,3 +108,27 @@ def listed(words: list[str], variables: str = "") -> str:
     return json.dumps(
         [word if isinstance(word, ShellWord) else word.replace(variables, "$" + variables) for word in words]
     )
+
+
+def filled(template: str, **values: object) -> str:
+    """Fill a template.
+
+    `{{ name }}` within a line stands for a value. On a line of its own it stands for a block: each line of the value gets the
+    margin of the placeholder, and an empty value takes the line away. Values are not searched for placeholders.
+
+    Args:
+        template: the name of a file in templates/, without its ending.
+        values: one for each placeholder that COMMON lacks, and instead of those that it has.
+
+    Raises:
+        KeyError: a placeholder has no value.
+    """
+    known = COMMON | values
+
+    def value(found: re.Match[str]) -> str:
+        if word := found["word"]:
+            return str(known[word])
+        block = str(known[found["block"]]).rstrip("\n")
+        return indent(block, found["margin"]) + "\n" if block else ""
+
+    return PLACEHOLDER.sub(value, (TEMPLATES / f"{template}.template").read_text("utf-8"))
