@@ -29,10 +29,10 @@ from narrows.protocols.pipeline_channels import (
 )
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import CurveKeys, DiallerId, HandshakeFailure, KeyPair
+from narrows.protocols.runtime.network.loop import TICK_MS, Loop
 from narrows.protocols.runtime.network.sockets import Drops, Peer, Sockets
 from narrows.protocols.wire import decode, encode
 
-TICK_MS = 50
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
 NO_STEP = -1  # of what belongs to no step of a run
 ERRORS = BY_EXIT_CODE | {StageLostError.exit_code: StageLostError}
@@ -68,8 +68,7 @@ class ChannelRunner:
         self._flying = dict.fromkeys(self._channels.peers, 0)  # tensors to each that its script has not taken
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._commands: deque[Command] = deque()
-        self._closing = False
+        self._closed = False
         self._drops = Drops(say)
         curve = None
         if pair is not None:
@@ -77,6 +76,7 @@ class ChannelRunner:
             there = dict(zip(self.addresses, self.keys, strict=True))
             curve = CurveKeys(own, lambda address: (own, there[address]), admitted.__contains__)
         self._sockets = Sockets(curve=curve, failed=self._shut_out, linked=self._linked, faulted=self._drops.refuse)
+        self._loop = Loop(self._sockets, self._hear, self._tick)
         try:
             self._sockets.listen(f"tcp://{_bound(self.addresses[rank])}")
         except BaseException:
@@ -110,7 +110,7 @@ class ChannelRunner:
         with self._changed:
             tensor = self._came[of, tag].popleft()
         size = len(tensor.payload)
-        self._commands.append(lambda channels, now: channels.took(of, size))  # nobody waits for that: no wake-up
+        self._loop.call_later(lambda: self._run(lambda channels, now: channels.took(of, size)))
         return tensor
 
     def barrier(self, tag: int, limit_s: float) -> None:
@@ -123,7 +123,7 @@ class ChannelRunner:
     def close(self, failed: bool = False, code: int = StageLostError.exit_code) -> None:
         """Say so to the others and end; where nothing has failed, once they have taken what was sent, or after a lease. `code`:
         the exit code of a process that has failed."""
-        if self._closing:
+        if self._closed:
             return
         deadline = time.monotonic() + (0 if failed else self.lease_s)
         self._call(lambda channels, now: channels.tell())
@@ -131,8 +131,8 @@ class ChannelRunner:
             while time.monotonic() < deadline and self._error is None and not self._flushed:
                 self._changed.wait(TICK_MS / 1000)
         self._call(lambda channels, now: channels.leave(failed, code))
-        self._closing = True
-        self._sockets.wake()
+        self._closed = True
+        self._loop.stop()
         self._thread.join(CLOSE_S)
 
     @property
@@ -154,31 +154,23 @@ class ChannelRunner:
         raise StageLostError(f"{what} did not come within {limit_s:.0f} s: a stage of this pipeline hangs")
 
     def _call(self, command: Command) -> None:
-        self._commands.append(command)
-        self._sockets.wake()
+        self._loop.call(lambda: self._run(command))
 
     # The thread of the sockets.
 
     def _main(self) -> None:
-        ticked = self.clock.turn()
         try:
-            while not self._closing or self._commands:
-                for peer, frames in self._sockets.receive(TICK_MS):
-                    self._run()
-                    self._hear(peer, frames)
-                self._run()
-                now = self.clock.turn()
-                if now - ticked >= TICK_MS * NS // 1000:
-                    ticked = now
-                    self._apply(self._channels.tick(now))
+            self._loop.run(self.clock.turn)
         except BaseException as error:
             self._fail(error)
         finally:
             self._sockets.close()
 
-    def _run(self) -> None:
-        while self._commands:
-            self._apply(self._commands.popleft()(self._channels, self.clock.now()))
+    def _run(self, command: Command) -> None:
+        self._apply(command(self._channels, self.clock.now()))
+
+    def _tick(self, now_ns: int) -> None:
+        self._apply(self._channels.tick(now_ns))
 
     def _hear(self, peer: Peer, frames: list[Buffer]) -> None:
         self.bytes_down += sum(map(len, frames))

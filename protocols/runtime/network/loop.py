@@ -15,6 +15,7 @@ The loops of the product, and what differs between them:
 | loop | wait, tick (ms) | time | bad message of a stranger | ends |
 |---|---|---|---|---|
 | a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` |
+| a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` |
 """
 
 from __future__ import annotations
