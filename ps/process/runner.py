@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
+from narrows.protocols.effects import Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.keys import refusal
+from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints.writer import WrittenCheckpoint
@@ -38,7 +39,6 @@ from narrows.ps.server.server import OF_CLUSTERS
 from narrows.ps.shard.model_shard import ClockStage
 from narrows.ps.shard.reports import COORDINATOR
 
-TICK_MS = 50  # longest time without a tick; each costs a standby as much as a small message
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
 
 
@@ -69,7 +69,8 @@ class ServerRunner:
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
-        self.began_ns = self.ticked_ns = 0  # when the event was, that is being handled; and the newest tick
+        self.began_ns = 0  # when the event was, that is being handled
+        self.turns = Loop(port, self.receive, self._tick, self._turn)
         again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
         if copy is not None:
             self.server = copy.server
@@ -163,7 +164,7 @@ class ServerRunner:
                         emit("log", name=event, values=values)
                 case Checkpoint(clock):
                     self.disk.write(clock, self.server)
-                    self.ticked_ns = 0  # who waits until it is copied goes on at once
+                    self.turns.tick_soon()  # who waits until it is copied goes on at once
                 case Load(clock):
                     self._load(clock)
                 case _ if self.original.holds or self.lending.held:  # until the standby has the cause
@@ -339,20 +340,26 @@ class ServerRunner:
         self.happen(MachineEvent(EventKind.START, self.clock.now()))
         if self.process.done:
             self.happen(MachineEvent(EventKind.ENDED, self.clock.now(), values=self.process.done))
-        while self.running and (not self.server.ended or self.lending.held) and time.monotonic() < self.stop_by:
-            for peer, frames in sockets.receive(TICK_MS):
-                self.receive(peer, frames)
-            self.wrote()
-            self._carry_out(self.answering.take())
+        self.turns.tick_soon()
+        self.turns.run(self.clock.turn, self._goes_on)
+        self.wrote(last=True)
+
+    def _goes_on(self) -> bool:
+        return self.running and (not self.server.ended or bool(self.lending.held)) and time.monotonic() < self.stop_by
+
+    def _turn(self) -> None:
+        """Take what other threads of this process and the sockets have left."""
+        self.wrote()
+        if answers := self.answering.take():
+            self._carry_out(answers)
+        if self.unreached:
             unreached, self.unreached = self.unreached, []
             for lost in dict.fromkeys(unreached):
                 self.happen(MachineEvent(EventKind.UNREACHED, self.clock.now(), lost))
-            now_ns = self.clock.turn()
-            if now_ns - self.ticked_ns >= TICK_MS * NS // 1000:
-                self.ticked_ns = now_ns
-                self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
-                self._at_once(self.original.tick(now_ns))
-                self.gate.tick()
-                self.disk.prepare(self.server)
-                self.pulse.beat(lambda: self.server.shard.nbytes)
-        self.wrote(last=True)
+
+    def _tick(self, now_ns: int) -> None:
+        self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
+        self._at_once(self.original.tick(now_ns))
+        self.gate.tick()
+        self.disk.prepare(self.server)
+        self.pulse.beat(lambda: self.server.shard.nbytes)
