@@ -422,7 +422,6 @@ RECEIVE_LOOPS = {
     "ps/command/probe_runner.py",
     "ps/command/remote_shards.py",
     "ps/process/bootstrap_client.py",
-    "ps/process/standby_runner.py",
 }
 
 

@@ -14,6 +14,7 @@ from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
+from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
@@ -29,7 +30,6 @@ from narrows.ps.replication.standby import Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
 
-TICK_MS = 50
 PLACE_NS = 60 * NS  # a server loses a standby that has died within this, and two silences of its lease
 
 
@@ -150,24 +150,27 @@ class StandbyRunner:
                 ended.append(True)
 
         sockets.watch(stdin, hear_parent)
-        now_ns = self.clock.now()
-        while not self.serves and not ended and not (self.over and self.standby.lost(now_ns)):
-            for peer, frames in sockets.receive(TICK_MS):
-                self._receive(peer, frames)
-            now_ns = self.clock.turn()
-            self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
-            self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
-            if self.standby.stands_by and not self.told and not self.process.index:
-                self.told = True
-                text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
-                emit("log", name="standby", values={"text": text})
-            if now_ns - self.standby.heard_ns > GIVE_UP_NS:
-                raise ServerLostError(
-                    f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
-                )
+
+        def goes_on() -> bool:
+            return not self.serves and not ended and not (self.over and self.standby.lost(self.clock.now()))
+
+        Loop(sockets, self._receive, self._tick, tick_ms=0).run(self.clock.turn, goes_on)
         if self.serves:
             sockets.unwatch(stdin)
             index, clock = self.process.index, self.server.shard.min_clock
             text = f"shard {index} serves in the place of {self.process.follows}, from clock {clock} on"
             emit("log", name="took over", values={"shard": index, "clock": clock, "text": text})
         return bool(self.serves)
+
+    def _tick(self, now_ns: int) -> None:
+        """Say what is here. Raises ServerLostError."""
+        self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
+        self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
+        if self.standby.stands_by and not self.told and not self.process.index:
+            self.told = True
+            text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
+            emit("log", name="standby", values={"text": text})
+        if now_ns - self.standby.heard_ns > GIVE_UP_NS:
+            raise ServerLostError(
+                f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
+            )

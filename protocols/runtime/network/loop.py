@@ -15,6 +15,7 @@ The loops of the product, and what differs between them:
 | loop | wait, tick (ms) | time | bad message of a stranger | ends |
 |---|---|---|---|---|
 | a server (ps/process/runner.py) | 50, 50 | awake | refused | its run is over, or its parent says so |
+| a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it serves, or its parent says so |
 | a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` |
 | a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` |
 """
