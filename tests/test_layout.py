@@ -558,6 +558,7 @@ SEARCHED = {
     # the path of a push
     "push": "ps/shard/push_assembler.py",
     "publication": "ps/shard/publications.py",
+    "barrier": "ps/shard/barrier.py",
     "quorum": "ps/coordinator/clock_quorum.py",
     "gossip": "protocols/gossip/driver.py",
     "topology": "protocols/config/topology.py",

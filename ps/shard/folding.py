@@ -1,4 +1,4 @@
-"""Folds whole updates into the model of a shard: each as it comes, or all of a clock at a barrier. No I/O.
+"""Folds whole updates into the model of a shard: each as it comes, or all of a clock at a barrier (barrier.py). No I/O.
 
 How it works
 
@@ -20,15 +20,12 @@ with gradients, MIX (gossip) takes over the models that workers hand over at the
 
 Rules
 - `weight` says what an update was folded with: an acknowledgement carries it, and the worker's replica needs it.
-- An update that no set will name, since its worker left, is dropped and logged.
-- `early` sums a part at a barrier once all live members have sent it. The store begins anew if the set is another one
-  in the end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from narrows.protocols import messages as m
@@ -47,17 +44,13 @@ from narrows.ps.store.changes import (
     PushedUpdate,
     SetFirstWeights,
     Step,
-    Terms,
 )
-from narrows.ps.store.gain import GONE, Gain
-from narrows.ps.store.hyperparameter_vote import HyperparameterVote, most_agreed
-from narrows.ps.store.reduction import WeightedMean
+from narrows.ps.store.gain import Gain
+from narrows.ps.store.hyperparameter_vote import HyperparameterVote
 
 FAR_OFF = (
     "shard {}: the hyper-parameters of worker {} are far from what others say: its updates are stepped with theirs"
 )
-Shares = tuple[float, ...]
-Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
 
 
 def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
@@ -162,115 +155,3 @@ class FoldAtOnce:
         self.hypers.members(self.inbox.seats)
         self.rates.members(self.inbox.seats)
         return iter(())
-
-
-class FoldAtBarrier:
-    """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
-
-    def __init__(
-        self,
-        mode: Mode,
-        inbox: PushAssembler,
-        turn: Callable[[int], Keys],
-        mean: WeightedMean,
-        gain: Gain,
-        screen: UpdateFilters,
-    ) -> None:
-        self.mode, self.inbox, self.turn, self.mean, self.gain, self.screen = mode, inbox, turn, mean, gain, screen
-        self.held: dict[int, dict[int, PushedUpdate]] = {}  # update -> worker
-        self.closing: dict[int, tuple[Terms, Shares]] = {}  # clock -> its set, which waits for the norm
-        self.hyper_differs = False  # between workers of one set; said once
-        self.samples = 0  # of the newest set
-
-    def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
-        self.held.setdefault(seat.clock, {})[seat.worker] = update
-        return []
-
-    def weight(self, seat: PushSequence, clock: int) -> float | None:
-        return 0.0 if clock < seat.settled else None
-
-    def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
-        return ()
-
-    def early(self, part: int) -> None:
-        """Take the mean of one part as soon as all live members have sent it, while other parts are still on their way.
-
-        Most likely they are the set that the clock is closed over; the store looks whether they were, and else begins anew.
-        """
-        pieces: dict[int, m.Push] = {}
-        for _, seat in sorted(self.inbox.seats.items()):
-            accepted = self.held.get(seat.taken, {}).get(seat.worker)
-            found = dict(enumerate(accepted)) if accepted else seat.partial.get(seat.taken, {})
-            if part not in found:
-                return
-            pieces[seat.worker] = found[part]
-        shares = self.screen.shares([(worker, piece.samples) for worker, piece in pieces.items()])
-        self.mean.early(list(zip(shares, pieces.values(), strict=True)))
-
-    def _take(self, worker: int, update: int) -> PushedUpdate:
-        by_worker = self.held[update]
-        taken = by_worker.pop(worker)
-        if not by_worker:
-            del self.held[update]
-        return taken
-
-    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
-        """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
-        if clock not in self.closing:
-            self.closing[clock] = self._terms(clock, list(pairs))
-        terms, shares = self.closing[clock]
-        changes: list[Change] = []
-        if self.mode.rule is Rule.OPTIMIZER:
-            shrink = clip(terms, clock)  # where nothing is left here too: the other shards wait for our norm
-            if shrink is None:
-                return None
-            changes = [Step(terms, *self._hyper(terms), shrink=shrink, rates=self._rates(terms))] if terms else []
-        elif terms:
-            changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else OuterStep(terms, self.turn(clock))]
-        del self.closing[clock]
-        return changes
-
-    def _fold(self, terms: Terms, shares: Shares) -> Fold:
-        workers = [update[0].worker for _, update in terms]  # type: ignore[attr-defined]
-        seated = [worker if worker in self.inbox.seats else GONE for worker in workers]
-        scaled = tuple((share * self.gain.factor, update) for share, update in terms)
-        return Fold(scaled, tuple(zip(seated, shares, strict=True)), self._rates(terms))
-
-    def _terms(self, clock: int, pairs: list[m.Pair]) -> tuple[Terms, Shares]:
-        """Return the updates of a set that count, each with its weight; and their shares before any was shortened."""
-        missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
-        assert not missing, f"updates {missing} of the set of clock {clock} are not here"
-        updates = [self._take(worker, update) for worker, update in pairs]
-        for worker, update in pairs:
-            if worker in self.inbox.seats:
-                self.inbox.seats[worker].taken = update + 1
-        self.samples = sum(update[0].samples for update in updates)
-        factors = self.screen.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
-        shares = self.screen.shares(
-            [(worker, update[0].samples) for (worker, _), update in zip(pairs, updates, strict=True)]
-        )
-        for worker in [worker for (worker, _), factor in zip(pairs, factors, strict=True) if not factor]:
-            self.gain.forget(worker)
-        found = [each for each in zip(shares, factors, updates, strict=True) if each[1]]
-        return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
-
-    def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
-        """Hyper-parameters that most agree with, and the tensors that no one has a gradient of."""
-        values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
-        absent = tuple(sorted(set.intersection(*(set(absent) for _, absent, _ in values))))
-        return self._agreed([hyper for hyper, *_ in values]), absent
-
-    def _rates(self, terms: Terms) -> bytes:
-        """Hyper-parameters of rows that most agree with, b"": nobody has named any."""
-        said = [rates for _, update in terms if (rates := rates_of(update))]  # type: ignore[arg-type]
-        return self._agreed(said) if said else b""
-
-    def _agreed(self, said: list[bytes]) -> bytes:
-        self.hyper_differs |= any(hyper != said[0] for hyper in said)
-        return said[most_agreed(said)]
-
-    def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-        for update, by_worker in list(self.held.items()):
-            for worker in [worker for worker in by_worker if not keep(worker, update)]:
-                self._take(worker, update)
-                yield worker, update

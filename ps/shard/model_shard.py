@@ -37,7 +37,8 @@ from narrows.ps.filters.update_filters import UpdateCheck, UpdateFilters
 from narrows.ps.filters.update_sample import UpdateSampler
 from narrows.ps.parent.parent_link import ParentLink
 from narrows.ps.parent.parent_slot import ParentSlot
-from narrows.ps.shard.folding import FoldAtBarrier, FoldAtOnce, Folding
+from narrows.ps.shard.barrier import FoldAtBarrier
+from narrows.ps.shard.folding import FoldAtOnce, Folding
 from narrows.ps.shard.publications import Publications
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence, check_part
 from narrows.ps.store.changes import (

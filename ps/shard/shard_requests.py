@@ -20,7 +20,8 @@ from narrows.protocols.config.modes import Rule
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_VALUES, pack
-from narrows.ps.shard.folding import FoldAtBarrier, unpack_hyper
+from narrows.ps.shard.barrier import FoldAtBarrier
+from narrows.ps.shard.folding import unpack_hyper
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.push_assembler import PushSequence, check_part
 from narrows.ps.store.changes import FloatArray

@@ -40,7 +40,7 @@ from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.parent.parent_gossip import ParentGossip
 from narrows.ps.server.server import Server
-from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.push_assembler import check_part
 from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.store.changes import Fold, LoadArrays, Publish

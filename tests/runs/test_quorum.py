@@ -34,7 +34,7 @@ from narrows.protocols.effects import NS, ServerEffect
 from narrows.ps.coordinator import run as cluster_run
 from narrows.ps.coordinator.clock_quorum import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
 from narrows.ps.server.server import Server
-from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.worker import DistributedOptimizer
 from narrows.worker.sync.updates import UpdateStep
 

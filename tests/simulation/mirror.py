@@ -19,7 +19,8 @@ from kit.gain_reference import TrueGain
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.ps.replication.events import MachineEvent
-from narrows.ps.shard.folding import FoldAtBarrier, FoldAtOnce
+from narrows.ps.shard.barrier import FoldAtBarrier
+from narrows.ps.shard.folding import FoldAtOnce
 from narrows.ps.shard.push_assembler import PushSequence
 from narrows.ps.store.changes import (
     Change,

@@ -16,7 +16,7 @@ from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Seat as ClusterSeat
 from narrows.ps.parent.parent_push import ParentPush
-from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.model_shard import STAGES, ClockStage, ModelShard
 from narrows.ps.shard.publications import PublicationChild, Publications
 from narrows.ps.shard.push_assembler import PushSequence

@@ -33,7 +33,7 @@ from narrows.protocols.member.member import MemberPhase
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.replication.events import MachineEvent
-from narrows.ps.shard.folding import FoldAtBarrier
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.store.changes import (
     Change,
