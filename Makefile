@@ -29,7 +29,7 @@ help:
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make ptx          compile each CUDA kernel for sm_80, sm_90 and sm_100 and check it, without a GPU; make test has sm_90'
-	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
+	@echo 'make bench-peers  install torchft and hivemind for bench/contenders/wan.py, each in a .venv-* of its own'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
 
@@ -52,7 +52,7 @@ check: $(DEVELOPED) build/mypy/narrows
 
 fuzz: $(DEVELOPED)
 	.venv/bin/python -m pip install -q -c lock.txt -e '.[fuzz]'
-	.venv/bin/python bench/fuzz.py --seconds $(FUZZ_SECONDS)
+	.venv/bin/python bench/faults/fuzz.py --seconds $(FUZZ_SECONDS)
 
 ptx: $(DEVELOPED)
 	cd tests && ../.venv/bin/python -m kit.cuda_linked

@@ -46,7 +46,7 @@ class Rung:
 
 
 # Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/runs/test_auto.py measures them.
-# Bits beside selections: updates want many values and few bits. bench/held_back.py ranks SPECs of equal bytes.
+# Bits beside selections: updates want many values and few bits. bench/loss/residual_by_spec.py ranks SPECs of equal bytes.
 LADDER: tuple[Rung, ...] = (
     Rung("dense", 4.0),
     Rung("fp16", 2.0),

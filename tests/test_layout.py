@@ -139,7 +139,7 @@ FORBIDDEN = [
     ("ps/shard/shard.py", "from protocols.wire import encode", "'protocols' is no top-level module"),
     ("tests/test_spec.py", "import compression", "'compression' is no top-level module"),
     ("tests/test_tasks.py", "from bench.tasks import digits", "'bench' is not installed"),
-    ("bench/transport.py", "import narrows", "'narrows' is a namespace"),
+    ("bench/speed/transport.py", "import narrows", "'narrows' is a namespace"),
     ("ps/process/runner.py", "import zmq", "zmq may be imported only in protocols/runtime/network/sockets.py"),
     ("ps/shard/shard.py", "import zmq", "zmq may be imported only in protocols/runtime/network/sockets.py"),
     (
@@ -181,7 +181,7 @@ ALLOWED = [
         "worker/runtime/member_link.py",
         "import torch, threading\nfrom narrows.protocols.runtime.network.sockets import Sockets",
     ),
-    ("bench/transport.py", "import torch, zmq, narrows.ps.command.cli\nfrom narrows.worker import rank"),
+    ("bench/speed/transport.py", "import torch, zmq, narrows.ps.command.cli\nfrom narrows.worker import rank"),
     ("tests/test_spec.py", "import random\nimport reference\nfrom narrows.compression import parse"),
 ]
 

@@ -1,8 +1,8 @@
 """Where the time of an encode and a fold on a GPU goes: Python, launches, kernels.
 
-    python bench/gpu/probe.py                                  # all parts, in about two minutes
-    python bench/gpu/probe.py launch graph                     # those parts
-    python bench/gpu/probe.py --device host --count 10000 profile    # the CPU in the place of a GPU: to try this script
+    python bench/gpu/probe.py                                      # all parts, in about two minutes
+    python bench/gpu/probe.py launch graph                         # those parts
+    python bench/gpu/probe.py --device host --count 10000 profile  # the CPU in the place of a GPU: to try this script
 
 - launch: microseconds of one launch with six arrays, by numba-cuda, cuda.bindings, CuPy, torch, Triton, and as a CUDA graph.
   A way whose package is not installed is reported and left out.
@@ -301,7 +301,7 @@ def cupy_raw(kernel: Any, arrays: list[Tensor]) -> Callable[[], object]:
 
 
 def triton_jit(kernel: Any, arrays: list[Tensor]) -> Callable[[], object]:
-    import triton_launch
+    from gpu import triton_launch
 
     n = arrays[0].numel()
     return lambda: triton_launch.launch[(-(-n // 256),)](*arrays, n, 1, block=256)

@@ -53,13 +53,13 @@ for s in ${@:-$default}; do case $s in
     for part in scans selection top_of_blocks index_codes randoms value_codings streams odd_streams sampled; do
       (cd tests && one 150 "check-$part" python -m kit.cuda_checks $part) &
     done; many check ;;
-  codes) TAIL=60 step 200 codes python bench/device.py --part codes --rounds 9 "${small[@]}" --out "$out/codes.json" ;;
+  codes) TAIL=60 step 200 codes python bench/gpu/device.py --part codes --rounds 9 "${small[@]}" --out "$out/codes.json" ;;
   launch|graph|kernels|profile) TAIL=45 step 90 "$s" python bench/gpu/probe.py "${small[@]}" "$s" ;;
   start) for n in 1 2; do
       TAIL=2 step 90 "start-$n" ps-worker -n 1 --device cuda --sync ssp --compress topk:0.05+int8 bench/tasks/bytelm.py --steps 20
     done ;;
-  steps) step 150 steps python bench/device.py --part steps --size 9.8M --steps 30 --rounds 5 --out "$out/steps.json" ;;
-  steps-100M) step 300 steps-100M python bench/device.py --part steps --size 100M --steps 12 --rounds 5 --out "$out/steps-100M.json" ;;
+  steps) step 150 steps python bench/gpu/device.py --part steps --size 9.8M --steps 30 --rounds 5 --out "$out/steps.json" ;;
+  steps-100M) step 300 steps-100M python bench/gpu/device.py --part steps --size 100M --steps 12 --rounds 5 --out "$out/steps-100M.json" ;;
   modes)
     for mode in bsp ssp async local gossip; do
       one 80 "mode-$mode" ps-worker -n 2 --device cuda --sync $mode --compress topk:0.05+int8 bench/tasks/bytelm.py --steps 40 &

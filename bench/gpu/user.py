@@ -1,7 +1,7 @@
 """A training script as users with a GPU write it: a small CNN on made-up images, with one feature of torch besides.
 
     ps-worker -n 2 --device cuda --sync ssp --compress topk:0.05+int8 bench/gpu/user.py KIND STEPS
-    python bench/gpu/user.py two 8                             # alone; on the CPU if there is no GPU
+    python bench/gpu/user.py two 8  # alone; on the CPU if there is no GPU
 
 KIND: amp16 (float16 autocast and GradScaler), bf16 (bfloat16 autocast), compile (torch.compile), channels (channels_last),
 two (two optimizers), stream (a CUDA stream of the script's own: needs a GPU). The last line has the last loss and the median

@@ -11,20 +11,16 @@ loops over them are Numba's: with AVX512_BF16 a step takes half of the time. Los
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
+import bytelm
 import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
+from loss.replicas import EPS, FLAGS, SAMPLED, Task, layer_norm, newton_schulz
 from torch import Tensor
-
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
-import bytelm
-from replicas import EPS, FLAGS, SAMPLED, Task, layer_norm, newton_schulz
 
 from narrows.compression.buffers import FloatArray
 

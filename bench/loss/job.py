@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 import bytelm
-from replicas import FLAGS
+from loss.replicas import FLAGS
 
 from narrows.compression.buffers import FloatArray
 

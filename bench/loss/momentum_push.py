@@ -16,19 +16,15 @@ A worker has the shared state `staleness` clocks late. At `look_ahead` it goes o
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bf16_replicas import MOMENTUM, ByteTask, Coder, clip_scale, f4, muon_step
-from job import Job, Outcome, Progress
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from replicas import EPS, FLAGS, newton_schulz
+from loss.bf16_replicas import MOMENTUM, ByteTask, Coder, clip_scale, f4, muon_step
+from loss.job import Job, Outcome, Progress
+from loss.replicas import EPS, FLAGS, newton_schulz
 
 from narrows.compression.buffers import FloatArray
 

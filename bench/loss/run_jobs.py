@@ -26,17 +26,18 @@ from typing import Any
 
 import click
 import torch
-from bf16_replicas import ByteTask
-from job import Job, Outcome, Progress
-from momentum_push import momentum
-from update_push import bsp, local, updates
-
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
-import bytelm
-import launch
-from lockstep import read
 
 from narrows.compression.buffers import FloatArray
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
+
+import bytelm
+from lab import launch
+from loss.bf16_replicas import ByteTask
+from loss.job import Job, Outcome, Progress
+from loss.lockstep import read
+from loss.momentum_push import momentum
+from loss.update_push import bsp, local, updates
 
 MODES = {"bsp": bsp, "updates": updates, "local": local, "momentum": momentum}
 QUICK_WINDOWS = 128  # of the held-out loss during a run

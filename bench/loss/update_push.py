@@ -1,21 +1,16 @@
 """Modes of the loss probes that fold gradients or updates: bsp, updates (ssp, async) and local rounds.
 
 All workers step at once. A worker sees a shared state exactly `staleness` clocks late, and holds its own updates in flight and
-its residual beside it, each at the gain: as the product and bench/lockstep.py do.
+its residual beside it, each at the gain: as the product and bench/loss/lockstep.py do.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import torch
-from bf16_replicas import AdamWs, ByteTask, Coder, add_scaled, clip_scale, f4
-from job import Job, Outcome, Progress
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from lockstep import Windows
+from loss.bf16_replicas import AdamWs, ByteTask, Coder, add_scaled, clip_scale, f4
+from loss.job import Job, Outcome, Progress
+from loss.lockstep import Windows
 
 from narrows.compression.buffers import FloatArray
 

@@ -1,5 +1,7 @@
-"""A bag of rows of a large table and a head, on generated keys: what `bench/rows.py` measures. Each step records the rows
-that it touched and the memory of this process."""
+"""A bag of rows of a large table and a head, on generated keys: the task of `bench/speed/embedding_rows.py`.
+
+Each step records the rows that it touched and the memory of this process.
+"""
 
 import argparse
 import resource

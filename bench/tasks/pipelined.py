@@ -1,8 +1,8 @@
 """The byte GPT of bytelm.py in stages, each a process; or, under plain python, the same stages one after the other in one.
 
     ps-serve --plan plan.json & ps-worker --plan plan.json bench/tasks/pipelined.py
-    python bench/tasks/pipelined.py --of 4     # the unsplit model: 4 parts, clipped each on its own, as stages are
-    python bench/tasks/pipelined.py --gloo ... # under torchrun: the same stages over torch's own gloo, without Narrows
+    python bench/tasks/pipelined.py --of 4      # the unsplit model: 4 parts, clipped each on its own, as stages are
+    python bench/tasks/pipelined.py --gloo ...  # under torchrun: the same stages over torch's own gloo, without Narrows
 
 The first step compares gradients with those of the unsplit model (--check).
 """

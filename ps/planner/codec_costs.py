@@ -9,8 +9,8 @@ from narrows.ps.planner.modes_and_specs import WAYS
 from narrows.ps.planner.step_prices import CodecCost
 
 # One child costs the server this: an update is received and folded, a state sent (docs/results.md). Dense: what a
-# second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the
-# slowest of them, 6.2 GB/s (bench/compressors.py).
+# second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/speed/transport.py). Others: the fold of int4, the
+# slowest of them, 6.2 GB/s (bench/speed/compressors.py).
 SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
 
 

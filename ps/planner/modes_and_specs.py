@@ -18,7 +18,7 @@ from narrows.protocols.config.settings import Settings
 COUNTS = (2, 4, 8, 16)  # children that a loss was measured with
 # ssp, topk:0.11+sign: 400 steps over bsp, each at its best rate. Who was not measured with so many children loses as much more.
 GROWS = (0.0, 0.028, 0.077, 0.145)
-# Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: so came five rows of bench/wan.py out, to within 13 %.
+# Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: five rows of bench/contenders/wan.py agree within 13 %.
 STEPS_POWER = 4.7
 
 

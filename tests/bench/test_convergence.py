@@ -1,4 +1,4 @@
-"""bench/convergence.py --preset tuned: its runs can run, and its table chooses rates and compares like with like."""
+"""bench/loss/convergence.py --preset tuned: its runs can run, and its table chooses rates and compares like with like."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import bytelm
 import pytest
 from click.testing import CliRunner
-from convergence import Campaign, main
-from presets import CONTENDERS, PRESETS, RATES, SCRIPT_RATE, at_rate
-from tables import tuned_table
-from wan import ROWS
+from contenders.wan import ROWS
+from loss.convergence import Campaign, main
+from loss.presets import CONTENDERS, PRESETS, RATES, SCRIPT_RATE, at_rate
+from loss.tables import tuned_table
 
 from narrows.protocols.config.modes import MODES
 

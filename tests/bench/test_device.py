@@ -1,12 +1,12 @@
-"""bench/device.py, with the CPU in the place of a GPU."""
+"""bench/gpu/device.py, with the CPU in the place of a GPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import device
 from click.testing import CliRunner
+from gpu import device
 
 
 def test_codes_and_a_step_are_timed(tmp_path: Path) -> None:

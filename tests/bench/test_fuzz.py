@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fuzz
 import numpy as np
 import pytest
+from faults import fuzz
 
 from narrows.compression import PayloadError, codecs
 

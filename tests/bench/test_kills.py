@@ -1,4 +1,4 @@
-"""bench/kills.py strikes a real run, and says what was acknowledged and what is in the model."""
+"""bench/faults/kills.py strikes a real run, and says what was acknowledged and what is in the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner
-from kills import ROLES, line, main, matrix
+from faults.kills import ROLES, line, main, matrix
 
 STEPS = 60  # the last fifth of them waits until a standby that was killed has one in its place
 

@@ -16,20 +16,19 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import flows
-import lab
 import pytest
-import wan
 from click.testing import CliRunner
+from contenders import wan
 from kit.processes import alive, descendants, until
-from lab import Host, pair, star
-from launch import CommandFailed
-from link import Way
+from lab import netns, path_meter
+from lab.launch import CommandFailed
+from lab.link import Way
+from lab.netns import Host, pair, star
 
-needs_lab = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
+needs_lab = pytest.mark.skipif(bool(netns.available()), reason=netns.available() or "available")
 HEADERS = 28  # of UDP over IPv4
 SILENCE_S = 0.3  # beyond every delay here: after it nothing comes any more
-BENCH = str(Path(lab.__file__).parent)
+BENCH = Path(netns.__file__).parents[1]
 WHERE = ("--bind", "--insecure", "--keys", "--parent", "--parent-key", "--server")
 
 
@@ -64,16 +63,16 @@ def seconds(arrived: Arrivals) -> float:
 def test_delay_is_what_was_asked_and_a_change_takes_effect() -> None:
     with pair(Way(100e6, delay_s=0.03), Way(100e6, delay_s=0.01)) as two:
         here, there = two.hosts
-        assert 0.040 <= min(flows.round_trips(here, there, 40, 5)) < 0.042
+        assert 0.040 <= min(path_meter.round_trips(here, there, 40, 5)) < 0.042
         two.links[0].change(delay_s=0.005)
-        assert 0.010 <= min(flows.round_trips(here, there, 40, 5)) < 0.012
+        assert 0.010 <= min(path_meter.round_trips(here, there, 40, 5)) < 0.012
 
 
 @needs_lab
 def test_a_stream_gets_the_rate() -> None:
     with pair(Way(20e6, delay_s=0.005)) as two:
         here, there = two.hosts
-        stream = flows.stream(here, there, 2.5)
+        stream = path_meter.stream(here, there, 2.5)
         assert stream.rate == pytest.approx(20e6 * 1448 / 1500, rel=0.1)
         assert stream.payload * 1500 / 1448 == pytest.approx(stream.received, rel=0.02)
         assert stream.received <= stream.sent
@@ -134,7 +133,7 @@ def test_loss_takes_its_share_and_the_same_packets_for_a_seed() -> None:
 def test_jitter_stays_within_its_bounds_and_keeps_the_order() -> None:
     with pair(Way(100e6, delay_s=0.02, jitter_s=0.01)) as two:
         here, there = two.hosts
-        times = flows.round_trips(here, there, 30, 5)
+        times = path_meter.round_trips(here, there, 30, 5)
         assert 0.02 <= min(times) < 0.035 and max(times) > 0.045
         assert [number for number, _ in burst(here, there, 200, 100)] == list(range(200))
 
@@ -155,7 +154,7 @@ def test_a_cut_loses_what_is_under_way_and_a_mended_link_is_as_before() -> None:
 def test_the_hosts_of_a_star_have_a_link_each() -> None:
     with star([Way(10e6, delay_s=delay) for delay in (0.001, 0.002, 0.01)]) as three:
         first, second, third, switch = three.hosts
-        assert 0.022 <= min(flows.round_trips(first, third, 5, 5)) < 0.026
+        assert 0.022 <= min(path_meter.round_trips(first, third, 5, 5)) < 0.026
         assert second.bytes() == (0, 0) and first.bytes() == third.bytes()[::-1]
         assert sum(switch.bytes()) == 2 * sum(first.bytes())
 
@@ -173,13 +172,13 @@ def test_commands_run_inside_and_a_link_that_died_is_one_sentence() -> None:
 
 
 def left(pid: int) -> list[str]:
-    return [path.name for path in lab.NETNS.glob(f"narrows-{pid}-*")]
+    return [path.name for path in netns.NETNS.glob(f"narrows-{pid}-*")]
 
 
 SCRIPT = """
 import signal, time
-from lab import pair
-from link import Way
+from lab.link import Way
+from lab.netns import pair
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with it ignored
 with pair(Way(1e6)) as two:
     sleeper = two.hosts[0].popen(["sh", "-c", "sleep 100 & wait"])
@@ -191,7 +190,7 @@ with pair(Way(1e6)) as two:
 @needs_lab
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left(ending: signal.Signals) -> None:
-    env = os.environ | {"PYTHONPATH": BENCH}
+    env = os.environ | {"PYTHONPATH": str(BENCH)}
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
         assert run.stdout is not None
@@ -204,7 +203,7 @@ def test_nothing_is_left(ending: signal.Signals) -> None:
         finally:
             run.kill()
     if ending == signal.SIGKILL:  # then the next one sees to it
-        lab.sweep()
+        netns.sweep()
     until(lambda: not any(map(alive, pids)), "its processes to be gone", 10)
     assert left(run.pid) == []
 
@@ -228,17 +227,17 @@ def test_nothing_is_left_after_an_error() -> None:
 def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert lab.available() == "the network lab needs root"
-    done = CliRunner().invoke(lab.main, ["--rate", "1mbit"])
+    assert netns.available() == "the network lab needs root"
+    done = CliRunner().invoke(netns.main, ["--rate", "1mbit"])
     assert done.exit_code == 1 and done.output == "Error: the network lab needs root\n"
 
 
 @needs_lab
 def test_a_missing_compiler_and_a_missing_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "cc" else name)
-    assert lab.available() == "the network lab needs a C compiler named cc"
-    monkeypatch.setattr(lab, "TUN", Path("/dev/net/none"))
-    assert lab.available() == "the network lab needs /dev/net/none"
+    assert netns.available() == "the network lab needs a C compiler named cc"
+    monkeypatch.setattr(netns, "TUN", Path("/dev/net/none"))
+    assert netns.available() == "the network lab needs /dev/net/none"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ def test_a_missing_compiler_and_a_missing_device_are_named(monkeypatch: pytest.M
     ],
 )
 def test_what_no_link_can_be_is_refused(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(lab.main, words)
+    done = CliRunner().invoke(netns.main, words)
     assert done.exit_code == 2 and said in done.output
 
 
@@ -262,9 +261,9 @@ def flags(words: list[str]) -> dict[str, str]:
 
 
 def test_the_recipe_that_is_measured_is_readmes() -> None:
-    """bench/wan.py runs the three commands for two cities with other addresses, and nothing else."""
+    """bench/contenders/wan.py runs the three commands for two cities with other addresses, and nothing else."""
     row = next(row for row in wan.ROWS if "README" in row.name)
-    text = (Path(BENCH).parent / "README.md").read_text("utf-8")
+    text = (BENCH.parent / "README.md").read_text("utf-8")
     recipe = [line for line in text.splitlines() if re.fullmatch(r"    ps-.*# (one city|each)", line)]
     root, cluster, worker = (flags(shlex.split(line, comments=True)[1:]) for line in recipe)
     assert root == flags(["--workers", "2", *row.above])

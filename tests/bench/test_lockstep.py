@@ -1,4 +1,4 @@
-"""bench/lockstep.py steps what it simulates as the real parts do: model, optimizers, codes, the product's gain."""
+"""bench/loss/lockstep.py steps what it simulates as the real parts do: model, optimizers, codes, the product's gain."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import bytelm
-import launch
-import lockstep
 import numpy as np
 import pytest
-import replicas
 import torch
 from click.testing import CliRunner
 from kit.gain_reference import TrueGain
-from lockstep import Case, Runs
-from replicas import Task
+from lab import launch
+from loss import lockstep, replicas
+from loss.lockstep import Case, Runs
+from loss.replicas import Task
 from torch import Tensor
 
 from narrows.ps.store.gain import WINDOW

@@ -1,4 +1,4 @@
-"""bench/loss/: each mode and rule trains a tiny net, codes are those of bench/replicas.py, and a queue is run once."""
+"""bench/loss/: each mode and rule trains a tiny net, codes are those of bench/loss/replicas.py, and a queue is run once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bf16_replicas
 import bytelm
-import launch
 import numpy as np
 import pytest
-import replicas
-import run_jobs
 import torch
-from bf16_replicas import ByteTask
 from click.testing import CliRunner
-from job import RULES, Job
+from lab import launch
+from loss import bf16_replicas, replicas, run_jobs
+from loss.bf16_replicas import ByteTask
+from loss.job import RULES, Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

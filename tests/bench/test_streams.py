@@ -1,4 +1,4 @@
-"""Checks what bench/streams.py reads off a link: bytes in order, when each passed first, and the messages in them."""
+"""Checks what bench/speed/shard_streams.py reads off a link: bytes in order, first passages, the messages in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import struct
 from itertools import pairwise
 
 import pytest
-from launch import CommandFailed
-from streams import GREETING_BYTES, LONG, MORE, Segment, Stream, overlap, parsed
+from lab.launch import CommandFailed
+from speed.shard_streams import GREETING_BYTES, LONG, MORE, Segment, Stream, overlap, parsed
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m

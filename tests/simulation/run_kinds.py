@@ -1,4 +1,4 @@
-"""The kinds of runs that a campaign mixes, each by its seed: bench/simulate.py runs them, planted_bugs.py plants bugs in them.
+"""The kinds of runs that a campaign mixes, each by its seed: bench/faults/simulate.py runs them, planted_bugs.py plants bugs.
 
 KINDS["kills"].make(17, Kit(), None).run()
 """
@@ -32,7 +32,7 @@ class Simulated(Protocol):
 
 
 class Kind(NamedTuple):
-    """`share`: of a campaign, in percent. `option`: of bench/simulate.py --replay. `make`: of a seed, machines and a trace."""
+    """`share`: of a campaign, in percent. `option`: of bench/faults/simulate.py --replay. `make`: of seed, machines, trace."""
 
     share: int
     option: str

@@ -1,4 +1,4 @@
-"""The first runs of a campaign, as `bench/simulate.py --campaign` does them."""
+"""The first runs of a campaign, as `bench/faults/simulate.py --campaign` does them."""
 
 from __future__ import annotations
 

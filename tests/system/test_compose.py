@@ -13,17 +13,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import lab
 import pytest
 import yaml
 from click.testing import CliRunner
 from kit.processes import BIN, LIMIT_S, SCRIPT, environment, until
+from lab import netns
 from safetensors.torch import load_file
 
 from narrows.ps.command import cli as serve
 from narrows.ps.command.managers.run_commands import READY
 
-pytestmark = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
+pytestmark = pytest.mark.skipif(bool(netns.available()), reason=netns.available() or "available")
 
 # An engine gives a container its names and its volume. Its /tmp has another name, for our own files may be below /tmp.
 INSIDE = """
@@ -37,19 +37,19 @@ exec "$@"
 """
 
 
-def wire(hosts: dict[str, lab.Host], networks: dict[str, list[str]], switch: lab.Host) -> dict[str, dict[str, str]]:
+def wire(hosts: dict[str, netns.Host], networks: dict[str, list[str]], switch: netns.Host) -> dict[str, dict[str, str]]:
     """Join the hosts of each network by a bridge in `switch`. Returns their addresses, by network and service."""
     addresses: dict[str, dict[str, str]] = {}
     for number, (network, members) in enumerate(networks.items()):
-        lab.ip("-n", switch.netns, "link", "add", f"br{number}", "type", "bridge")
-        lab.ip("-n", switch.netns, "link", "set", f"br{number}", "up")
+        netns.ip("-n", switch.netns, "link", "add", f"br{number}", "type", "bridge")
+        netns.ip("-n", switch.netns, "link", "set", f"br{number}", "up")
         for index, name in enumerate(members):
             port, address = f"p{number}x{index}", f"10.78.{number}.{index + 1}"
             pair = ("link", "add", port, "type", "veth", "peer", "name", f"net{number}", "netns", hosts[name].netns)
-            lab.ip("-n", switch.netns, *pair)
-            lab.ip("-n", switch.netns, "link", "set", port, "master", f"br{number}", "up")
-            lab.ip("-n", hosts[name].netns, "address", "add", f"{address}/24", "dev", f"net{number}")
-            lab.ip("-n", hosts[name].netns, "link", "set", f"net{number}", "up")
+            netns.ip("-n", switch.netns, *pair)
+            netns.ip("-n", switch.netns, "link", "set", port, "master", f"br{number}", "up")
+            netns.ip("-n", hosts[name].netns, "address", "add", f"{address}/24", "dev", f"net{number}")
+            netns.ip("-n", hosts[name].netns, "link", "set", f"net{number}", "up")
             addresses.setdefault(network, {})[name] = address
     return addresses
 
@@ -60,7 +60,7 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
     document = yaml.safe_load(text)
     services: dict[str, dict[str, Any]] = document["services"]
     networks = {net: [name for name in services if net in services[name]["networks"]] for net in document["networks"]}
-    with lab.Lab() as network, ExitStack() as files:
+    with netns.Lab() as network, ExitStack() as files:
         hosts = {name: network.host() for name in services}
         addresses = wire(hosts, networks, network.host())
         processes: dict[str, subprocess.Popen[Any]] = {}

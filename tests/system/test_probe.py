@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import lab
-import launch
 import pytest
 from kit.processes import BIN, SCRIPT, finished, sentences, started, until
-from lab import pair
-from link import MTU, Way
+from lab import launch, netns
+from lab.link import MTU, Way
+from lab.netns import pair
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.hosts import own_host
@@ -118,7 +117,7 @@ def merged(found: list[flows.Flow]) -> list[flows.Flow]:
     return [flows.Flow(*key, figures) for key, figures in rows.items()]
 
 
-@pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
+@pytest.mark.skipif(bool(netns.available()), reason=netns.available() or "available")
 def test_hosts_are_started_by_ssh_and_an_asymmetric_link_has_two_rates(tmp_path: Path) -> None:
     """In place of ssh a script runs what it is given on the other host of the lab. Keys travel by its stdin."""
     with pair(Way(20e6, delay_s=0.01), Way(5e6, delay_s=0.01)) as two:
@@ -134,7 +133,7 @@ def test_hosts_are_started_by_ssh_and_an_asymmetric_link_has_two_rates(tmp_path:
     assert set(network.hosts) == {"here", there.address}
     i, j = network.hosts.index("here"), network.hosts.index(there.address)
     payload = (MTU - 52) / MTU / 8
-    # Other tests take the processor meanwhile; bench/probing.py holds it to 10 % on an idle machine.
+    # Other tests take the processor meanwhile; bench/planning/probe_accuracy.py holds it to 10 % on an idle machine.
     assert network.rates[-1][i, j] == pytest.approx(20e6 * payload, rel=0.2)
     assert network.rates[-1][j, i] == pytest.approx(5e6 * payload, rel=0.2)
     assert network.delay_s[i, j] == pytest.approx(0.01, abs=0.002)

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import zmq
+from faults.hostile_connections import OURS, noise, shaken
 from kit.processes import Worker, serving, trained_alone, until
 from kit.scripts import distance, flat
-from strangers import OURS, noise, shaken
 
 from narrows.compression import codecs
 from narrows.protocols import messages as m

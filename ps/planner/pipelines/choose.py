@@ -33,7 +33,7 @@ from narrows.ps.planner.pipelines.stages import (
 )
 from narrows.ps.planner.step_prices import StepPrices, TrainingWork
 
-# Across a link int8 lost up to 0.4 % over the unsplit model (docs/results.md, bench/pipeline.py), which is so many more steps.
+# Across a link int8 lost up to 0.4 % over the unsplit model (bench/speed/pipeline.py), which is so many more steps.
 LOSS_COST = 1.004**STEPS_POWER
 TRIED = 1 << 14  # micro-batches x hosts of the layouts that moves may try: 32 layouts of 64 hosts with 8
 GAIN = 0.999  # a plan is left only for one that costs less than this of it

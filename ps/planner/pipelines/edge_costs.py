@@ -8,7 +8,7 @@ from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.ps.planner.pipelines.stages import EdgeCost
 
 BLOCK = 1 << 16  # values: a whole number of what codings scale together
-# GB/s of float32 that one thread encodes and decodes (docs/results.md, bench/compressors.py). Others are copied alone.
+# GB/s of float32 that one thread encodes and decodes (docs/results.md, bench/speed/compressors.py). Others are copied alone.
 GBPS = {"fp16": (12.4, 23.3), "int8": (17.7, 24.9), "int8:stochastic": (9.9, 25.3)}
 
 

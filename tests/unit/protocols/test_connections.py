@@ -13,8 +13,8 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 import zmq
 import zmq.utils.z85
+from faults.hostile_connections import RESETS, frame, reset, shaken
 from kit.processes import until
-from strangers import RESETS, frame, reset, shaken
 
 from narrows.protocols.runtime.network import curve_auth
 from narrows.protocols.runtime.network import sockets as door

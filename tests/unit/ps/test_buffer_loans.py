@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from faults.hostile_connections import frame, shaken
 from kit.processes import until
-from strangers import frame, shaken
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings

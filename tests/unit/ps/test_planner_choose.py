@@ -16,8 +16,8 @@ import pytest
 from click import BadParameter
 from click.testing import CliRunner
 from kit.planned_networks import cities, planned, told
-from planning import drawn
-from scheduling import worldwide
+from planning.pipeline_layouts import worldwide
+from planning.predicted_steps import drawn
 from simulation.actors import Kit
 from simulation.closed_forms import measured_s
 from simulation.trees import Road, Tree, tree_of

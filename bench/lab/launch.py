@@ -1,0 +1,165 @@
+"""Shared by the benchmarks: real ps-serve and ps-worker commands as child processes, and what a result must name.
+
+Rules
+- Every process gets one thread for its arithmetic, and no NARROWS_ or rank variable of ours.
+- Each process that is started here is ended here, by its own id.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "bench" / "out"
+SERVER_START_S = 150.0
+SERVER_END_S = 60.0  # after the last worker left
+TERMINATE_S = 30.0
+TAIL_LINES = 15
+FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ports that Linux gives away by itself
+
+
+class CommandFailed(Exception):
+    """A command ended with an error or ran too long; the text ends with the tail of what it said."""
+
+
+def commit() -> str:
+    """Short hash of HEAD, with -dirty where tracked files differ from it."""
+    told = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))]  # fmt: skip
+    return (told[0] or "unknown") + ("-dirty" if told[1] else "")
+
+
+def facts() -> dict[str, Any]:
+    """The facts without which a figure is worth nothing."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    processor = next((line.split(":")[-1].strip() for line in lines if "model name" in line), platform.processor())
+    return {
+        "commit": commit(),
+        "machine": f"{processor}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "load": round(os.getloadavg()[0], 1),  # ours and everybody's, over the last minute
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def environment(**extra: str) -> dict[str, str]:
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") and name not in foreign}
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return env | dict.fromkeys(threads, "1") | {"PYTHONUNBUFFERED": "1"} | extra
+
+
+def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")) -> list[int]:
+    """`count` ports in a row that nobody listens on at any of the hosts."""
+    for _ in range(100):
+        ports = list(range(first := random.randrange(FIRST_PORT, LAST_PORT), first + count))
+        sockets = [socket.socket() for _ in hosts for _ in ports]
+        try:
+            for taken, address in zip(sockets, ((host, port) for host in hosts for port in ports), strict=True):
+                taken.bind(address)
+            return ports
+        except OSError:
+            continue
+        finally:
+            for taken in sockets:
+                taken.close()
+    raise OSError(f"no {count} free ports in a row from {FIRST_PORT} to {LAST_PORT}")
+
+
+def tail(stream: IO[str]) -> str:
+    stream.seek(0)
+    return "\n".join(stream.read().splitlines()[-TAIL_LINES:])
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ask it to end, and see to it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+def run(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> tuple[str, float]:
+    """Its stdout, and the seconds it took. Raises CommandFailed."""
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        before = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=env or environment(), stdout=said, stderr=errors)
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"ended after {limit_s:.0f} s"
+        finally:
+            end(process)
+        seconds = time.perf_counter() - before
+        if code != 0:
+            raise CommandFailed(f"{' '.join(command)}\nexit code {code}; its last words:\n{tail(errors)}")
+        said.seek(0)
+        return said.read(), seconds
+
+
+@contextmanager
+def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1") -> Iterator[subprocess.Popen[Any]]:
+    """ps-serve, one shard a port, which are its children. It ends by itself after its workers. Raises CommandFailed."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+        ready = Path(folder) / "ready"
+        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
+        command += ["--shards", str(len(ports)), "--ready-file", str(ready), "--checkpoint-dir", "none"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + SERVER_START_S
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise CommandFailed(f"{' '.join(command)}\ndid not start; its last words:\n{tail(said)}")
+                time.sleep(0.02)
+            try:
+                yield process
+            except CommandFailed as error:
+                raise CommandFailed(f"{error}\nand those of ps-serve:\n{tail(said)}") from None
+            if (code := process.wait(SERVER_END_S)) != 0:
+                raise CommandFailed(f"{' '.join(command)}\nexit code {code}; its last words:\n{tail(said)}")
+        except subprocess.TimeoutExpired:
+            raise CommandFailed(f"{' '.join(command)}\ndid not end by itself; its last words:\n{tail(said)}") from None
+        finally:
+            end(process)
+
+
+@contextmanager
+def started(command: Sequence[str], env: dict[str, str] | None = None) -> Iterator[None]:
+    """A command that runs while the block does, and is to end well at its end. Raises CommandFailed."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, cwd=ROOT, env=env or environment(), stdout=said, stderr=said)
+        try:
+            yield
+            code = process.wait(TERMINATE_S)
+        except (ConnectionError, TimeoutError, subprocess.TimeoutExpired) as error:
+            raise CommandFailed(f"{' '.join(command)}\n{error}; its last words:\n{tail(said)}") from None
+        finally:
+            end(process)
+        if code != 0:
+            raise CommandFailed(f"{' '.join(command)}\nexit code {code}; its last words:\n{tail(said)}")
+
+
+def save(path: Path, value: Any) -> None:
+    """At once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1))
+    os.replace(temporary, path)

@@ -1,0 +1,249 @@
+"""Every sync mode on every task against the same script alone in one process: its metric, seconds, bytes up and down.
+
+    python bench/loss/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
+    python bench/loss/convergence.py --preset modes --task digits
+    python bench/loss/convergence.py --preset sgd                   # the same with batch norm, SGD and its momentum
+    python bench/loss/convergence.py --preset gossip --workers 8    # MNIST-5k, each topology, full and low precision
+    python bench/loss/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
+    python bench/loss/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
+    python bench/loss/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best rate
+    python bench/loss/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
+
+Rules
+- Real `ps-serve` and `ps-worker --record` commands on loopback; all figures but the single process's are from the record.
+- Workers that dial 127.0.0.1 reach the server over a Unix socket, those behind the proxy over TCP.
+- Every worker, server and the single process has one thread. Runs follow one another, all rows of a seed first.
+- A held row goes through delay_proxy.py, which holds every chunk for the median step of the first `bsp` row, each way.
+- Each run is written to the JSON at once; one that is there for this commit is not run again without --again.
+- A tuned row is run at its best rate. The first seed climbs a ladder of rates, a root of two apart, until the best has a
+  worse one on either side; further seeds run what is within 0.5 % of the best.
+- A run that fails is reported and the others go on; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import re
+import signal
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import click
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contenders import wan
+from lab import launch
+from lab.delay_proxy import LISTEN, Proxy
+from lab.launch import CommandFailed
+from loss.presets import DENSE, PRESETS, RATES, Preset, Row, Task, at_rate
+from loss.tables import Result, Runs, markdown, plot_specs, plot_tuned
+
+PROBE_STEPS = 40
+HOPEFUL = 0.005  # of a loss: seeds of one rate differ by as much
+
+
+def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Result:
+    """The script as plain python. Raises CommandFailed."""
+    said, seconds = launch.run([sys.executable, *task.arguments(steps, seed), *row.script], limit_s)
+    step = re.search(r"median step ([\d.]+) s", said)
+    metric = float(re.findall(r"\d+\.\d+", said.strip().splitlines()[-1])[-1])
+    return {"metric": metric, "seconds": seconds, "median_step_s": float(step[1]) if step else None}
+
+
+def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: float, limit_s: float) -> Result:
+    """A server, perhaps the proxy, and the workers. Raises CommandFailed."""
+    ports = launch.free_ports(1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        launch.serving([*row.flags, "--workers", str(workers)], ports),
+        Proxy(ports, 1000 * hold_s) if row.held else nullcontext(),
+    ):
+        record = Path(folder) / "record.jsonl"
+        address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", address, "-n", str(workers)]
+        _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed), *row.script], limit_s)
+        events = [json.loads(line) for line in record.read_text().splitlines()]
+    held = {"hold_ms": 1000 * hold_s} if row.held else {}
+    return read(events, task.metric) | {"seconds": seconds, "workers": workers, "flags": list(row.flags)} | held
+
+
+def beside(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
+    """A row of wan.py, which no link holds up. A script there has as many ranks as asked for. Raises CommandFailed."""
+    theirs = next(each for each in wan.ROWS if each.name == row.wan)
+    theirs = replace(theirs, each=workers // 2) if theirs.script else theirs
+    if lacks := theirs.lacks():
+        raise CommandFailed(lacks)
+    told = wan.measure(theirs, None, [*task.arguments(steps, seed)[1:], *row.script], limit_s)
+    return {"metric": told[task.metric], "seconds": told["seconds"], "median_step_s": told["step_s"]}
+
+
+def read(events: list[Result], metric: str) -> Result:
+    """The figures of one record. A worker's first step, which carries its first state, is in the totals alone."""
+    done = events[-1]
+    by_worker: dict[int, list[Result]] = {}
+    for event in events:
+        if event["event"] == "step":
+            by_worker.setdefault(event["local_rank"], []).append(event)
+    steps = [step for own in by_worker.values() for step in own[1:]]
+    between = [b["seconds"] - a["seconds"] for own in by_worker.values() for a, b in pairwise(own)]
+    return {
+        "metric": done["last"][metric],
+        "median_step_s": statistics.median(between),
+        "step_bytes_up": statistics.fmean(step["push_bytes"] for step in steps),
+        "step_bytes_down": statistics.fmean(step["pull_bytes"] for step in steps),
+        "bytes_up": done["bytes_up"],
+        "bytes_down": done["bytes_down"],
+        "staleness": {str(n): count for n, count in sorted(Counter(step["staleness"] for step in steps).items())},
+        "wait_s": statistics.fmean(sum(step["wait_seconds"] for step in own) for own in by_worker.values()),
+    }
+
+
+class Campaign(Runs):
+    """Runs what is not there yet."""
+
+    def __init__(self, preset: Preset, task: Task, steps: int, path: Path, limit_s: float, hold_ms: float) -> None:
+        super().__init__(preset, task, steps, path)
+        self.limit_s, self.hold_ms = limit_s, hold_ms  # 0: one step's time
+        self.facts = launch.facts()
+        self.failed: list[str] = []
+
+    def hold_s(self, seed: int) -> float:
+        """One step's time, the same for all held rows of a campaign: what they had so far, or the first bsp row's."""
+        if self.hold_ms:
+            return self.hold_ms / 1000
+        commit = self.facts["commit"]
+        before = [result for row in self.preset.rows if row.held for result in self.found(commit, row)]
+        if before:
+            return float(before[0]["hold_ms"]) / 1000
+        dense = self.found(commit, DENSE)
+        if not dense:
+            dense = [cluster(self.task, DENSE, self.preset.workers, PROBE_STEPS, seed, 0, self.limit_s)]
+        click.echo(f"held rows hold for the median step of bsp, {1000 * dense[0]['median_step_s']:.1f} ms, each way")
+        return float(dense[0]["median_step_s"])
+
+    def run(self, row: Row, seed: int, again: bool) -> None:
+        if self.found(self.facts["commit"], row, seed) and not again:
+            return
+        name = f"{self.task.name}, {row.key}, {self.steps} steps, seed {seed}"
+        try:
+            if row.wan:
+                figures = beside(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
+            elif row.flags:
+                hold_s = self.hold_s(seed) if row.held else 0.0
+                figures = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
+            else:
+                figures = single(self.task, row, self.steps, seed, self.limit_s)
+        except (CommandFailed, OSError) as error:
+            self.failed.append(name)
+            click.echo(f"FAILED {name}: {error}", err=True)
+            return
+        key = {"task": self.task.name, "row": row.key, "seed": seed, "steps": self.steps}
+        old = self.found(self.facts["commit"], row, seed)
+        self.results = [result for result in self.results if result not in old]
+        now = {name: value for name, value in launch.facts().items() if name != "commit"}
+        self.results.append(key | self.facts | now | figures)
+        launch.save(self.path, self.results)
+        click.echo(f"{name}: {self.task.metric} {figures['metric']:.4f} in {figures['seconds']:.0f} s")
+
+    def tune(self, row: Row, seeds_before: list[int], seed: int, again: bool) -> None:
+        """The first seed climbs RATES to the best one; a further seed runs the rates that are still HOPEFUL."""
+        if seeds_before:
+            for rate in self.hopeful(row, seeds_before):
+                self.run(at_rate(row, rate), seed, again)
+            return
+        losses: dict[int, float] = {}
+        todo = [RATES.index(row.start)]
+        while todo:
+            for place in todo:
+                self.run(at_rate(row, RATES[place]), seed, again)
+                found = self.found(self.facts["commit"], at_rate(row, RATES[place]), seed)
+                losses[place] = found[0]["metric"] if found else math.inf  # what failed has the worst of losses
+            best = min(losses, key=lambda place: losses[place])
+            todo = [place for place in (best - 1, best + 1) if 0 <= place < len(RATES) and place not in losses]
+
+    def hopeful(self, row: Row, seeds: list[int]) -> list[str]:
+        """Rates that have run with all `seeds`, and whose mean is near the best one's."""
+        means = {}
+        for rate in RATES:
+            found = self.found(self.facts["commit"], at_rate(row, rate))
+            losses = [result["metric"] for result in found if result["seed"] in seeds]
+            if len(losses) == len(seeds):
+                means[rate] = statistics.fmean(losses)
+        return [rate for rate, mean in means.items() if mean <= (1 + HOPEFUL) * min(means.values())]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--preset", "name", type=click.Choice(list(PRESETS)), required=True)
+@click.option("--workers", type=int, help="the preset's own by default")
+@click.option("--task", "task_name", help="of the preset; the first by default")
+@click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
+@click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as '*held' or 'bsp*'")
+@click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
+@click.option("--again", is_flag=True, help="run what the JSON already holds for this commit")
+@click.option("--show", is_flag=True, help="run nothing, print the table")
+@click.option(
+    "--plot", "plot_path", type=click.Path(path_type=Path), help="as --show, as a PNG; --preset compress or tuned"
+)
+@click.option("--commit", help="whose runs --show prints; the newest by default")
+@click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
+@click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
+@click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
+def main(
+    name: str,
+    workers: int | None,
+    task_name: str | None,
+    seed_list: str,
+    pattern: str,
+    steps: int | None,
+    again: bool,
+    show: bool,
+    plot_path: Path | None,
+    commit: str | None,
+    out: Path | None,
+    limit_s: float,
+    hold_ms: float,
+) -> None:
+    """Compare sync modes with the same script alone in one process."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
+    preset = replace(PRESETS[name], workers=workers or PRESETS[name].workers)
+    task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
+    if task is None:
+        raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
+    path = out or launch.OUT / f"{name}.json"
+    campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s, hold_ms)
+    if plot_path:
+        plot = plot_tuned if preset.tuned else plot_specs
+        plot(campaign, commit or campaign.newest_commit(), plot_path)
+        return
+    if show:
+        click.echo(markdown(campaign, commit or campaign.newest_commit()))
+        return
+    chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.key, pattern)]
+    if not chosen:
+        raise click.BadParameter(
+            f"no row matches {pattern!r}; {'; '.join(r.key for r in preset.rows)}", param_hint="--rows"
+        )
+    seeds = [int(seed) for seed in seed_list.split(",")]
+    for place, seed in enumerate(seeds):
+        for row in chosen:
+            if preset.tuned:
+                campaign.tune(row, seeds[:place], seed, again)
+            else:
+                campaign.run(row, seed, again)
+    click.echo(f"\n{markdown(campaign, campaign.facts['commit'])}")
+    if campaign.failed:
+        click.echo("failed: " + "; ".join(campaign.failed), err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

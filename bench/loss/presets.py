@@ -1,0 +1,194 @@
+"""The runs of bench/loss/convergence.py: tasks, rows of a table, and the presets that name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lab import launch
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script of bench/tasks. `metric` is the name that it records; its last line ends with the figure."""
+
+    name: str
+    metric: str
+    steps: int
+    steps_per_epoch: int = 0  # 0: the script takes --steps
+
+    def arguments(self, steps: int, seed: int) -> list[str]:
+        flag = ["--epochs", steps // self.steps_per_epoch] if self.steps_per_epoch else ["--steps", steps]
+        return [str(launch.ROOT / "bench" / "tasks" / f"{self.name}.py"), *map(str, flag), "--seed", str(seed)]
+
+    def rounded(self, steps: int) -> int:
+        """Round down to whole epochs, one at least: the script runs nothing else."""
+        whole = self.steps_per_epoch or 1
+        return max(1, steps // whole) * whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: flags of ps-serve, a row of wan.py, or neither for the single process."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    held: bool = False
+    script: tuple[str, ...] = ()  # further arguments of the script
+    wan: str = ""  # a row there, run with no link
+    start: str = "0.0028"  # the rate that a tuned contender begins at
+
+    @property
+    def key(self) -> str:
+        return self.name + (", held" if self.held else "")
+
+
+SINGLE, DENSE = Row("single process"), Row("bsp", ("--sync", "bsp"))
+
+
+def ssp(staleness: int, compress: str, push: str = "") -> Row:
+    flags = ("--sync", "ssp", "--staleness", str(staleness), "--compress", compress)
+    name = f"ssp, s = {staleness}, {compress}"
+    return Row(f"{name}, push {push}", (*flags, "--push", push)) if push else Row(name, flags)
+
+
+@dataclass(frozen=True)
+class Preset:
+    tasks: tuple[Task, ...]
+    workers: int
+    rows: tuple[Row, ...]
+    specs: bool = False  # a row is a SPEC: bytes against what they cost, beside dense bsp
+    tuned: bool = False  # each row at its own best rate
+
+
+SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
+
+
+LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
+
+
+def pushed(compress: str, local_steps: int = 1, staleness: int = 1, rate: str = "") -> Row:
+    """Updates of the worker's own optimizer, both ways through `compress`; `rate`: another one for the script."""
+    mode = ("ssp",) if local_steps == 1 else ("local", "--local-steps", str(local_steps), *LOCAL_SGD)
+    flags = ("--sync", *mode, "--staleness", str(staleness), "--compress", compress)
+    parts = [compress]
+    if local_steps > 1:
+        parts.append(f"H = {local_steps}")
+    if staleness != 1:
+        parts.append(f"s = {staleness}")
+    if rate:
+        parts.append(f"rate {rate}")
+    return Row(", ".join(parts), flags, script=("--lr", rate) if rate else ())
+
+
+RATE = "0.0028"  # the byte GPT's own times the root of two workers: does averaging updates ask for more?
+# First what every task and number of workers is shown with, then more of the curve.
+TABLE = (
+    *(pushed(spec) for spec in ("dense", "topk:0.05+int8", "sign", "topk:0.01+int8", "cycle:0.15+sign")),
+    pushed("topk:123/4096+2bit", 4, 0),
+)
+CURVE = (
+    *(
+        pushed(spec)
+        for spec in ("cycle:0.25+sign", "cycle:0.08+2bit", "topk:0.015+2bit", "cycle:0.06+sign", "cycle:0.03+sign")
+    ),
+    pushed("cycle:0.12+sign", 4, 0),
+    Row(f"bsp, rate {RATE}", ("--sync", "bsp"), script=("--lr", RATE)),
+    *(
+        pushed(spec, rate=RATE)
+        for spec in ("sign", "topk:0.01+int8", "cycle:0.15+sign", "cycle:0.06+sign", "cycle:0.03+sign")
+    ),
+    *(pushed(spec, 4, 0, RATE) for spec in ("topk:123/4096+2bit", "cycle:0.12+sign")),
+)
+
+GOSSIP = tuple(
+    Row(f"gossip, {topology}, {compress}", ("--sync", "gossip", "--topology", topology, "--compress", compress))
+    for topology, compress in (
+        *(("matching", "dense"), ("matching", "int8"), ("matching", "topk:0.05+int8"), ("ring", "dense")),
+        *(("exponential", "dense"), ("shift-one", "dense"), ("random", "dense")),
+    )
+)
+
+# Each contender is tuned alone: from `start`, up and down this ladder until its best rate has a worse one on either side.
+RATES = (
+    "0.00035",
+    "0.0005",
+    "0.0007",
+    "0.001",
+    "0.0014",
+    "0.002",
+    "0.0028",
+    "0.004",
+    "0.0056",
+    "0.008",
+    "0.0113",
+    "0.016",
+)
+SCRIPT_RATE = "0.002"  # bytelm.py's own
+LOCAL = Row("local, H = 50", ("--sync", "local", "--local-steps", "50"), start="0.002")
+
+
+def muon(row: Row) -> Row:
+    return replace(row, name=f"{row.name}, muon", script=("--optimizer", "muon"), start="0.0056")
+
+
+def at_rate(row: Row, rate: str) -> Row:
+    return replace(row, name=f"{row.name}, rate {rate}", script=(*row.script, "--lr", rate))
+
+
+# One inner optimizer is compared with itself. Muon needs whole tensors: bsp, which steps on the server, cannot have it.
+BASES = (SINGLE, DENSE, muon(SINGLE))
+CONTENDERS = (
+    SINGLE,
+    DENSE,
+    *(ssp(1, spec) for spec in ("dense", "topk:0.05+int8", "topk:0.11+sign")),
+    ssp(2, "cycle:0.15+sign"),
+    Row("async, topk:0.11+sign", ("--sync", "async", "--compress", "topk:0.11+sign")),
+    LOCAL,
+    replace(LOCAL, name="local, H = 50, 2bit", flags=(*LOCAL.flags, "--compress", "2bit")),
+    replace(LOCAL, name="local, H = 50, 5 fragments", flags=(*LOCAL.flags, "--fragments", "5", "--merge-delay", "8")),
+    Row("gossip, topk:0.05+int8", ("--sync", "gossip", "--compress", "topk:0.05+int8")),
+    Row("PowerSGD, rank 4", wan="ddp powersgd-4"),
+    Row("torchft DiLoCo, H = 50", wan="torchft diloco H=50", start="0.002"),
+    Row("two cities of 2, topk:0.11+sign between", wan="two cities (README), 2 workers each"),
+    *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), ssp(2, "cycle:0.15+sign"), LOCAL)),
+)
+
+# SGD's updates are linear in the gradient: the gain is 1, and every mode is what it was without one.
+SGD = ("--optimizer", "sgd", "--batch-norm", "--lr", "0.02")
+MNIST5K = Task("mnist5k", "accuracy", 744, steps_per_epoch=62)
+MODES = (SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local")))
+
+PRESETS = {
+    "modes": Preset(
+        (MNIST5K, Task("digits", "accuracy", 600)),
+        workers=4,
+        rows=MODES,
+    ),
+    "sgd": Preset(
+        (MNIST5K,),
+        workers=4,
+        rows=tuple(replace(row, script=SGD) for row in (*MODES, ssp(1, "topk:0.05+int8"))),
+    ),
+    "gossip": Preset(
+        (MNIST5K,),
+        workers=4,
+        rows=(SINGLE, DENSE, *GOSSIP),
+    ),
+    "sparse": Preset(
+        (Task("bytelm", "loss", 400),),
+        workers=2,
+        rows=(SINGLE, *(replace(row, held=held) for row in (DENSE, *SPARSE) for held in (False, True))),
+    ),
+    "compress": Preset(
+        (Task("bytelm", "loss", 400), MNIST5K),
+        workers=2,
+        rows=(SINGLE, DENSE, *TABLE, *CURVE),
+        specs=True,
+    ),
+    "tuned": Preset(
+        (Task("bytelm", "loss", 400),),
+        workers=2,
+        rows=CONTENDERS,
+        tuned=True,
+    ),
+}

@@ -1,0 +1,119 @@
+"""How much each SPEC holds back of a recorded stream: AdamW's updates of the byte GPT, in one thread, with no server.
+
+    python bench/loss/residual_by_spec.py  # all of SPECS
+    python bench/loss/residual_by_spec.py --specs topk:0.05+int8,topk:0.11+sign  # these
+    python bench/loss/residual_by_spec.py --gradients  # the gradients, clipped, instead of the updates
+
+Rules
+- The model trains alone; each update, its parameters after a step minus those before, goes through each SPEC with error
+  feedback of its own. So all SPECs get the same updates, and none gets the chance to spoil the next one.
+- "Held back" is the norm of the residual after an encode over the norm of the update: so many updates are yet to be sent.
+  Both columns are means over the second half of the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from narrows.compression import ErrorFeedback, SpecError, parse
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
+
+import bytelm
+from lab import launch
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+FloatArray = npt.NDArray[np.float32]
+SPECS = (
+    "fp16", "bf16", "int8", "int8:stochastic", "uint8minmax", "int4", "int4:stochastic", "2bit", "sign",
+    "topk:0.5+2bit", "topk:0.27+sign", "topk:0.2+sign", "threshold:0.002+int8",
+    "topk:0.05", "topk:0.05+fp16", "topk:0.05+int8", "topk:0.05+int4", "topk:0.08+2bit", "topk:0.11+sign",
+    "topk:0.06+sign", "cycle:0.5/0.3+sign", "cycle:0.33/0.3+sign",
+    "topk:123/4096+2bit", "topk:0.03+2bit", "topk:0.035+sign", "cycle:0.25+sign", "cycle:0.25/0.24+sign",
+    "topk:0.01+int8", "mstopk:0.01+int8", "randk:0.01", "randk:0.15+sign", "topk:64/4096+2bit", "topk:0.015+2bit",
+    "topk:0.018+sign", "cycle:0.15+sign", "cycle:0.15/0.24+sign", "cycle:0.15/0.23+sign", "cycle:0.1667/0.19+sign",
+    "topk:0.007+sign", "cycle:0.06+sign", "cycle:0.06/0.22+sign",
+)  # fmt: skip
+
+
+def stream(steps: int, gradients: bool) -> Iterator[FloatArray]:
+    """Updates, or gradients, of bytelm.py as it runs alone, its flags at their defaults."""
+    args = bytelm.arguments([])
+    torch.manual_seed(args.seed)
+    training = bytelm.library()[0]
+    model = bytelm.ByteGPT(args.layers, args.width, args.heads, args.context)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    before = flat(model.parameters())
+    for step in range(steps):
+        for group in adamw.param_groups:
+            group["lr"] = bytelm.learning_rate(step, args.steps, args.lr, args.warm_up)
+        adamw.zero_grad()
+        loss = bytelm.loss_sum(model, bytelm.batch_rows(training, args.seed, step, args.batch, args.context))
+        (loss / (args.batch * args.context)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        if gradients:
+            yield flat([p.grad for p in model.parameters() if p.grad is not None])
+        adamw.step()
+        if not gradients:
+            after = flat(model.parameters())
+            yield after - before
+            before = after
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> FloatArray:
+    return np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
+
+
+def compared(specs: list[str], steps: int, gradients: bool) -> list[str]:
+    feedbacks: dict[str, ErrorFeedback] = {}
+    ratios: dict[str, list[float]] = {spec: [] for spec in specs}
+    held: dict[str, list[float]] = {spec: [] for spec in specs}
+    for step, update in enumerate(stream(steps, gradients), 1):
+        size = float(np.linalg.norm(update))
+        for spec in specs:
+            feedback = feedbacks.setdefault(spec, ErrorFeedback(parse(spec), update.size))
+            payload = feedback.encode(update)
+            if 2 * step >= steps:
+                residual = 0.0 if feedback.residual is None else float(np.linalg.norm(feedback.residual))
+                ratios[spec].append(update.nbytes / len(payload))
+                held[spec].append(residual / size)
+    lines = ["| SPEC | ratio | held back, norms |", "|---|---|---|"]
+    for spec in sorted(specs, key=lambda spec: float(np.mean(ratios[spec]))):
+        lines.append(f"| `{spec}` | {np.mean(ratios[spec]):.1f} | {np.mean(held[spec]):.3g} |")
+    return lines
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--specs", default=",".join(SPECS), show_default=False, help="SPECs, separated by commas")
+@click.option("--steps", type=click.IntRange(min=2), default=120, help="of the byte GPT; the second half counts")
+@click.option("--gradients", is_flag=True, help="of the same run, instead of its updates")
+def main(specs: str, steps: int, gradients: bool) -> None:
+    """Compare SPECs on one stream of updates: bytes, and what error feedback holds back."""
+    try:
+        names = [parse(spec).spec for spec in specs.split(",")]
+    except SpecError as error:
+        raise click.UsageError(str(error)) from error
+    if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    click.echo("\n".join(compared(names, steps, gradients)))
+    facts = launch.facts()
+    what, took_s = "gradients" if gradients else "updates", time.perf_counter() - begin
+    click.echo(
+        f"\n{what} of steps {-(-steps // 2)} to {steps} of the byte GPT, {took_s:.0f} s; commit {facts['commit']}; "
+        f"{facts['machine']}, load {facts['load']}; Python {sys.version.split()[0]}, torch {facts['torch']}"
+    )
+
+
+if __name__ == "__main__":
+    main()
