@@ -146,9 +146,7 @@ class Ledger(Message):
     plan: bytes  # empty once the shard has it
     sources: Pairs = ()  # worker, rank: who gives the model of which rank to the mean that the first weights are (gossip)
     source_round: int = -1  # and of which round of the run before
-    finishes: int = (
-        0  # times that all workers were done since it has its place above, the last at clock `finish_at`; a root: 1
-    )
+    finishes: int = 0  # 1 once all workers were done, at clock `finish_at`; of a cluster, since it has its place above
     finish_at: int = 0
     # In a cluster with a server above:
     above: bytes = b""  # its place in that run (ps/parent/parent_link.py), empty while it has none

@@ -35,6 +35,7 @@ EXPECT_BYTES_MAX = 64 << 10  # the flags of a worker, which anybody may send
 
 ENDED = "the run has ended; start the server again"
 ENDING = "the run is about to end: all its workers have done their last step; start the server again"
+WAITING = "all workers of this cluster have done their last step: join another cluster of the run"
 
 
 class Members(Decision):
@@ -49,10 +50,11 @@ class Members(Decision):
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
         self.lost = 0  # workers that went before they were done
 
-    @property
-    def closed(self) -> bool:
-        """All workers have done their last step."""
-        return self.meeting.closed or self.above.closed
+    def _closed(self, name: bytes) -> str:
+        """The reason to let the worker of this name in no more, since all have done their last step; "": it may come."""
+        if not (self.meeting.closed or self.above.closed) or self.above.waited(name):
+            return ""
+        return WAITING if self.above.child else ENDING
 
     # Hello.
 
@@ -65,7 +67,7 @@ class Members(Decision):
         if hello.token in self.gone and not self.run.over:
             return []
         seat = self.run.named(hello.token)
-        code, text = self._unwelcome(hello, seat)
+        code, text = self._unwelcome(m.name_of(peer), hello, seat)
         if not text and (not self.run.complete or self.above.rank < 0):
             if len(self.waiting) < WAITING_MAX:
                 self.waiting[hello.token] = (peer, hello, key)
@@ -83,11 +85,11 @@ class Members(Decision):
         self._saw(seat, now_ns, peer)
         return [*effects, Send(peer, self._welcome(seat))]
 
-    def _unwelcome(self, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
+    def _unwelcome(self, name: bytes, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
         if self.run.over:
             return RefuseCode.OVER, ENDED
-        if self.closed and seat is None:
-            return RefuseCode.OVER, ENDING
+        if seat is None and (closed := self._closed(name)):
+            return RefuseCode.OVER, closed
         expect = unpack(hello.expect) if hello.expect else {}
         conflict = contradiction(expect, self.run.settings) if isinstance(expect, dict) else "the flags are no map"
         return RefuseCode.INCOMPATIBLE, conflict or ""
@@ -117,8 +119,8 @@ class Members(Decision):
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
         """Why this worker cannot be a member; where it can, its plan is that of the run."""
-        if self.closed:
-            return m.Refuse(RefuseCode.OVER, seat.worker, 0, ENDING)
+        if closed := self._closed(seat.name):
+            return m.Refuse(RefuseCode.OVER, seat.worker, 0, closed)
         if conflict := self._unfit(ModelSpec.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
             return m.Refuse(RefuseCode.INCOMPATIBLE, seat.worker, 0, conflict)
         if self.plan is None:

@@ -2,9 +2,10 @@
 
 Rules
 - Workers are welcomed once the run above knows this cluster, and are members once it has a place there.
-- When all members wait for the last model, that is a finish. Each shard of a cluster then pushes what is left and asks for the
-  model above. Finishes follow one another: a shard that saw two at once would push once less than the others.
-- A root finishes once. From then on its shards give each worker the last model, and no worker joins: it would change it.
+- When all members wait for the last model, that is a finish. Each shard of a root then gives them its model. Each shard of a
+  cluster pushes what is left and asks for the model above.
+- A server finishes once, a cluster once at each place above. From then on no worker joins: the run above may end before it has
+  the next update of this cluster. A worker whose lease has ended while it waits comes back, since it pushes no more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ParentPlace(Decision):
         self.alone = False  # no server above will send another
         self.undeclared: dict[int, m.Declare] = {}  # of workers that wait for our place
         self.finishes, self.finish_at = 0, 0
-        self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
+        self.finished: set[bytes] = set()  # names of the workers that were done at the finish
 
     def joined(self, rank: int, clusters: int) -> None:
         self.rank, self.clusters = rank, clusters
@@ -58,23 +59,25 @@ class ParentPlace(Decision):
         """All shards have done their last round with other clusters, but for that of all (gossip)."""
         return self.run.complete and all(r.ended and r.from_above == self.epoch for r in self.run.reports.values())
 
-    def _idle(self) -> bool:
-        """All shards have done every finish so far."""
-        return all((r.from_above, r.finishes) == (self.epoch, self.finishes) for r in self.run.reports.values())
-
     @property
     def closed(self) -> bool:
-        """The run has its last model: no worker joins any more."""
-        return not self.child and self.finishes > 0
+        """All workers here have done their last step: none joins any more."""
+        return self.finishes > 0
+
+    def waited(self, name: bytes) -> bool:
+        """Whether the worker that speaks under this name was done at the finish of a cluster, and comes for the last model."""
+        return self.child and name in self.finished
 
     def decide(self, now_ns: int) -> bool:
-        """Finish, where all workers are done, and not as they were at the last finish."""
-        if self.run.over or self.closed or not self._idle():
+        """Finish, where all workers are done and all shards have the place above."""
+        members, reports = self.rounds.progress, self.run.reports.values()
+        if self.run.over or self.closed or any((r.from_above, r.finishes) != (self.epoch, 0) for r in reports):
             return False
-        done = set(self.rounds.resting.items())
-        if len(done) < len(self.rounds.progress) or done <= self.finished:
+        if not members or len(self.rounds.resting) < len(members):
             return False
-        self.finished, self.finishes, self.finish_at = done, self.finishes + 1, self.rounds.min_clock
+        # A cluster below may have new workers when it comes back, and so have more to push.
+        self.finished = {seat.name for seat in self.run.declared if not seat.below}
+        self.finishes, self.finish_at = 1, self.rounds.min_clock
         return True
 
     def left(self, seat: Seat, how: str) -> None:

@@ -6,7 +6,7 @@ Rules
 - The server above gives the first weights and the roster, and takes the last model of the lowest cluster. It may be gone.
 - Before a clock is published all rounds up to t - s are mixed in, and x stands on the model of the mixes plus what was
   folded since the last round.
-- Once all workers are done the last round makes one model of all clusters. Updates of workers who come later stay here.
+- Once all workers are done the last round makes one model of all clusters.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ keys) and parent_gossip.py (the same shard of other clusters). ParentSlot (paren
 Rules
 - A place is taken between two clocks. Changes from above are applied there too: weights = base + what was folded since.
 - A clock is published once what is owed for it has left and the next may be computed; what is folded meanwhile is kept.
-- All shards go up at the same clocks of the cluster, counted from the one at which their place begins, and once more each time
-  that all workers are done: so their clocks above are the same.
+- All shards go up at the same clocks of the cluster, counted from the one at which their place begins, and once more when all
+  workers are done: so their clocks above are the same.
 """
 
 from __future__ import annotations

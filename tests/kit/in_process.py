@@ -182,7 +182,7 @@ class Cluster:
                 self.telling = False
 
     def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
-        peer = b"%d.%d" % (id(link), shard)
+        peer = id(link).to_bytes(NAME_BYTES, "big") + b".%d" % shard
         self.links[peer] = (link, shard)
         self.hold(link, frames)
         self.arrive(shard, peer, decode(frames))

@@ -115,14 +115,18 @@ class Held:
 
 def expire(cluster: Cluster) -> None:
     """End the lease that a cluster has above."""
-    parent, member = cluster.parent, member_of(cluster)
-    assert parent is not None
-    coordinator = parent.servers[0].coordinator
+    assert cluster.parent is not None
+    expire_member(cluster.parent, member_of(cluster).worker)
+
+
+def expire_member(cluster: Cluster, worker: int) -> None:
+    """End the lease of this member of a cluster, and no other one."""
+    coordinator = cluster.servers[0].coordinator
     assert coordinator is not None
-    with parent.changed:
-        now_ns = parent.now()
-        effects = coordinator._remove(coordinator.seats[member.worker], "expired", now_ns)
-        parent._apply(0, parent.servers[0]._route(effects, now_ns))
+    with cluster.changed:
+        now_ns = cluster.now()
+        effects = coordinator._remove(coordinator.seats[worker], "expired", now_ns)
+        cluster._apply(0, cluster.servers[0]._route(effects, now_ns))
 
 
 def clock_of(cluster: Cluster) -> int:

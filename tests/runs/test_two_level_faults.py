@@ -19,7 +19,20 @@ from kit.processes import until
 from kit.scripts import Array, build, distance, flat, loss_of, train, tree
 from kit.seed import SEED
 from kit.two_levels import ABOVE, BELOW, family, root_model
-from kit.virtual_time import REAL_S, Faults, Held, Script, clock_of, expire, finished, like, pump, steps, waits
+from kit.virtual_time import (
+    REAL_S,
+    Faults,
+    Held,
+    Script,
+    clock_of,
+    expire,
+    expire_member,
+    finished,
+    like,
+    pump,
+    steps,
+    waits,
+)
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import WINDOW
@@ -185,18 +198,65 @@ def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
     assert np.array_equal(model, root_model(root))
 
 
+def waits_above(cluster: Cluster) -> bool:
+    """All workers of this cluster have done their last step, and it has asked for the model that all end with."""
+    above = cluster.servers[0].shard.above
+    return isinstance(above, ParentPush) and above.finishing
+
+
 def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None:
     root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
     go = threading.Event()
     with tree(root, one, other) as run:
         first = Script(run, 0, lambda: steps(3))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
-        shard = one.servers[0].shard
-        assert pump(run, [root, one, other], lambda: isinstance(shard.above, ParentPush) and shard.above.finishing)
+        assert pump(run, [root, one, other], lambda: waits_above(one))
         expire(one)
         pump(run, [root, one, other], lambda: False, 5.0)
         go.set()
         finished(run, [root, one, other], first, second)
+
+
+@pytest.mark.parametrize("above", ["bsp", "async", "local"])
+def test_no_worker_joins_a_cluster_that_has_done_its_last_step(above: str) -> None:
+    """The run above may end before it has an update of that worker, and it would be in one model and not in another."""
+    root, (one, other) = family(like(ABOVE[above], workers=2), Settings(sync="bsp"))
+    go, late_go = threading.Event(), threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(3))
+        second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
+        assert pump(run, [root, one, other], lambda: waits_above(one))
+
+        def joins() -> Array:
+            run.join(0)
+            return steps(5, at=lambda step: waits(late_go, step == 0))
+
+        late = Script(run, 0, joins)
+        pump(run, [root, one, other], lambda: late.ended, 5.0)
+        go.set()
+        pump(run, [root, one, other], lambda: second.ended)
+        late_go.set()
+        a, b = finished(run, [root, one, other], first, second)
+        assert pump(run, [root, one, other], lambda: late.ended)
+    assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
+    assert "their last step" in str(late.error)
+
+
+def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_for_it() -> None:
+    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp", workers=2))
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        done = [Script(run, session, lambda: steps(3)) for session in (0, 2)]
+        going = [Script(run, session, lambda: steps(9, at=lambda step: waits(go, step == 2))) for session in (1, 3)]
+        assert pump(run, [root, one, other], lambda: waits_above(one))
+        coordinator, before = one.servers[0].coordinator, one.servers[0].shard.above.clock
+        assert coordinator is not None
+        expire_member(one, 0)
+        assert pump(run, [root, one, other], lambda: {*coordinator.rounds.resting} == {1, 2}), "it waits again"
+        go.set()
+        models = finished(run, [root, one, other], *done, *going)
+        assert one.servers[0].shard.above.clock == before, "it has pushed no more"
+    assert all(np.array_equal(model, root_model(root)) for model in models)
 
 
 def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> None:

@@ -13,6 +13,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import NS
 from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.members import WAITING
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Seat as ClusterSeat
 from narrows.ps.parent.parent_push import ParentPush
@@ -28,7 +29,7 @@ from simulation.bug_hunt import hunt
 from simulation.closed_forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
 from simulation.mirror import Violation
 from simulation.simulator import MS, Faults, Simulator, Wire
-from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, tree_of
+from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, fault_case, tree_of
 
 PLANTED_SEEDS = 40  # within so many a planted bug is found
 ROUNDS = 15
@@ -205,10 +206,13 @@ class ForgetsSlowest(Clocks):
 
 
 class FinishesAgain(ParentPlace):
-    """A finish is counted again, though nobody has done more since."""
+    """A finish of a cluster is counted again, though nobody has done more since."""
 
     def decide(self, now_ns: int) -> bool:
-        self.finished = set()
+        reports = self.run.reports.values()
+        if self.child and self.finishes > 0 and all(report.finishes == self.finishes for report in reports):
+            self.finishes += 1
+            return True
         return super().decide(now_ns)
 
 
@@ -233,6 +237,20 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
         hunt(f"{bug}, in a tree", lambda seed: Tree(case_of(above, below, seed), kit).run(), PLANTED_SEEDS, complaint)
+
+
+def test_no_worker_joins_a_cluster_that_has_finished() -> None:
+    """A worker of seed 11 comes back while its cluster waits for the last model. The root closed without the update that the
+    cluster pushed for it."""
+    refused: list[str] = []
+
+    def trace(now_ns: int, text: str, message: m.Message | None) -> None:
+        if isinstance(message, m.Refuse):
+            refused.append(message.text)
+
+    tree = Tree(fault_case(11), trace=trace).run()
+    assert tree.sim.struck["worker restarted"] and WAITING in refused
+    assert all(len(sent) == 1 for sent in tree.root.checker.masters)
 
 
 def test_a_bound_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
     exactly once  the updates of one child are folded in their order, each once, and only after it was given
     conservation  what a cluster sends up plus its residual is what its children's updates came to, and x is what the log
                   gives; the model that a worker ends with is one that the root has sent
+    the end       a root sends one last model to all its children
     sets          every shard closes a clock over the set that the coordinator closed; the weights in it sum to 1
     publications  of one number are bit-identical on a shard and in every child that pulled them
     progress      no wait for the root's next clock is longer than leases, the closed form and the repeats explain
@@ -235,6 +236,8 @@ class Level:
             checksum, parent = zlib.crc32(state.payload), self.node.parent
             if parent is not None and checksum not in parent.checker.masters[shard]:
                 raise Violation(f"{where} is the last model, and the server above has never sent it")
+            if parent is None and self.masters[shard] - {checksum}:
+                raise Violation(f"{where} is another last model than a child had before")
             self.masters[shard].add(checksum)
 
     def _on_ack(self, shard: int, ack: m.PushAck) -> None:

@@ -317,22 +317,28 @@ def test_a_stage_begins_again_with_all_its_workers_and_others_after_a_lease() ->
 # Above.
 
 
-def test_a_finish_is_of_all_and_one_after_the_other() -> None:
+def test_a_finish_is_of_all_and_once_at_each_place() -> None:
     run = run_of()
     rounds = Clocks(run)
     above = ParentPlace(run, rounds, True)
     above.take(b"place", 9)
-    member(run, rounds), member(run, rounds)
+    first, cluster = member(run, rounds), member(run, rounds)
+    first.name, cluster.name, cluster.below = b"first", b"cluster", "bsp"
     for finishing, finishes in (((0,), False), ((0, 1), True), ((0, 1), False)):
         for shard in range(2):
             report(run, shard, finishing=finishing, from_above=9)
         assert above.decide(0) == finishes, finishing
-    rounds.progress[0].arrived = [1, 1]
-    rounds.min_clock = 1  # it has done more since, and all of that is in
-    assert not above.decide(0), "shards have not done the first"
+        assert above.closed == above.waited(b"first") == (finishing == (0, 1))
+        assert not above.waited(b"cluster"), "it may have new workers"
+    above.take(b"another", 10)
+    above.anew()
+    assert not above.closed and not above.waited(b"first")
+    rounds.min_clock = 1
+    assert not above.decide(0), "shards are at the place before"
     for shard in range(2):
-        report(run, shard, finishes=1)
-    assert above.decide(0) and (above.finishes, above.finish_at) == (2, 1)
+        report(run, shard, from_above=10, finishes=0)
+    rounds.progress[0].arrived = rounds.progress[1].arrived = [1, 1]
+    assert above.decide(0) and (above.finishes, above.finish_at) == (1, 1)
 
 
 def test_a_worker_waits_for_a_place_above() -> None:
