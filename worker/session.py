@@ -32,7 +32,7 @@ from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.cli import output
-from narrows.protocols.runtime.network.keys import Secret, member_key
+from narrows.protocols.runtime.network.key_files import Secret, member_key
 from narrows.worker.check.script_watch import ScriptWatch
 from narrows.worker.checkpoint.optimizer_state import OptimizerStateFile
 from narrows.worker.command.managers import place

@@ -32,7 +32,7 @@ from typing import Any
 
 import click
 
-from narrows.protocols.runtime.network.keys import add, make
+from narrows.protocols.runtime.network.key_files import add, make
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 

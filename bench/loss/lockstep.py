@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrows.compression.sampling import sample_of
-from narrows.ps.store.gain import SMOOTHING, WINDOW
+from narrows.ps.store.update_gain import SMOOTHING, WINDOW
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
@@ -104,7 +104,7 @@ class Lengths(Gain):
 
 
 class Windows(Gain):
-    """ps/store/gain.py, of one shard whose workers are all as fast: at a sample, sums of what was sent in a window of
+    """ps/store/update_gain.py, of one shard whose workers are all as fast: at a sample, sums of what was sent in a window of
     clocks."""
 
     def __init__(self, size: int, device: str) -> None:

@@ -34,7 +34,7 @@ import torch
 import zmq
 from torch import nn
 
-from narrows.protocols.runtime.network.keys import add, make
+from narrows.protocols.runtime.network.key_files import add, make
 from narrows.worker import DistributedOptimizer, rank
 
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """By how much a worker of a gossip run scales its own updates, so that a step of the mean model is as long as one of its own.
 
-ps/store/gain.py says what for. Here nobody sees all updates: two workers that mix tell each other theirs, summed over
+ps/store/update_gain.py says what for. Here nobody sees all updates: two workers that mix tell each other theirs, summed over
 a window of rounds, at a sample of the keys.
 
     common = 2 (U_i . U_j) / (|U_i|^2 + |U_j|^2)                U_i, U_j: the sums of this worker and of its partner

@@ -125,7 +125,7 @@ FOLDER = click.option(
 @click.argument("folder", metavar="DIR")
 def init(folder: str) -> None:
     """Make the keys of a server, in a new folder DIR; ps-serve --keys DIR serves with them."""
-    from narrows.protocols.runtime.network.keys import make
+    from narrows.protocols.runtime.network.key_files import make
 
     make(folder)
     click.echo(
@@ -143,7 +143,7 @@ def add(name: str, folder: str, role: str) -> None:
 
     Where the output goes to a file (ps-serve keys add NAME > NAME.key), that file is the key.
     """
-    from narrows.protocols.runtime.network.keys import add as added
+    from narrows.protocols.runtime.network.key_files import add as added
 
     flag = "ps-worker --key" if role == "worker" else "ps-serve --parent-key"
     with contextlib.suppress(OSError, ValueError):  # no stdout, or one that is no file of the system
@@ -164,7 +164,7 @@ def add(name: str, folder: str, role: str) -> None:
 @FOLDER
 def revoke(name: str, folder: str) -> None:
     """Let NAME in no more; its connections to a running server are refused within a second."""
-    from narrows.protocols.runtime.network.keys import revoke as revoked
+    from narrows.protocols.runtime.network.key_files import revoke as revoked
 
     revoked(folder, name)
     click.echo(f"{name} is not let in any more")
@@ -174,7 +174,7 @@ def revoke(name: str, folder: str) -> None:
 @FOLDER
 def names(folder: str) -> None:
     """Print who is let in."""
-    from narrows.protocols.runtime.network.keys import listed, server_key
+    from narrows.protocols.runtime.network.key_files import listed, server_key
 
     server_key(folder)
     click.echo("\n".join(listed(folder)) or "nobody")

@@ -19,10 +19,10 @@ import click
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import COMMAND, run
 from narrows.protocols.runtime.cli.output import replace_text
-from narrows.ps.probe import measured
+from narrows.ps.probe import measured_network
 from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES
 from narrows.ps.probe.director import MACHINES_MAX, ProbeDirector
-from narrows.ps.probe.measured import MeasuredHost, MeasuredNetwork
+from narrows.ps.probe.measured_network import MeasuredHost, MeasuredNetwork
 from narrows.ps.probe.messages import ProbeJoin
 from narrows.ps.probe.probe_schedule import again
 
@@ -110,7 +110,7 @@ def command(hosts: tuple[str, ...], out: str, page: str, merge: bool, join: str,
 
 def _read(path: str) -> MeasuredNetwork:
     try:
-        return measured.parse(json.loads(Path(path).read_text()))
+        return measured_network.parse(json.loads(Path(path).read_text()))
     except (OSError, ValueError, AttributeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
 
@@ -119,7 +119,7 @@ def _of_run(page: str, server: str) -> MeasuredNetwork:
     from narrows.ps.dashboard.record_reader import frames
 
     try:
-        return measured.of_run(next(frames(page)), server, time.time())
+        return measured_network.of_run(next(frames(page)), server, time.time())
     except (KeyError, TypeError, IndexError) as error:
         raise UsageError(f"--run {page}: the page there is of another release of narrows ({error})") from None
 
@@ -130,7 +130,7 @@ def _write(out: str, found: MeasuredNetwork, code: int) -> int:
         raise UsageError("nothing is known of any link yet")
     if kept := replace_text(out, json.dumps(found.document(), indent=1) + "\n", "--out"):
         click.echo(f"the measurements that were there are kept as {kept}", err=True)
-    click.echo("\n".join([*measured.table(found), "", f"{out} has it"]))
+    click.echo("\n".join([*measured_network.table(found), "", f"{out} has it"]))
     return code
 
 
@@ -158,7 +158,7 @@ def _joins(flags: dict[str, Any], host: str) -> ProbeJoin:
 def _join(address: str, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.protocols.runtime.network.hosts import own_host
-    from narrows.protocols.runtime.network.keys import refusal
+    from narrows.protocols.runtime.network.key_files import refusal
     from narrows.ps.command.probe_runner import ProbeMachineRunner, by_ssh, key_of
 
     address = by_ssh(address)
@@ -180,7 +180,7 @@ def _join(address: str, flags: dict[str, Any]) -> int:
 
 
 def _steps(flags: dict[str, Any]) -> Callable[[threading.Event], float]:
-    from narrows.ps.command.planning.steps import step_seconds
+    from narrows.ps.command.planning.step_time import step_seconds
 
     return partial(step_seconds, flags["record"], flags["script"])
 

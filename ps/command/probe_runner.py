@@ -27,12 +27,12 @@ from narrows.protocols.errors import (
     UsageError,
 )
 from narrows.protocols.messages import Buffer
-from narrows.protocols.runtime.network import keys
+from narrows.protocols.runtime.network import key_files
 from narrows.protocols.runtime.network.curve_auth import CurveKeys, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import own_host
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import pack
-from narrows.ps.command.planning import steps
+from narrows.ps.command.planning import step_time
 from narrows.ps.probe import pairwise
 from narrows.ps.probe.director import BEAT_NS, Effects, PrintLine, ProbeDirector
 from narrows.ps.probe.messages import (
@@ -51,7 +51,7 @@ from narrows.ps.probe.messages import (
 TURN_MS = 100
 SILENT_S = 30.0  # without a word of the director, once it has answered
 ENDS_S = 5.0  # that a machine which was started has, once all is over
-SCRIPT_ENDS_S = 2 * steps.ENDS_S + 5  # and its script, which is killed where it does not end
+SCRIPT_ENDS_S = 2 * step_time.ENDS_S + 5  # and its script, which is killed where it does not end
 BY_SSH = "ssh:"  # before the port of a director, in place of its address
 SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its stdin is that of the command
 
@@ -168,7 +168,7 @@ class ProbeDirectorRunner:
 
     def __init__(self, probe: ProbeDirector, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
         self.probe, self.say = probe, say
-        self.guard = guard = keys.Guard(keys_folder) if keys_folder else None
+        self.guard = guard = key_files.Guard(keys_folder) if keys_folder else None
         curve = None
         if guard is not None:
             curve = CurveKeys(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
@@ -287,7 +287,7 @@ class SshCommands:
             assert made.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 if keys_folder:
-                    made.stdin.write(keys.add(keys_folder, _key_name(there), "worker").read_bytes())
+                    made.stdin.write(key_files.add(keys_folder, _key_name(there), "worker").read_bytes())
                 made.stdin.close()
 
     def ended(self) -> list[tuple[str, str]]:
@@ -316,14 +316,14 @@ def _key_name(host: str) -> str:
 def own_keys() -> Iterator[str]:
     """A folder of keys for this run alone."""
     with tempfile.TemporaryDirectory() as folder:
-        keys.make(folder)
+        key_files.make(folder)
         yield folder
 
 
-def key_of(path: str) -> keys.Secret:
+def key_of(path: str) -> key_files.Secret:
     """That of a file, or of stdin for "-". Raises UsageError."""
     if path != "-":
-        return keys.member_key(path, "--key")
+        return key_files.member_key(path, "--key")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "stdin"
         with (
@@ -331,7 +331,7 @@ def key_of(path: str) -> keys.Secret:
             open(0, "rb", closefd=False) as given,
         ):
             file.write(given.read(1 << 16))
-        return keys.member_key(str(copy), "--key")
+        return key_files.member_key(str(copy), "--key")
 
 
 def secret() -> str:

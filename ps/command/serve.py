@@ -62,7 +62,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
 
 def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
     """Raises UsageError where the keys are none."""
-    from narrows.protocols.runtime.network.keys import member_key, server_key
+    from narrows.protocols.runtime.network.key_files import member_key, server_key
 
     if keys:
         server_key(keys)

@@ -169,7 +169,7 @@ def _all_stages(layout: Deployment, here: str, ours: dict[int, list[int]], keys:
     if len(hosts) == 1:
         return ours
     from narrows.protocols.runtime.network.channel_runner import NO_STEP, ChannelRunner
-    from narrows.protocols.runtime.network.keys import server_key
+    from narrows.protocols.runtime.network.key_files import server_key
 
     doing(f"asks the servers of {', '.join(set(hosts) - {here})} which checkpoints they have ...")
     addresses = [layout.address(layout.stages[layout.served(host)[0]]) for host in hosts]

@@ -23,7 +23,7 @@ from narrows.protocols.messages import Message
 from narrows.protocols.wire import unpack
 from narrows.ps.probe.byte_budget import ByteBudget
 from narrows.ps.probe.flows import FIRST_ROUND_S, Flow, begun, checked, whole
-from narrows.ps.probe.measured import MeasuredLink, of_pair
+from narrows.ps.probe.measured_network import MeasuredLink, of_pair
 from narrows.ps.probe.messages import (
     MESSAGE_BYTES_MAX,
     ProbeBeat,

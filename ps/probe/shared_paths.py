@@ -17,7 +17,7 @@ import numpy as np
 
 from narrows.ps.planner.network import FORMAT, Network
 from narrows.ps.planner.step_prices import places
-from narrows.ps.probe.measured import MeasuredLink
+from narrows.ps.probe.measured_network import MeasuredLink
 
 GAINS = 1.25
 Pair = tuple[int, int]

@@ -20,7 +20,7 @@ from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.connections import STRANGER_BYTES_MAX, Connections
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
-from narrows.protocols.runtime.network.keys import SERVER, Guard, Identity, member_key
+from narrows.protocols.runtime.network.key_files import SERVER, Guard, Identity, member_key
 from narrows.ps.server.server import OF_CLUSTERS
 
 OF_SHARDS = (m.Report, m.ReplicationFollow, m.ReplicationProgress, m.FailoverNotice, m.RemoteShardsOffer, m.FileRequest)

@@ -8,8 +8,8 @@ from narrows.protocols.effects import Log
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter, WrittenCheckpoint
 from narrows.ps.checkpoints.remote_archive import ArchiveClient
-from narrows.ps.checkpoints.writer import CheckpointWriter, WrittenCheckpoint
 from narrows.ps.dashboard.event_texts import sentence
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.machine_factory import MachineFactory

@@ -23,7 +23,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.hosts import reached
-from narrows.protocols.runtime.network.keys import Secret
+from narrows.protocols.runtime.network.key_files import Secret
 from narrows.protocols.wire import pack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator

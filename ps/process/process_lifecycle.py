@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.cli.output import emit
-from narrows.protocols.runtime.network.keys import SERVER
+from narrows.protocols.runtime.network.key_files import SERVER
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.machine_factory import MachineFactory

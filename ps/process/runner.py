@@ -19,11 +19,11 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
-from narrows.protocols.runtime.network.keys import refusal
+from narrows.protocols.runtime.network.key_files import refusal
 from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
-from narrows.ps.checkpoints.writer import WrittenCheckpoint
+from narrows.ps.checkpoints.checkpoint_writer import WrittenCheckpoint
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.bootstrap_server import BootstrapServer
 from narrows.ps.process.buffer_loans import BufferLoans

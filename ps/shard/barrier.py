@@ -20,9 +20,9 @@ from narrows.ps.filters.update_filters import UpdateFilters
 from narrows.ps.shard.folding import rates_of, unpack_hyper
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.store.changes import Change, Fold, OuterStep, PushedUpdate, Step, Terms
-from narrows.ps.store.gain import GONE, Gain
 from narrows.ps.store.hyperparameter_vote import most_agreed
 from narrows.ps.store.reduction import WeightedMean
+from narrows.ps.store.update_gain import GONE, Gain
 
 Shares = tuple[float, ...]
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known

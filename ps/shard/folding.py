@@ -14,7 +14,7 @@ with gradients, MIX (gossip) takes over the models that workers hand over at the
 
 1. The update filters give each update a factor: 1, less where it is shortened, 0 where it is left out.
 2. The samples of an update give its share. Under --robust all workers weigh alike.
-3. Where updates are added, the gain scales their mean (ps/store/gain.py).
+3. Where updates are added, the gain scales their mean (ps/store/update_gain.py).
 4. At a barrier with `max_grad_norm` the shard first tells the coordinator the norm of its part of the mean. The clock
    closes once the coordinator knows the norm over all shards (`clip`).
 
@@ -45,8 +45,8 @@ from narrows.ps.store.changes import (
     SetFirstWeights,
     Step,
 )
-from narrows.ps.store.gain import Gain
 from narrows.ps.store.hyperparameter_vote import HyperparameterVote
+from narrows.ps.store.update_gain import Gain
 
 FAR_OFF = (
     "shard {}: the hyper-parameters of worker {} are far from what others say: its updates are stepped with theirs"

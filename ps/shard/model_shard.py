@@ -52,8 +52,8 @@ from narrows.ps.store.changes import (
     Terms,
 )
 from narrows.ps.store.embedding_rows import EmbeddingRows
-from narrows.ps.store.gain import Gain
 from narrows.ps.store.store import ServerOptimizer, Store, assume_lent
+from narrows.ps.store.update_gain import Gain
 
 
 class ClockStage(Enum):

@@ -40,8 +40,8 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.shard.folding import Folding
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.store.changes import FloatArray, Publish
-from narrows.ps.store.gain import PLAIN, MergeFactors
 from narrows.ps.store.store import Store
+from narrows.ps.store.update_gain import PLAIN, MergeFactors
 
 
 @dataclass(slots=True)

@@ -39,8 +39,8 @@ from narrows.ps.store.changes import (
     Terms,
 )
 from narrows.ps.store.embedding_rows import EmbeddingRows
-from narrows.ps.store.gain import Gain
 from narrows.ps.store.reduction import TrimmedMean, WeightedMean
+from narrows.ps.store.update_gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state

@@ -20,7 +20,7 @@ from loss.lockstep import Case, Runs
 from loss.replicas import Task
 from torch import Tensor
 
-from narrows.ps.store.gain import WINDOW
+from narrows.ps.store.update_gain import WINDOW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

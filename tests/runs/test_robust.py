@@ -25,9 +25,9 @@ from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
 from narrows.ps.process import machine_pickling
 from narrows.ps.process.machine_pickling import _Pickler, _Unpickler
 from narrows.ps.store.changes import PushedUpdate
-from narrows.ps.store.gain import WINDOW, Gain
 from narrows.ps.store.reduction import TrimmedMean
 from narrows.ps.store.store import assume_lent
+from narrows.ps.store.update_gain import WINDOW, Gain
 
 STEPS = 48
 WORKERS = 4

@@ -565,7 +565,7 @@ class Process:
             self._on_disk(self.writing)
 
     def _on_disk(self, writing: Writing | None) -> None:
-        """It is written, as by ps/checkpoints/writer.py, unless this life is over, or it belongs to a run that went back."""
+        """The checkpoint is on disk (ps/checkpoints/checkpoint_writer.py), unless this life is over or the run went back."""
         if writing is None or writing is not self.writing or not self.run.sim.alive(self.up):
             return
         (clock, arrays, publication, plan), self.writing = writing, None

@@ -33,8 +33,8 @@ from narrows.ps.store.changes import (
     Terms,
     Update,
 )
-from narrows.ps.store.gain import GONE
 from narrows.ps.store.store import Store
+from narrows.ps.store.update_gain import GONE
 from simulation.filters import Screen
 
 if TYPE_CHECKING:

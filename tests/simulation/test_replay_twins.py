@@ -15,7 +15,7 @@ from narrows.ps.server.server import HAPPENS, Server
 from narrows.ps.shard.publications import Publications
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.reports import Reports
-from narrows.ps.store.gain import Gain
+from narrows.ps.store.update_gain import Gain
 from simulation.actors import Process
 from simulation.bug_hunt import hunt
 from simulation.campaigns import MODES, Run, case_of

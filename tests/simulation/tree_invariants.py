@@ -48,7 +48,7 @@ from narrows.ps.store.changes import (
     Terms,
     Update,
 )
-from narrows.ps.store.gain import GONE
+from narrows.ps.store.update_gain import GONE
 from simulation.mirror import RATE, FloatArray, Violation
 
 if TYPE_CHECKING:

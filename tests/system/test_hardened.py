@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 from kit.processes import BIN, ROOT, SCRIPT, environment, free_ports
 
-from narrows.protocols.runtime.network import keys
+from narrows.protocols.runtime.network import key_files
 from narrows.ps.command import cli as serve
 
 # The nested user namespace makes us user 1234 of no name. Read-only are the sources, as an image's packages are.
@@ -58,8 +58,8 @@ def test_a_printed_jobset_runs_so_with_secrets_of_its_group(tmp_path: Path) -> N
     secrets, mounted, run = (tmp_path / name for name in ("KEYS", "mounted", "run"))
     for folder in (mounted, run):
         folder.mkdir()
-    keys.make(str(secrets))
-    keys.add(str(secrets), "worker", "worker")
+    key_files.make(str(secrets))
+    key_files.add(str(secrets), "worker", "worker")
     words = ["--print", "jobset", "--workers", "1", "--bind", f"tcp://0.0.0.0:{free_ports(1)}", "--keys", str(secrets)]
     printed = CliRunner().invoke(serve.command, words, standalone_mode=False, catch_exceptions=False).output
     places = {"/keys": mounted, "/run/narrows": run, "/tmp/narrows-ready": tmp_path / "ready"}

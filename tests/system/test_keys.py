@@ -23,7 +23,7 @@ from kit.scripts import distance, flat
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, UsageError
-from narrows.protocols.runtime.network import keys
+from narrows.protocols.runtime.network import key_files
 from narrows.protocols.runtime.network.curve_auth import (
     NOBODY,
     STRANGE_S,
@@ -34,7 +34,7 @@ from narrows.protocols.runtime.network.curve_auth import (
     listens,
     new_pair,
 )
-from narrows.protocols.runtime.network.keys import LIST_S, Guard, Identity
+from narrows.protocols.runtime.network.key_files import LIST_S, Guard, Identity
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.worker.runtime.member_link import tell_left
@@ -45,8 +45,8 @@ AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process o
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The key folder of a server that lets in `city`."""
-    keys.make(str(tmp_path / "K"))
-    keys.add(str(tmp_path / "K"), "city", "worker")
+    key_files.make(str(tmp_path / "K"))
+    key_files.add(str(tmp_path / "K"), "city", "worker")
     return tmp_path / "K"
 
 
@@ -71,7 +71,7 @@ def test_what_is_handed_over_is_one_file_that_nobody_else_can_read(tmp_path: Pat
     path = tmp_path / "K" / "leipzig.key"
     assert out == path.read_text()  # the output goes to a file here
     assert code == 0 and path.stat().st_mode & 0o777 == 0o600
-    assert keys.member_key(str(path), "--key").name == "leipzig"
+    assert key_files.member_key(str(path), "--key").name == "leipzig"
     assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "leipzig\n"
     assert finished("ps-serve", "keys", "revoke", "leipzig", "--keys", "K", cwd=tmp_path)[0] == 0
     assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "nobody\n"
@@ -98,38 +98,38 @@ def test_a_secret_that_a_manager_has_mounted_for_our_group_is_taken(
         monkeypatch.setattr(os, "getegid", lambda: found.st_gid + 1)
         monkeypatch.setattr(os, "getgroups", list)
     if taken:
-        assert keys.member_key(key_of(folder), "--key").role == "worker"
+        assert key_files.member_key(key_of(folder), "--key").role == "worker"
     else:
         with pytest.raises(UsageError, match=r"others can read this secret; chmod 600"):
-            keys.member_key(key_of(folder), "--key")
+            key_files.member_key(key_of(folder), "--key")
     os.chmod(key_of(folder), 0o600)
 
 
 def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, script: str) -> None:
     os.chmod(key_of(folder), 0o640)
     with pytest.raises(UsageError, match=r"others can read this secret; chmod 600"):
-        keys.member_key(key_of(folder), "--key")
+        key_files.member_key(key_of(folder), "--key")
     with pytest.raises(UsageError, match=r"server.key: this is the key of a server; give the file that"):
-        keys.member_key(str(folder / "server.key"), "--key")
+        key_files.member_key(str(folder / "server.key"), "--key")
     for bad in ("", "{}", "[]", '{"name": 1}', "nonsense", json.dumps({"name": "x", "role": "worker", "public": "0" * 64,
                 "secret": "1" * 64, "server": "2" * 64})):  # fmt: skip
         path = tmp_path / "bad.key"
         path.write_text(bad)
         os.chmod(path, 0o600)
         with pytest.raises(UsageError, match="this is no key; ps-serve keys makes them"):
-            keys.member_key(str(path), "--key")
+            key_files.member_key(str(path), "--key")
     with pytest.raises(UsageError, match="a name has letters"):
-        keys.add(str(folder), "../city", "worker")
+        key_files.add(str(folder), "../city", "worker")
     with pytest.raises(UsageError, match="city is on the list already"):
-        keys.add(str(folder), "city", "worker")
+        key_files.add(str(folder), "city", "worker")
     with pytest.raises(UsageError, match=r"nobody2 is not on the list of .*: it has city"):
-        keys.revoke(str(folder), "nobody2")
+        key_files.revoke(str(folder), "nobody2")
     with pytest.raises(UsageError, match="there are no keys of a server; ps-serve keys init"):
-        keys.server_key(str(tmp_path))
+        key_files.server_key(str(tmp_path))
     os.chmod(key_of(folder), 0o600)
     os.replace(key_of(folder), folder / "server.key")
     with pytest.raises(UsageError, match=r"server\.key is the key of a worker, and no server can have it"):
-        keys.server_key(str(folder))
+        key_files.server_key(str(folder))
     for words, text in (
         (("ps-serve", "--bind", "tcp://0.0.0.0:0"), "ps-serve keys init DIR makes keys for --keys DIR"),
         (("ps-serve", "--parent-key", "x"), "--parent-key: it is for the server above; give --parent too"),
@@ -143,20 +143,20 @@ def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, scrip
 def test_a_file_that_is_not_the_revoked_key_stays(tmp_path: Path) -> None:
     folder, other = tmp_path / "keys", tmp_path / "other"
     for each in (folder, other):
-        keys.make(str(each))
-        keys.add(str(each), "leipzig", "worker")
+        key_files.make(str(each))
+        key_files.add(str(each), "leipzig", "worker")
     os.replace(other / "leipzig.key", folder / "leipzig.key")
-    keys.revoke(str(folder), "leipzig")
-    assert (folder / "leipzig.key").exists() and not keys.listed(str(folder))
+    key_files.revoke(str(folder), "leipzig")
+    assert (folder / "leipzig.key").exists() and not key_files.listed(str(folder))
 
 
 def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> None:
-    guard, public = Guard(str(folder)), keys.member_key(key_of(folder), "--key").public
+    guard, public = Guard(str(folder)), key_files.member_key(key_of(folder), "--key").public
     assert guard.who(public) == Identity("city", "worker") and guard.who("0" * 64) is None
     (folder / "members" / "torn.json").write_text('{"name": "torn", "role"')
-    other = keys.member_key(str(keys.add(str(folder), "other", "cluster")), "--key").public
+    other = key_files.member_key(str(key_files.add(str(folder), "other", "cluster")), "--key").public
     until(lambda: guard.who(other), "the list to be read again")
-    keys.revoke(str(folder), "city")
+    key_files.revoke(str(folder), "city")
     until(lambda: guard.who(public) is None, "the revoked key to be gone", 4 * LIST_S)
     assert guard.who(guard.own.public) == Identity("server", "server")
 
@@ -187,8 +187,8 @@ def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path, tmp_path: Pa
 def test_a_key_takes_away_no_place_of_another_key(folder: Path) -> None:
     """Nor does it where shard 0 is killed meanwhile: what was said under which key is done again."""
     for name in ("village", "town"):
-        keys.add(str(folder), name, "worker")
-    city = keys.member_key(key_of(folder), "--key")
+        key_files.add(str(folder), name, "worker")
+    city = key_files.member_key(key_of(folder), "--key")
     said = "ps-serve: a worker with the key of city failed before it joined: the run waits for 2\n"
     with serving("--workers", "3", "--keys", str(folder)) as server, ThreadPoolExecutor(1) as pool:
         for number in range(3):
@@ -224,14 +224,14 @@ class Strangers:
 
 def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, tmp_path: Path, script: str) -> None:
     """No key, a key of nobody's list, a key for another server, and one that is revoked while it trains."""
-    keys.make(str(tmp_path / "other"))
-    foreign = keys.add(str(tmp_path / "other"), "city", "worker")
+    key_files.make(str(tmp_path / "other"))
+    foreign = key_files.add(str(tmp_path / "other"), "city", "worker")
     unlisted = json.loads(Path(key_of(folder)).read_text()) | json.loads(foreign.read_text())
-    unlisted["server"] = keys.server_key(str(folder)).public
+    unlisted["server"] = key_files.server_key(str(folder)).public
     path = tmp_path / "unlisted.key"
     path.write_text(json.dumps(unlisted))
     os.chmod(path, 0o600)
-    gone = str(keys.add(str(folder), "gone", "worker"))
+    gone = str(key_files.add(str(folder), "gone", "worker"))
     with serving("--sync", "async", "--keys", str(folder), "--lease", "2") as server:
         worker = Worker(server.address, key_of(folder))
         worker.train(3)
@@ -241,7 +241,7 @@ def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, 
         assert "is not the one that --key was made for" in strangers.refused("--key", str(foreign))
         other = Worker(server.address, gone)
         other.train(2)
-        keys.revoke(str(folder), "gone")
+        key_files.revoke(str(folder), "gone")
         with pytest.raises(AuthenticationError, match="taken off the list"):
             until(lambda: other.step(), "the key to be refused", AT_ONCE_S)
         other.session.link.close()
@@ -346,7 +346,9 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
 ) -> None:
     """The run ends as if they had not been there. The seconds that each took are printed."""
     monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", lambda host, port: f"tcp://{host}:{port}")
-    other, gone = (keys.member_key(str(keys.add(str(folder), name, "worker")), "--key") for name in ("second", "gone"))
+    other, gone = (
+        key_files.member_key(str(key_files.add(str(folder), name, "worker")), "--key") for name in ("second", "gone")
+    )
     took: dict[str, float] = {}
     with ExitStack() as stack:
         server = stack.enter_context(serving("--sync", "ssp", "--keys", str(folder)))
@@ -395,7 +397,7 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
             return isinstance(decode(revoked.recv_multipart()), m.Refuse)
 
         assert not refused()
-        keys.revoke(str(folder), "gone")
+        key_files.revoke(str(folder), "gone")
 
         timed("a revoked key", refused)
 
@@ -412,8 +414,8 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
 
 def test_a_worker_s_key_serves_nobody(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Who has one and stands in for the server hears nothing."""
-    keys.add(str(folder), "rogue", "worker")
-    rogue = keys.member_key(key_of(folder, "rogue"), "--key")
+    key_files.add(str(folder), "rogue", "worker")
+    rogue = key_files.member_key(key_of(folder, "rogue"), "--key")
     with zmq.Context() as context, closing(context.socket(zmq.ROUTER)) as stands_in:
         stands_in.setsockopt(zmq.LINGER, 0)
         listens(stands_in, rogue.pair)
@@ -430,7 +432,7 @@ def test_a_worker_s_key_serves_nobody(folder: Path, capfd: pytest.CaptureFixture
 
 def test_a_peer_outside_the_roster_is_not_let_in(folder: Path) -> None:
     """Its key is on the server's list, and it knows the address."""
-    stranger = keys.member_key(str(keys.add(str(folder), "second", "worker")), "--key")
+    stranger = key_files.member_key(str(key_files.add(str(folder), "second", "worker")), "--key")
     with serving("--sync", "gossip", "--keys", str(folder)) as server:
         worker = Worker(server.address, key_of(folder))
         worker.train(2)
@@ -450,9 +452,9 @@ def clusters(tmp_path: Path, folder: Path) -> list[str]:
     """Folders of two clusters that a root lets in, each of which lets in `one`."""
     made = []
     for name in ("north", "south"):
-        keys.add(str(folder), name, "cluster")
-        keys.make(str(tmp_path / name))
-        keys.add(str(tmp_path / name), "one", "worker")
+        key_files.add(str(folder), name, "cluster")
+        key_files.make(str(tmp_path / name))
+        key_files.add(str(tmp_path / name), "one", "worker")
         made.append(str(tmp_path / name))
     return made
 
@@ -478,8 +480,8 @@ def test_two_levels_with_keys_of_their_own(sync: str, folder: Path, tmp_path: Pa
 
 def test_nothing_is_said_in_the_open_by_who_has_keys(folder: Path) -> None:
     """A peer that names no key hears least of all; only a server above that has none may be dialled so."""
-    keys.add(str(folder), "north", "cluster")
-    own, cluster = keys.server_key(str(folder)), keys.member_key(key_of(folder, "north"), "--parent-key")
+    key_files.add(str(folder), "north", "cluster")
+    own, cluster = key_files.server_key(str(folder)), key_files.member_key(key_of(folder, "north"), "--parent-key")
     plain, keyed = "tcp://10.0.0.1:5", f"tcp://10.0.0.1:5/{'a' * 64}"
     for given in ((str(folder), ""), (str(folder), key_of(folder, "north")), ("", key_of(folder, "north"))):
         gate = AccessControl(*given, "secret", "tcp://127.0.0.1:1")
@@ -505,7 +507,7 @@ def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> N
 
 
 def test_workers_that_gossip_know_each_other_by_their_keys(folder: Path, script: str) -> None:
-    keys.add(str(folder), "second", "worker")
+    key_files.add(str(folder), "second", "worker")
     with serving("--sync", "gossip", "--workers", "2", "--keys", str(folder)) as server, ExitStack() as stack:
         commands = []
         for name in ("city", "second"):

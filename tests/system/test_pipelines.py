@@ -15,7 +15,7 @@ from kit.planned_networks import cities, planned, told
 from kit.processes import Command, descendants, free_ports, started, until
 
 from narrows.protocols.config.deployment import parse
-from narrows.protocols.runtime.network.keys import add, make
+from narrows.protocols.runtime.network.key_files import add, make
 from narrows.ps.checkpoints.checkpoint_files import whole
 from narrows.ps.command.stage_servers import go_back
 

@@ -21,7 +21,7 @@ from lab.netns import pair
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.hosts import own_host
-from narrows.ps.command.planning.steps import STEPS, of_record, step_seconds
+from narrows.ps.command.planning.step_time import STEPS, of_record, step_seconds
 from narrows.ps.command.probe_runner import by_ssh, words_there
 from narrows.ps.planner.network import Network
 from narrows.ps.probe import flows, pairwise
@@ -145,7 +145,7 @@ def test_a_script_makes_some_steps_and_their_seconds_are_in_the_file(tmp_path: P
     (tmp_path / "train.py").write_text(SCRIPT % "time.sleep(0.02)")
     probe = f"""
 import threading
-from narrows.ps.command.planning.steps import of_script
+from narrows.ps.command.planning.step_time import of_script
 print(of_script({str(tmp_path / "train.py")!r}, threading.Event()))
 """
     said = launch.run([sys.executable, "-c", probe], 100)[0]

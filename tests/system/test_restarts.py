@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 
 from narrows.protocols.addresses import local_endpoint
 from narrows.ps.checkpoints import checkpoint_files, whole_model
-from narrows.ps.checkpoints.writer import CheckpointWriter
+from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
 from narrows.ps.command.restart_policy import RESTARTS_MAX
 from narrows.ps.process.main import first_line
 

@@ -332,7 +332,7 @@ class Launcher:
 
     def _tell_left(self, index: int, token: str) -> None:
         """Tell the coordinator that a child died, so that nobody waits for its lease."""
-        from narrows.protocols.runtime.network.keys import member_key
+        from narrows.protocols.runtime.network.key_files import member_key
         from narrows.worker.runtime.member_link import tell_left
 
         server = self.options.parts[index]["NARROWS_SERVER"] if self.options.parts else self.server

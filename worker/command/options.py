@@ -166,7 +166,7 @@ def checked(
     if options.key:
         if not options.server:
             raise UsageError("--key: the embedded server is on this machine alone and has none; give --server too")
-        from narrows.protocols.runtime.network.keys import member_key  # and ZeroMQ, which most commands do without
+        from narrows.protocols.runtime.network.key_files import member_key  # and ZeroMQ, which most commands do without
 
         member_key(options.key, "--key")
     if options.server:

@@ -1,6 +1,6 @@
 """How an optimizer's update grows with the gradient: with its size, as that of SGD, or not at all, as that of AdamW.
 
-The server asks before it scales a mean of updates (ps/store/gain.py). No list of classes answers it: each optimizer is
+The server asks before it scales a mean of updates (ps/store/update_gain.py). No list of classes answers it: each optimizer is
 tried on a parameter of its own.
 """
 

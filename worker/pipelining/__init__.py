@@ -25,7 +25,7 @@ from narrows.protocols.config.deployment import Deployment, StageEdge, StageServ
 from narrows.protocols.errors import NarrowsError, StageLostError, UsageError
 from narrows.protocols.runtime.cli import plan_file
 from narrows.protocols.runtime.network.channel_runner import ChannelRunner
-from narrows.protocols.runtime.network.keys import Secret
+from narrows.protocols.runtime.network.key_files import Secret
 from narrows.worker import session
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here

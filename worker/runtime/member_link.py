@@ -22,7 +22,7 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
-from narrows.protocols.runtime.network.keys import Secret, keyed, refusal
+from narrows.protocols.runtime.network.key_files import Secret, keyed, refusal
 from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode

@@ -21,7 +21,7 @@ from narrows.protocols.runtime.cli.flags import COMMAND, run
 from narrows.protocols.runtime.cli.output import replace_text
 from narrows.ps.planner.network import STEP_S, Network, named, speeds
 from narrows.ps.planner.network_places import placed
-from narrows.ps.probe import measured
+from narrows.ps.probe import measured_network
 
 # Flags of every plan.
 FOR_ALL = (
@@ -192,7 +192,7 @@ def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, flo
         known, steps = speeds(document, len(network.hosts)), [s for s in document.get("step_seconds") or [] if s]
         unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
         told = _taken_for(unknown, len(network.hosts))
-        return network, min(steps, default=None), told, measured.addresses(document)
+        return network, min(steps, default=None), told, measured_network.addresses(document)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except RecursionError:

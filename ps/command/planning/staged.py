@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from narrows.protocols.config.deployment import Deployment
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.network.keys import public_key
+from narrows.protocols.runtime.network.key_files import public_key
 from narrows.ps.command.planning.figures import seconds, table
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.choose import SMALL

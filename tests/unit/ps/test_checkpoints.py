@@ -30,8 +30,8 @@ from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.checkpoints import whole_model as model_file
 from narrows.ps.checkpoints.checkpoint_files import KEPT, clocks, newest, path_of, read, write, write_file
+from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
 from narrows.ps.checkpoints.whole_model import buffers, merge
-from narrows.ps.checkpoints.writer import CheckpointWriter
 from narrows.ps.command.serve import begin_anew, ended
 from narrows.worker import DistributedOptimizer, clock
 

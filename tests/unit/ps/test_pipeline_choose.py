@@ -18,7 +18,7 @@ from narrows.protocols.config import deployment
 from narrows.protocols.config.deployment import StageEdge, parse
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.network.keys import add, make
+from narrows.protocols.runtime.network.key_files import add, make
 from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.command.planning.staged import candidates
 from narrows.ps.planner.codec_costs import coded

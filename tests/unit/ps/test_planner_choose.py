@@ -40,7 +40,7 @@ from narrows.ps.planner.timeline import Stream, Timeline, Wire
 from narrows.ps.planner.trial import Trial
 from narrows.ps.planner.tried import TIE, tried
 from narrows.ps.planner.tried import cost as simulated_cost
-from narrows.ps.probe.measured import parse as measured
+from narrows.ps.probe.measured_network import parse as measured
 from narrows.worker.command import cli as worker
 
 CODED = coded()

@@ -17,7 +17,7 @@ from narrows.protocols.wire import pack
 from narrows.ps.command.planning import plan
 from narrows.ps.dashboard.history import RunHistory
 from narrows.ps.planner.network import Network
-from narrows.ps.probe import flows, measured, probe_schedule
+from narrows.ps.probe import flows, measured_network, probe_schedule
 from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES, ByteBudget
 from narrows.ps.probe.director import PrintLine, ProbeDirector, SendToMachine
 from narrows.ps.probe.flows import (
@@ -34,7 +34,7 @@ from narrows.ps.probe.flows import (
     STREAM_BYTES,
     Flow,
 )
-from narrows.ps.probe.measured import MeasuredHost, MeasuredLink, MeasuredNetwork
+from narrows.ps.probe.measured_network import MeasuredHost, MeasuredLink, MeasuredNetwork
 from narrows.ps.probe.messages import (
     ProbeBeat,
     ProbeDial,
@@ -378,7 +378,7 @@ def test_the_faster_of_two_readings_counts() -> None:
     sent = {"retransmits": 0.0, "segments": 10.0}
     slower, faster = (figures(rate) | sent for rate in (1e6, 9e6))
     more = [Flow(AGAIN[0], 0, faster), Flow(AGAIN[1], 1, slower)]
-    links = measured.of_pair(("a", "b"), [*(Flow(*key, value) for key, value in merged.items()), *more], 1.0)
+    links = measured_network.of_pair(("a", "b"), [*(Flow(*key, value) for key, value in merged.items()), *more], 1.0)
     assert links["a", "b"].rates[STREAM_BYTES] == 9e6 and links["b", "a"].rates[STREAM_BYTES] == 2e6
     shown = links["a", "b"].raw["flows"]
     assert [(row["streams"], row["both_ways"]) for row in shown] == [(1, False), (4, False), (1, True), (1, False)]
@@ -418,7 +418,7 @@ def of_two(names: tuple[str, str], unix_s: float) -> MeasuredNetwork:
     machines = Machines(2)
     machines.join(*names)
     for each in machines.probe.found:
-        for way, link in measured.of_pair(each.names, each.flows, unix_s).items():
+        for way, link in measured_network.of_pair(each.names, each.flows, unix_s).items():
             found.add_link(way, link)
     return found
 
@@ -431,7 +431,7 @@ def test_the_file_is_a_network_and_says_each_way() -> None:
     assert sorted(8 * network.rates[-1][~(network.rates[-1] == 0.125)]) == [2e6, 8e6]
     assert network.delay_s[0, 1] == network.delay_s[1, 0] == 0.01
     assert list(network.compute) == [1.0, 0.5] and list(network.memory_bytes) == [1 << 30] * 2
-    assert measured.parse(document).document() == document
+    assert measured_network.parse(document).document() == document
 
 
 def test_the_newest_of_each_link_holds() -> None:
@@ -440,7 +440,7 @@ def test_the_newest_of_each_link_holds() -> None:
     for order in ((one, two, newer), (newer, two, one)):
         merged = MeasuredNetwork()
         for each in order:
-            merged.add(measured.parse(each.document()))
+            merged.add(measured_network.parse(each.document()))
         assert merged.links["a", "b"].delay_s == 0.5 and merged.links["b", "c"].unix_s == 200.0
         assert sorted(merged.hosts) == ["a", "b", "c"]
     assert Network.parse(merged.document()).missing == ["a to c"]  # nobody has measured it
@@ -452,7 +452,7 @@ def test_a_plan_takes_the_addresses_that_machines_were_measured_at(tmp_path: Pat
     found.add_host("a", MeasuredHost(200.0, address="10.0.0.7"))
     found.add_host("b", MeasuredHost(200.0, address="fd00::1"))
     document = found.document() | {"measured_unix_s": 100.0}
-    again = measured.parse(document)
+    again = measured_network.parse(document)
     again.add_host("a", MeasuredHost(300.0))  # seen again, by whom nothing was told of it
     assert again.hosts["a"].address == "10.0.0.7"
     (tmp_path / "network.json").write_text(json.dumps(again.document()))
@@ -466,7 +466,7 @@ def test_a_plan_takes_the_addresses_that_machines_were_measured_at(tmp_path: Pat
         assert json.loads((tmp_path / "plan.json").read_text())["hosts"] == hosts
     wrong = document | {"addresses": {"a": 7}}
     with pytest.raises(UsageError, match="addresses"):
-        measured.parse(wrong)
+        measured_network.parse(wrong)
 
 
 def test_a_file_of_matrices_alone_can_be_merged() -> None:
@@ -476,7 +476,7 @@ def test_a_file_of_matrices_alone_can_be_merged() -> None:
         "delay_s": [[0, 0.1], [0.2, 0]],
         "rates": [{"message_bytes": MIB, "bits_per_second": [[0, 1e6], [2e6, 0]]}],
     }
-    found = measured.parse(matrices)
+    found = measured_network.parse(matrices)
     found.add(of_two(("b", "c"), 100.0))
     assert found.links["b", "a"] == MeasuredLink(0.2, {MIB: 2e6}, 0.0)
     assert len(found.links) == 4
@@ -489,13 +489,13 @@ def test_prices_and_speeds_by_hand_are_kept_and_those_of_steps_made_anew() -> No
     for order in (1, -1):
         merged = MeasuredNetwork()
         for each in [first | by_hand, of_two(("a", "b"), 300.0).document()][::order]:
-            merged.add(measured.parse(each))
+            merged.add(measured_network.parse(each))
         document = merged.document()
         assert document["compute"] == by_hand["compute"] and document["price_per_byte"] == by_hand["price_per_byte"]
         assert Network.parse(document).price.tolist() == [[0, 1e-9], [2e-9, 0]]
     merged.add(of_two(("b", "c"), 100.0))
     assert merged.document()["price_per_byte"] == [[None, 1e-9, None], [2e-9, None, None], [None] * 3]
-    without = measured.parse(first | {"compute": [3.0, 1.0], "step_seconds": [None, 0.1]}).document()
+    without = measured_network.parse(first | {"compute": [3.0, 1.0], "step_seconds": [None, 0.1]}).document()
     assert without["compute"] == [3.0, 1.0]
 
 
@@ -505,7 +505,7 @@ def test_prices_and_speeds_by_hand_are_kept_and_those_of_steps_made_anew() -> No
 )
 def test_a_file_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"network\.json"):
-        measured.parse(of_two(("a", "b"), 1.0).document() | broken)
+        measured_network.parse(of_two(("a", "b"), 1.0).document() | broken)
 
 
 def test_what_a_run_has_measured_costs_nothing() -> None:
@@ -520,9 +520,9 @@ def test_what_a_run_has_measured_costs_nothing() -> None:
             row = SummaryRow((), host, "", summary).below(rank, host)
             event = {"event": "summary", "seconds": 1.0 + clock, "clock": clock, "parameters": 5, "rows": [row.told()]}
             history.take(event)
-    found = measured.of_run(history.frame(), "", 50.0)
+    found = measured_network.of_run(history.frame(), "", 50.0)
     assert found.hosts["leipzig"].step_s == pytest.approx(0.2)
     assert found.links["leipzig", "root"] == MeasuredLink(0.02, {MIB: 24e6}, 50.0, {"measured_by": "run"})
     assert [*found.links["root", "leipzig"].rates.values()] == [48e6]
     assert found.pairs == {frozenset(("leipzig", "root")), frozenset(("oslo", "root"))}
-    assert measured.table(found)[2].split() == [*found.hosts]
+    assert measured_network.table(found)[2].split() == [*found.hosts]

@@ -17,8 +17,8 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints import checkpoint_files, remote_archive
+from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
 from narrows.ps.checkpoints.remote_archive import ArchiveClient, ArchiveJob, RemoteArchive
-from narrows.ps.checkpoints.writer import CheckpointWriter
 
 SIZE, CLOCK = 3000, 7
 PLAN = ModelSpec((TensorSpec("w", (SIZE,), "float32"),), "", ((0,),))

@@ -16,8 +16,8 @@ from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.modes import GAIN_MAX
 from narrows.protocols.config.settings import Settings
 from narrows.ps.store.changes import FloatArray, Fold, LoadArrays, SetFirstWeights
-from narrows.ps.store.gain import GONE, PLAIN, WINDOW, Gain, MergeFactors
 from narrows.ps.store.store import Store
+from narrows.ps.store.update_gain import GONE, PLAIN, WINDOW, Gain, MergeFactors
 
 KEYS = 40
 CLOSE = 1e-5  # sums of a window, in float32
