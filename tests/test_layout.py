@@ -421,7 +421,6 @@ RECEIVE_LOOPS = {
     "ps/checkpoints/remote_archive.py",
     "ps/command/probe_runner.py",
     "ps/command/remote_shards.py",
-    "ps/process/bootstrap_client.py",
 }
 
 

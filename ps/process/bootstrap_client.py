@@ -9,13 +9,14 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
-from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.protocols.runtime.network.loop import Loop
+from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode, unpack
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.machine_factory import release
 
 CONNECT_S = 30.0
-AGAIN_S = 0.5
+AGAIN_MS = 500
 TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_parent_key"}
 
 
@@ -26,20 +27,25 @@ JOIN = m.RemoteShardsOffer("", "", 0, -1, m.Wish.STAY)
 def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
     """Return what the server at `address` says that a standby of it must know, or with JOIN a guest. Raises
     UnreachableError, AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
-    refused: list[HandshakeFailure] = []
+    refused, answers = list[HandshakeFailure](), list[dict[str, Any]]()
+
+    def hear(peer: Peer, frames: list[m.Buffer]) -> None:
+        message = decode(frames)
+        if isinstance(message, m.Refuse) and not answers:
+            raise IncompatibleError(f"{address}: {message.text}")
+        if isinstance(message, m.ReplicationBegin):
+            answers.append(checked(address, unpack(message.told)))
+
     gate = AccessControl(keys, "", "", "", address)
     with contextlib.closing(
         Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
     ) as sockets:
         deadline = time.monotonic() + CONNECT_S
-        while time.monotonic() < deadline and not refused:
-            sockets.send(address, encode(question))
-            for _, frames in sockets.receive(int(AGAIN_S * 1000)):
-                message = decode(frames)
-                if isinstance(message, m.Refuse):
-                    raise IncompatibleError(f"{address}: {message.text}")
-                if isinstance(message, m.ReplicationBegin):
-                    return checked(address, unpack(message.told))
+        again = Loop(sockets, hear, lambda now_ns: sockets.send(address, encode(question)), tick_ms=AGAIN_MS)
+        sockets.send(address, encode(question))
+        again.run(time.monotonic_ns, lambda: not answers and not refused and time.monotonic() < deadline)
+    if answers:
+        return answers[0]
     if refused:
         text = "the keys there are others: give --keys with a copy of the folder that the server has"
         raise AuthenticationError(f"{flag} {address}: {text}")

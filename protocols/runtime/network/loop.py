@@ -18,6 +18,7 @@ The loops of the product, and what differs between them:
 | a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it serves, or its parent says so |
 | a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` |
 | a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` |
+| a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | an answer came, or the limit is over |
 """
 
 from __future__ import annotations
