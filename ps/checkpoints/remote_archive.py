@@ -24,8 +24,10 @@ from threading import Thread
 from typing import Any
 
 from narrows.protocols import messages as m
+from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.protocols.runtime.network.loop import Loop
+from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.store.changes import LoadArrays
@@ -173,8 +175,7 @@ class ArchiveClient:
                     )
                     for number, at in enumerate(range(0, size, PART_BYTES))
                 )
-                for _ in self._each(parts):
-                    pass
+                self._each(parts, lambda ask, answer: None)
             return self._one(ArchiveJob.KEEP, **where, shards=shards, offset=size, shared=shared).clocks
         finally:
             path.unlink(missing_ok=True)
@@ -188,9 +189,12 @@ class ArchiveClient:
                 self._ask(number, ArchiveJob.READ, shard=shard, clock=clock, offset=at)
                 for number, at in enumerate(offsets)
             )
-            for ask, part in self._each(asks):
+
+            def write(ask: m.FileRequest, part: m.FileAnswer) -> None:
                 file.seek(ask.offset)
                 file.write(part.payload)
+
+            self._each(asks, write)
 
     def _ask(self, number: int, what: ArchiveJob, **fields: Any) -> m.FileRequest:
         known: dict[str, Any] = {
@@ -205,32 +209,38 @@ class ArchiveClient:
         return m.FileRequest(number=number, what=what, **known | fields)
 
     def _one(self, what: ArchiveJob, **fields: Any) -> m.FileAnswer:
-        ((_, answer),) = self._each([self._ask(0, what, **fields)])
-        return answer
+        answers = list[m.FileAnswer]()
+        self._each([self._ask(0, what, **fields)], lambda ask, answer: answers.append(answer))
+        return answers[0]
 
-    def _each(self, asks: Iterable[m.FileRequest]) -> Iterator[tuple[m.FileRequest, m.FileAnswer]]:
-        """The answers to all, some under way at a time."""
-        todo, sent = iter(asks), dict[int, tuple[float, m.FileRequest]]()
-        with contextlib.closing(self.dial()) as sockets:
-            heard = time.monotonic()
-            while True:
-                for ask in islice(todo, PARTS_AHEAD - len(sent)):
+    def _each(self, asks: Iterable[m.FileRequest], take: Callable[[m.FileRequest, m.FileAnswer], object]) -> None:
+        """Send all of `asks`, PARTS_AHEAD of them at a time, and call `take` with each and its answer."""
+        todo, sent = iter(asks), dict[int, tuple[int, m.FileRequest]]()
+        heard_ns = time.monotonic_ns()
+
+        def send_more() -> None:
+            for ask in islice(todo, PARTS_AHEAD - len(sent)):
+                sockets.send(self.there, encode(ask))
+                sent[ask.number] = (time.monotonic_ns(), ask)
+
+        def hear(peer: Peer, frames: list[m.Buffer]) -> None:
+            nonlocal heard_ns
+            answer = decode(frames)
+            if isinstance(answer, m.Refuse) or (isinstance(answer, m.FileAnswer) and answer.text):
+                raise NarrowsError(f"the checkpoints at {self.there}: {answer.text}")
+            if isinstance(answer, m.FileAnswer) and answer.number in sent:
+                heard_ns = time.monotonic_ns()
+                self.alive()
+                take(sent.pop(answer.number)[1], answer)
+
+        def repeat(now_ns: int) -> None:
+            if now_ns - heard_ns > QUIET_S * NS:
+                raise NarrowsError(f"the checkpoints at {self.there}: no answer came within {QUIET_S:.0f} s")
+            for number, (since_ns, ask) in sent.items():
+                if now_ns - since_ns > AGAIN_S * NS:
                     sockets.send(self.there, encode(ask))
-                    sent[ask.number] = (time.monotonic(), ask)
-                if not sent:
-                    return
-                for _, frames in sockets.receive(POLL_MS):
-                    answer = decode(frames)
-                    if isinstance(answer, m.Refuse) or (isinstance(answer, m.FileAnswer) and answer.text):
-                        raise NarrowsError(f"the checkpoints at {self.there}: {answer.text}")
-                    if isinstance(answer, m.FileAnswer) and answer.number in sent:
-                        heard = time.monotonic()
-                        self.alive()
-                        yield sent.pop(answer.number)[1], answer
-                now = time.monotonic()
-                if now - heard > QUIET_S:
-                    raise NarrowsError(f"the checkpoints at {self.there}: no answer came within {QUIET_S:.0f} s")
-                for number, (since, ask) in sent.items():
-                    if now - since > AGAIN_S:
-                        sockets.send(self.there, encode(ask))
-                        sent[number] = (now, ask)
+                    sent[number] = (now_ns, ask)
+
+        with contextlib.closing(self.dial()) as sockets:
+            send_more()
+            Loop(sockets, hear, repeat, send_more, POLL_MS, tick_ms=0).run(time.monotonic_ns, lambda: bool(sent))
