@@ -419,7 +419,6 @@ LOOP = "protocols/runtime/network/loop.py"
 RECEIVE_LOOPS = {
     LOOP,
     "ps/command/probe_runner.py",
-    "ps/command/remote_shards.py",
 }
 
 

@@ -26,7 +26,8 @@ from narrows.protocols.messages import RefuseCode, Wish
 from narrows.protocols.runtime.network import encryption_cost
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
-from narrows.protocols.runtime.network.sockets import LINGER_MS, Sockets
+from narrows.protocols.runtime.network.loop import Loop
+from narrows.protocols.runtime.network.sockets import LINGER_MS, Peer, Sockets
 from narrows.protocols.runtime.processes.children import Event
 from narrows.protocols.runtime.processes.scratch import ScratchFolder
 from narrows.protocols.wire import decode, encode
@@ -34,8 +35,7 @@ from narrows.ps.command.console import say
 from narrows.ps.command.reshard import ReshardRequest, ShardProcesses
 from narrows.ps.command.shard_supervisor import START_S, ShardSupervisor
 
-SAY_S = 1.0
-POLL_MS = 50
+SAY_MS = 1000
 LOST_S = 60.0  # silence of the server; a process 0 that died is there again long before
 LEAVE_S = 600.0  # in which keys have moved back: a checkpoint of them travels twice
 LINE = -8  # in place of a child's index
@@ -47,32 +47,37 @@ class JoinLine:
     def __init__(
         self, there: str, keys: str, secret: str, join: m.RemoteShardsOffer, hear: Callable[[m.Message], None]
     ) -> None:
-        self.there, self.keys, self.secret, self.join, self.hear = there, keys, secret, join, hear
-        self.said: m.RemoteShardsOffer | None = None
-        self.closing = False
-        self.thread = threading.Thread(target=self._main, name="narrows-line", daemon=True)
-        self.thread.start()
-
-    def say(self, **changes: Any) -> None:
-        """At once."""
-        self.join = replace(self.join, **changes)
-
-    def _main(self) -> None:
         from narrows.ps.process.access_control import AccessControl
 
-        gate, due = AccessControl(self.keys, "", self.secret, self.there), 0.0
-        with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
-            while not self.closing or self.said is not self.join:
-                if self.said is not self.join or time.monotonic() >= due:
-                    self.said, due = self.join, time.monotonic() + SAY_S
-                    sockets.send(self.there, encode(self.said))
-                for _, frames in sockets.receive(POLL_MS):
-                    with contextlib.suppress(NarrowsError):
-                        self.hear(decode(frames))
+        self.there, self.join, self.hear = there, join, hear
+        gate = AccessControl(keys, "", secret, there)
+        self.sockets = Sockets(known_as=gate.name_at, curve=gate.curve)
+        self.loop = Loop(self.sockets, self._receive, lambda now_ns: self._send(), tick_ms=SAY_MS)
+        self.thread = threading.Thread(target=self._main, name="narrows-line", daemon=True)
+        self.thread.start()
+        self.say(join)
+
+    def say(self, join: m.RemoteShardsOffer) -> None:
+        """Say this from now on, and at once."""
+        self.join = join
+        self.loop.call(self._send)
 
     def close(self) -> None:
-        self.closing = True
+        self.loop.stop()
         self.thread.join(1 + LINGER_MS / 1000)
+
+    # The thread of the line.
+
+    def _main(self) -> None:
+        with contextlib.closing(self.sockets):
+            self.loop.run(time.monotonic_ns)
+
+    def _send(self) -> None:
+        self.sockets.send(self.there, encode(self.join))
+
+    def _receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
+        with contextlib.suppress(NarrowsError):
+            self.hear(decode(frames))
 
 
 class RemoteShardOffer(ReshardRequest):
@@ -145,7 +150,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         self.moving.had.clear()
         join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, Wish.STAY)
         if self.line is not None:
-            self.line.join = join
+            self.line.say(join)
         else:
             hear: Callable[[m.Message], None] = lambda message: self.children.events.put((LINE, "heard", message))  # noqa: E731
             self.line = JoinLine(self.there, self.keys, self.secret, join, hear)
@@ -178,7 +183,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             self.moving.follow(room)
         mine = range(room.first, room.first + room.count)
         if room.first >= 0 and self.line.join.first != room.first:
-            self.line.say(first=room.first)
+            self.line.say(replace(self.line.join, first=room.first))
             if room.shards <= room.first:
                 say(f"{_shards(mine)} of the server at {self.there} will be here: keys move while workers train")
         if not self.address and room.first >= 0 and mine.stop <= room.shards:
@@ -199,7 +204,7 @@ class RemoteShardSupervisor(ShardSupervisor):
                 return 128 + self.signals[1]
             if self.signals and not self.stopping:
                 self.stopping, leave_by = True, time.monotonic() + LEAVE_S
-                self.line.say(wish=Wish.GO)
+                self.line.say(replace(self.line.join, wish=Wish.GO))
                 say(f"the keys here move back to the server at {self.there}, while workers train; Ctrl-C ends at once")
             self._take(0.1)
             self._check(leave_by)
@@ -237,7 +242,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         """Tell the server, where it counts on us."""
         if self.line is not None:
             if self.shards:
-                self.line.say(wish=Wish.GONE)
+                self.line.say(replace(self.line.join, wish=Wish.GONE))
             self.line.close()
 
 

@@ -20,6 +20,7 @@ The loops of the product, and what differs between them:
 | a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` |
 | a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | an answer came, or the limit is over |
 | files of an archive (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all are answered |
+| a machine that has shards (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` |
 """
 
 from __future__ import annotations
