@@ -418,7 +418,6 @@ LOOP = "protocols/runtime/network/loop.py"
 # Files with a loop of their own over a port. Each is a debt; none may come in.
 RECEIVE_LOOPS = {
     LOOP,
-    "ps/command/probe_runner.py",
 }
 
 

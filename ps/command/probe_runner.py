@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import secrets
 import shlex
 import subprocess
@@ -30,6 +29,7 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network import key_files
 from narrows.protocols.runtime.network.curve_auth import CurveKeys, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import own_host
+from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import pack
 from narrows.ps.command.planning import step_time
@@ -72,85 +72,93 @@ class ProbeMachineRunner:
     refused: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     worker: threading.Thread | None = None
-    answers: queue.SimpleQueue[ProbeStepTime | ProbeListening | ProbeReport] = field(default_factory=queue.SimpleQueue)
     over: threading.Event = field(default_factory=threading.Event)
     failed: list[NarrowsError] = field(default_factory=list)
+    heard_s: float = 0.0  # the newest word of the director, or the start
+    met: bool = False  # it has said something
 
     def run(self) -> None:
         """Until the director says that all is over. Raises NarrowsError."""
         own = self.own
         curve = CurveKeys(None, lambda address: own, lambda public: False) if own is not None else None
         with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
+            loop = Loop(
+                sockets,
+                lambda peer, frames: self._hear(frames, loop),
+                lambda now_ns: sockets.send(self.address, encode(ProbeBeat(0))),
+                self._check,
+                TURN_MS,
+                BEAT_NS * 1000 // NS,
+            )
             sockets.send(self.address, encode(self.join))
-            timer = threading.Thread(target=self._time, args=(sockets.wake,), name="steps", daemon=True)
+            timer = threading.Thread(target=self._time, args=(loop,), name="steps", daemon=True)
             timer.start()
-            heard_s, beat_s, met = time.monotonic(), 0.0, False
+            self.heard_s = time.monotonic()
+            loop.tick_soon()
             try:
-                while not self.over.is_set():
-                    now_s = time.monotonic()
-                    if now_s - beat_s >= BEAT_NS / NS:
-                        beat_s = now_s
-                        sockets.send(self.address, encode(ProbeBeat(0)))
-                    for _, frames in sockets.receive(TURN_MS):
-                        heard_s, met = time.monotonic(), True
-                        if self._told(decode(frames), sockets.wake):
-                            return
-                    while not self.answers.empty():
-                        sockets.send(self.address, encode(self.answers.get()))
-                    self._check(time.monotonic() - heard_s, met)
+                loop.run(time.monotonic_ns, lambda: not self.over.is_set())
             finally:
                 self.stop.set()
                 self.over.set()
                 timer.join(SCRIPT_ENDS_S)
 
-    def _time(self, wake: Callable[[], None]) -> None:
+    def _say(self, message: ProbeStepTime | ProbeListening | ProbeReport, loop: Loop) -> None:
+        """Have the loop send it, from any thread."""
+        loop.call(lambda: loop.port.send(self.address, encode(message)))
+
+    def _time(self, loop: Loop) -> None:
         try:
-            self.answers.put(ProbeStepTime(float(self.steps(self.over))))
+            self._say(ProbeStepTime(float(self.steps(self.over))), loop)
         except NarrowsError as error:
-            self.failed.append(error)
-        wake()
+            failed = error
+            loop.call(lambda: self.failed.append(failed))
 
     def _failed(self, address: str, why: HandshakeFailure, key: str) -> None:
         self.refused = self.refused or self.refusal(why)
 
-    def _check(self, silent_s: float, met: bool) -> None:
+    def _check(self) -> None:
+        """Raise NarrowsError where the director is not to be waited for."""
+        if self.over.is_set():
+            return
+        silent_s = time.monotonic() - self.heard_s
         if self.failed:
             raise self.failed[0]
         if self.refused:
             raise AuthenticationError(self.refused)
-        if not met and silent_s > self.connect_s:
+        if not self.met and silent_s > self.connect_s:
             raise UnreachableError(f"no ps-probe answers at {self.address} within {self.connect_s:g} s")
-        if met and silent_s > SILENT_S:
+        if self.met and silent_s > SILENT_S:
             raise ServerLostError(f"the ps-probe at {self.address} has said nothing for {SILENT_S:g} s")
 
-    def _told(self, message: object, wake: Callable[[], None]) -> bool:
-        """Whether all is over."""
+    def _hear(self, frames: Sequence[Buffer], loop: Loop) -> None:
+        self.heard_s, self.met = time.monotonic(), True
+        if self.over.is_set():
+            return
+        message = decode(frames)
         if isinstance(message, ProbeEnd):
             if message.why:
                 raise UsageError(f"the director at {self.address} says: {message.why}")
-            return True
+            self.over.set()
         if isinstance(message, ProbeListen | ProbeDial):
             self.stop.set()  # of a try that was given up
             before, self.stop = self.worker, threading.Event()
-            work = (message, self.stop, before, wake)
+            work = (message, self.stop, before, loop)
             self.worker = threading.Thread(target=self._measure, args=work, name="measure", daemon=True)
             self.worker.start()
-        return False
 
     def _measure(
         self,
         asked: ProbeListen | ProbeDial,
         stop: threading.Event,
         before: threading.Thread | None,
-        wake: Callable[[], None],
+        loop: Loop,
     ) -> None:
         if before is not None:
             before.join(pairwise.CONNECT_S)
         try:
             if isinstance(asked, ProbeListen):
                 with pairwise.open_port("", self.port) as listener:
-                    self.answers.put(ProbeListening(asked.token, listener.getsockname()[1]))
-                    wake()
+                    self._say(ProbeListening(asked.token, listener.getsockname()[1]), loop)
                     found = pairwise.listen(listener, asked.token, asked.seconds, asked.first, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
@@ -159,8 +167,7 @@ class ProbeMachineRunner:
         except NarrowsError as error:
             report = ProbeReport(asked.token, str(error), pack([]))
         if not stop.is_set():
-            self.answers.put(report)
-            wake()
+            self._say(report, loop)
 
 
 class ProbeDirectorRunner:
@@ -185,10 +192,8 @@ class ProbeDirectorRunner:
         """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more, each with
         a sentence. Raises UnreachableError where fewer than two have come."""
         probe, deadline = self.probe, time.monotonic() + wait_s
-        while not probe.over:
-            for peer, frames in self.sockets.receive(TURN_MS):
-                self._heard(peer, frames)
-            now_ns = time.monotonic_ns()
+
+        def tick(now_ns: int) -> None:
             self._do(probe.tick(now_ns))
             if probe.began_ns is None:
                 for name, why in ended():
@@ -197,6 +202,9 @@ class ProbeDirectorRunner:
                     self._do(probe.without(f"{probe.missing()} in {wait_s:g} s", now_ns))
                 if probe.count < 2:
                     raise UnreachableError(f"{probe.missing()}; two are needed: {'; '.join(probe.failed)}")
+
+        turns = Loop(self.sockets, self._heard, tick, wait_ms=TURN_MS, tick_ms=0)
+        turns.run(time.monotonic_ns, lambda: not probe.over)
 
     def _heard(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         assert isinstance(peer, bytes)

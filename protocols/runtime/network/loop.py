@@ -21,6 +21,8 @@ The loops of the product, and what differs between them:
 | a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | an answer came, or the limit is over |
 | files of an archive (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all are answered |
 | a machine that has shards (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` |
+| the director of ps-probe (ps/command/probe_runner.py) | 100, each turn | monotonic | answered | all is measured |
+| a machine of ps-probe (ps/command/probe_runner.py) | 100, 1000 | monotonic | raised | the director says so |
 """
 
 from __future__ import annotations
