@@ -30,8 +30,10 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
     refused, answers = list[HandshakeFailure](), list[dict[str, Any]]()
 
     def hear(peer: Peer, frames: list[m.Buffer]) -> None:
+        if answers:
+            return
         message = decode(frames)
-        if isinstance(message, m.Refuse) and not answers:
+        if isinstance(message, m.Refuse):
             raise IncompatibleError(f"{address}: {message.text}")
         if isinstance(message, m.ReplicationBegin):
             answers.append(checked(address, unpack(message.told)))

@@ -12,15 +12,15 @@ An exception of a callback ends the loop: the caller of `run` says what it costs
 
 The loops of the product, and what differs between them:
 
-| loop | wait, tick (ms) | time | bad message of a stranger | ends |
+| loop | wait, tick (ms) | time | a bad message is | ends when |
 |---|---|---|---|---|
-| a server (ps/process/runner.py) | 50, 50 | awake | refused | its run is over, or its parent says so |
-| a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it serves, or its parent says so |
-| a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` |
-| a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` |
-| a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | an answer came, or the limit is over |
-| files of an archive (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all are answered |
-| a machine that has shards (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` |
+| a server (ps/process/runner.py) | 50, 50 | awake | refused | its run is over, or its parent stops it |
+| a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it takes over, or its parent stops it |
+| a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` was called |
+| a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` was called |
+| a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | the answer came, or after CONNECT_S |
+| an archive client (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all came, or after QUIET_S |
+| a machine that has shards (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` was called |
 | the director of ps-probe (ps/command/probe_runner.py) | 100, each turn | monotonic | answered | all is measured |
 | a machine of ps-probe (ps/command/probe_runner.py) | 100, 1000 | monotonic | raised | the director says so |
 """
