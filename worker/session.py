@@ -180,7 +180,9 @@ class RunSession:
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
-        self.moments = OptimizerStateFile.of(self.engine, self.rank, self.began_unix)
+        self.moments = OptimizerStateFile.of(
+            self.engine, self.engine.shared.changes.owned, lambda: self.clock, self.rank, self.began_unix
+        )
         self.tell_children()
         self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:

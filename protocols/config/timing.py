@@ -16,6 +16,10 @@ SHOWN_NS = NS  # who looks at a run sees no figure that is much older: a summary
 SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, where a lease allows it: those of 80 members below a cluster
 CHECKPOINT_COST_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
 CHECKPOINT_LEAST_NS = 5 * NS  # so much work is lost gladly
+START_LIMIT_S = 600.0  # a worker waits so long for the other workers of a run to join
+WAIT_LIMIT_S = (
+    3600.0  # a worker waits for no barrier longer; a dead worker costs a lease, a dead server is found sooner
+)
 LONG_AGO_NS = -(1 << 62)  # in the place of when something was sent: it is to be repeated with the next tick
 
 

@@ -19,29 +19,52 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrows.protocols.config.checkpoint_names import FOLDER, STATE, state_file
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
 from narrows.protocols.runtime.cli.output import set_aside
-from narrows.worker.model.model_slices import ModelCut, placed
+from narrows.worker.group.group import Group
+from narrows.worker.model.flat import FlatModel
+from narrows.worker.model.model_slices import ModelCut, ModelSlice, placed
 from narrows.worker.model.optimizers import each_of
+from narrows.worker.model.weight_edit_check import OwnedTensor
 from narrows.worker.runtime.launcher_pipe import say
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
 
 OWNED = "owned"  # of a file: parameters that the script changes
 END_S = 8.0  # the last file is written within it: ps-worker waits longer, also where taking leave takes its time
 AHEAD = 1000  # clocks, and as many as the run has: no run goes back by more, and a file from there is another run's
+
+
+class StatefulWorker(Protocol):
+    """The part of a worker's engine that states of its optimizers, here or with the servers, are read from."""
+
+    @property
+    def inner(self) -> torch.optim.Optimizer: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def flat(self) -> FlatModel: ...
+    @property
+    def slice(self) -> ModelSlice | None: ...
+    @property
+    def group(self) -> Group | None: ...
+    @property
+    def finished(self) -> bool: ...
+
+    def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Handle events until `done`; raise NarrowsError after `limit_s`."""
 
 
 def write_whole(path: Path, content: Any) -> None:
@@ -56,10 +79,14 @@ class OptimizerStateFile:
     """The moments of one worker, or of the slice of one process of a group."""
 
     @staticmethod
-    def of(engine: Engine, rank: int, began_unix: float = math.inf) -> OptimizerStateFile | None:
+    def of(
+        worker: StatefulWorker, owned: OwnedTensor, clock: Callable[[], int], rank: int, began_unix: float = math.inf
+    ) -> OptimizerStateFile | None:
         """Take over what the folder in NARROWS_CHECKPOINT_DIR has.
 
         Args:
+            owned: parameters that the script changes.
+            clock: returns the clock of this worker in the run.
             began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier run.
 
         Returns:
@@ -67,18 +94,21 @@ class OptimizerStateFile:
             has weights in its state, as schedule-free ones do, would lead the run back to their clock.
         """
         folder = os.environ.get(FOLDER, "")
-        if folder in ("", "none") or not (_has_moments(engine) or engine.shared.changes.owned.tensors):
+        if folder in ("", "none") or not (_has_moments(worker) or owned.tensors):
             return None
-        moments = OptimizerStateFile(engine, Path(folder), rank)
+        moments = OptimizerStateFile(worker, owned, clock, Path(folder), rank)
         moments.begin(began_unix)
         return moments
 
-    def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
-        self.engine, self.folder, self.path = engine, folder, folder / state_file(rank)
-        self.steps = _has_moments(engine)  # else the script's own tensors alone are kept
-        engine.shared.changes.owned.kept_in = str(folder)
+    def __init__(
+        self, worker: StatefulWorker, owned: OwnedTensor, now: Callable[[], int], folder: Path, rank: int
+    ) -> None:
+        self.worker, self.owned, self.now = worker, owned, now
+        self.folder, self.path = folder, folder / state_file(rank)
+        self.steps = _has_moments(worker)  # else the script's own tensors alone are kept
+        owned.kept_in = str(folder)
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # of the newest copy: when, and with writing how long
-        self.clock = engine.sync.clock  # of that
+        self.clock = now()  # of that
         self.kept = True  # no step was taken since
         self.failed = False  # the newest was not written, and that was said
         self.idle = threading.Event()
@@ -96,7 +126,7 @@ class OptimizerStateFile:
                 self._set_aside(path, began_unix)
             return
         found, why = self._found(files)
-        group = self.engine.group
+        group = self.worker.group
         if group is not None and not group.least(found is not None)[0]:
             found, why = None, why or "another process of this group has none"
         if found is None:
@@ -107,7 +137,7 @@ class OptimizerStateFile:
         self._take(found["state"])
         if self.steps:
             say(f"optimizers go on with their states in {self.folder}")
-        self.engine.shared.changes.owned.load(found.get(OWNED, {}))
+        self.owned.load(found.get(OWNED, {}))
 
     def _set_aside(self, path: Path, before_unix: float = math.inf) -> None:
         """Keep a file that was last written before `before_unix` under another name. Another worker may do so first."""
@@ -141,19 +171,19 @@ class OptimizerStateFile:
 
     def _of(self) -> dict[str, Any]:
         """Return what a state must agree with: optimizers, keys and tensors."""
-        flat = self.engine.slice or self.engine.flat
+        flat = self.worker.slice or self.worker.flat
         tensors = [[name, list(_local(tensor).shape), str(tensor.dtype)] for name, tensor in self._tensors()]
-        kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in each_of(self.engine.inner)]
+        kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in each_of(self.worker.inner)]
         return {"optimizers": kinds, "keys": list(flat.keys), "tensors": tensors}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors that the optimizers step in this process, by name."""
-        cut = self.engine.slice
-        flat = cut if isinstance(cut, ModelCut) else self.engine.flat
+        cut = self.worker.slice
+        flat = cut if isinstance(cut, ModelCut) else self.worker.flat
         return zip(flat.names, flat.parameters, strict=True)
 
     def _take(self, states: dict[str, dict[str, Any]]) -> None:
-        cut, inner = self.engine.slice, self.engine.inner
+        cut, inner = self.worker.slice, self.worker.inner
         with cut.stepped() if cut is not None else nullcontext():
             groups = {id(p): group for group in inner.param_groups for p in group["params"]}
             for name, ours in self._tensors():
@@ -174,18 +204,18 @@ class OptimizerStateFile:
     def _due(self, now_ns: int) -> bool:
         """As checkpoints are (ps/coordinator/checkpoint_schedule.py): at told clocks, or after a time, told or by what
         one takes."""
-        settings = self.engine.settings
+        settings = self.worker.settings
         if (clocks := settings.checkpoint_clocks) > 0:
-            return self.engine.sync.clock // clocks > self.clock // clocks
+            return self.now() // clocks > self.clock // clocks
         told_ns = int(settings.checkpoint_every * NS)
         every_ns = told_ns if told_ns >= 0 else max(CHECKPOINT_LEAST_NS, CHECKPOINT_COST_TIMES * self.took_ns)
         return every_ns > 0 and now_ns - self.at_ns >= every_ns
 
     def _copy(self) -> None:
-        self.at_ns, self.clock, self.kept = time.monotonic_ns(), self.engine.sync.clock, True
-        state = self.engine.inner.state if self.steps else {}
+        self.at_ns, self.clock, self.kept = time.monotonic_ns(), self.now(), True
+        state = self.worker.inner.state if self.steps else {}
         found = {name: tree_map(_host, dict(state[ours])) for name, ours in self._tensors() if ours in state}
-        owned = self.engine.shared.changes.owned.state()
+        owned = self.owned.state()
         if self.steps or owned:
             self.idle.clear()
             self.todo.put_nowait({"of": self._of(), "clock": self.clock, "state": found, OWNED: owned})
@@ -222,10 +252,10 @@ class OptimizerStateFile:
         self.idle.wait(max(0.0, stop_by - time.monotonic()))
 
 
-def _has_moments(engine: Engine) -> bool:
+def _has_moments(worker: StatefulWorker) -> bool:
     """Whether this worker's optimizers have a state that another process goes on with."""
-    holds_weights = any(hasattr(each, "eval") for each in each_of(engine.inner))
-    return engine.mode.rule is not Rule.OPTIMIZER and not holds_weights
+    holds_weights = any(hasattr(each, "eval") for each in each_of(worker.inner))
+    return worker.mode.rule is not Rule.OPTIMIZER and not holds_weights
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

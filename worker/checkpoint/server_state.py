@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,17 +22,16 @@ import torch
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import parts
 from narrows.protocols.config.model_spec import TensorSpec
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MomentsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.wire import pack, unpack
-from narrows.worker.model.flat import FloatArray, as_parameter
+from narrows.worker.checkpoint.optimizer_state import StatefulWorker
+from narrows.worker.model.flat import Array, FloatArray, as_parameter
 from narrows.worker.model.model_slices import ModelCut
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.launcher_pipe import say
-from narrows.worker.sync.shards import WAIT_LIMIT_S
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
 
 AHEAD = 16  # asks under way: 32 MiB of answers at most
 TRIES = 3  # until all parts are of one clock
@@ -65,11 +64,22 @@ class ServerMoments(Mapping[Any, Mapping[str, Any]]):
 ON_SERVERS = ServerMoments()
 
 
+class ShardsAsked(Protocol):
+    """The part of a worker's `ShardExchanges` that the state is asked for by."""
+
+    ours: range
+    exchanges: list[Exchange[Array]]
+    worker: int
+    place: int
+
+    def say(self, shard: int, messages: Sequence[m.Message]) -> None: ...
+
+
 class ServerOptimizerState:
     """As one worker reads it, with all processes of its group."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.requests = engine, 0
+    def __init__(self, engine: StatefulWorker, shards: ShardsAsked) -> None:
+        self.engine, self.shards, self.requests = engine, shards, 0
         self.asked: dict[tuple[int, int], Ask] = {}  # without an answer, by shard and request
         self.answers: dict[Ask, bytes] = {}
         self.clocks: set[int] = set()  # that the answers are of
@@ -106,11 +116,13 @@ class ServerOptimizerState:
 
     def _once(self) -> dict[int, State] | None:
         """None where this worker has another place by now."""
-        shards = self.engine.sync.shards
+        shards = self.shards
         if not self.engine.mode.barrier:  # where there is one, the state that this clock needs has come
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
             self.engine.wait(folded, WAIT_LIMIT_S, "own updates")
-        ranges = [(shard, x.replica.begin, x.replica.end) for shard, x in shards._each]
+        ranges = [
+            (shard, x.replica.begin, x.replica.end) for shard, x in zip(shards.ours, shards.exchanges, strict=True)
+        ]
         told = self._all([(shard, begin, end, "") for shard, begin, end in ranges])
         if told is None:
             return None
@@ -138,7 +150,7 @@ class ServerOptimizerState:
         self, asks: Iterable[Ask], out: Mapping[str, FloatArray] | None = None, first: int = 0
     ) -> dict[Ask, bytes] | None:
         """The answers to all; those to names go to `out`, whose keys begin at `first`. None: this worker has another place."""
-        shards, todo = self.engine.sync.shards, deque(asks)
+        shards, todo = self.shards, deque(asks)
         place, found = shards.place, dict[Ask, bytes]()
         self.asked.clear()
         self.answers.clear()

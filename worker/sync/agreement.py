@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.worker.runtime.launcher_pipe import say
-from narrows.worker.sync.shards import WAIT_LIMIT_S
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.step import RunEngine
 
 DOUBLE = struct.Struct("<d")
 
@@ -20,7 +17,7 @@ DOUBLE = struct.Struct("<d")
 class Agreement:
     """The calls of one worker, or of all ranks of a group."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
         self.ask: m.AgreeAsk | None = None  # the newest
         self.told: e.AgreedTold | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from narrows.compression.compressor import Chain
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import ASKS_MAX, ROWWISE, TableSpec, rows_of
 from narrows.protocols.config.model_spec import DTYPES
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import RowsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import Buffer
@@ -30,10 +32,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.model.embedding import Embedding
 from narrows.worker.model.flat import FloatArray, dtype_of
 from narrows.worker.model.optimizers import as_one, each_of
-from narrows.worker.sync.shards import WAIT_LIMIT_S, ShardExchanges
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.shards import ShardExchanges, ShardWait
 
 Numbers = npt.NDArray[np.int64]  # of rows of a table
 
@@ -87,7 +86,8 @@ class EmbeddingTables:
             self.groups.append(group)
             shape = (module.num_embeddings, module.embedding_dim)
             self.specs.append(TableSpec(f"{name}.weight", *shape, module.seed, module.std, kind))
-        self.engine: Engine | None = None  # once the run has begun
+        self._wait_until: ShardWait | None = None
+        self._shards: ShardExchanges | None = None  # while the run lasts
         self.up = self.down = 0  # what rows are coded with, of rows.CODINGS: gradients, and values
         self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
         self.ahead: dict[int, PendingRows] = {}  # by table
@@ -108,22 +108,25 @@ class EmbeddingTables:
                     f"{why}, and the model has an embedding table on the servers: leave out one of the two"
                 )
 
-    def begin(self, engine: Engine) -> None:
-        """The run has begun: rows can be asked for."""
-        self.engine = engine
-        self.up, self.down = (coding_of(spec) for spec in (engine.settings.compress, engine.settings.compress_down))
+    def begin(self, shards: ShardExchanges, wait: ShardWait, settings: Settings) -> None:
+        """The run has begun: rows can be asked for. `wait`: handles events until something is done."""
+        self._shards, self._wait_until = shards, wait
+        self.up, self.down = (coding_of(spec) for spec in (settings.compress, settings.compress_down))
         for number, module in enumerate(self.modules):
             module.held_by(self, number)
 
     @property
     def shards(self) -> ShardExchanges:
-        if self.engine is None or self.engine.finished:
+        if self._shards is None:
             raise UsageError(
                 "the rows of an embedding table are on the servers, and this worker has no part in the run any more: evaluate "
                 "inside `with optimizer.shared():`, before finish(), or load model.safetensors"
             )
-        shards: ShardExchanges = self.engine.sync.shards
-        return shards
+        return self._shards
+
+    def end(self) -> None:
+        """This worker has no part in the run any more: no row can be asked for."""
+        self._shards = None
 
     # Looking up.
 
@@ -193,9 +196,9 @@ class EmbeddingTables:
                 missing.pop()
             return not missing or shards.epoch != asked.place[0]
 
-        assert self.engine is not None
+        assert self._wait_until is not None
         what = f"{asked.numbers.size} rows of table {spec.name!r} at clock {asked.place[1]}"
-        self.engine.wait(done, WAIT_LIMIT_S, what)
+        self._wait_until(done, WAIT_LIMIT_S, what)
 
     def _take(self, asked: PendingRows, out: FloatArray) -> bool:
         """The rows that have come, into float32[n, dim]; False where they have not all."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,8 +32,10 @@ from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import START_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
 from narrows.worker.model.arrays import SPARE, WorkerArrays
 from narrows.worker.model.device_placement import home_of
@@ -48,11 +50,10 @@ from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.agreement import Agreement
 from narrows.worker.sync.embedding_tables import EmbeddingTables, dense_of
-from narrows.worker.sync.event_wait import EventWait
 from narrows.worker.sync.gossip import GossipStep
 from narrows.worker.sync.gradients import GradientStep, rebuilt_by
-from narrows.worker.sync.shards import START_LIMIT_S, ShardExchanges
 from narrows.worker.sync.shared_model import SharedModel
+from narrows.worker.sync.step import SyncStep
 from narrows.worker.sync.streaming import StreamingStep
 from narrows.worker.sync.tuning import CodecTuning
 from narrows.worker.sync.updates import UpdateStep, clipped_step, evaluated
@@ -62,67 +63,6 @@ ROUNDED = (
     "{!r}{} has 64-bit values, which a run carries as float32: it is rounded to 24 bits from the first step on; keep what "
     "needs more out of the optimizer"
 )
-
-
-class SyncStep(Protocol):
-    """The kind of step that a mode has. Its owner hands it events while it waits for something."""
-
-    local_step: int  # since the last clock
-    shards: ShardExchanges
-    server_gone: bool  # the workers go on among themselves (gossip)
-    steps: int  # that the script has taken
-    late: int  # rounds that closed without us and that nobody was told of yet (--quorum)
-
-    @property
-    def clock(self) -> int:
-        """The clock of this worker in the run."""
-
-    @property
-    def final_clock(self) -> int:
-        """As the server counts it, when this worker is done."""
-
-    @property
-    def buffers_clock(self) -> int:
-        """So many updates are in the module's buffers; all workers count alike."""
-
-    @property
-    def wait_s(self) -> float:
-        """Waited in the newest step."""
-
-    @property
-    def staleness(self) -> int:
-        """Clocks that the newest step was computed ahead of the state that it was computed on."""
-
-    @property
-    def merging(self) -> dict[str, float]:
-        """For the record: gain and agreement of the updates, once the server knows them, and what is held back of them."""
-
-    def begin(self, event: e.Started) -> None:
-        """A place in the run, or another one."""
-
-    def handle(self, event: MemberEffect) -> None: ...
-
-    def ready(self, limit_s: float = ...) -> None:
-        """Wait until the parameters hold what is to be computed on."""
-
-    def weigh(self, samples: int) -> None:
-        """The next push was computed on so many samples more."""
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """After backward: one optimizer step of this run. Returns the loss of `closure`, which does the backward."""
-
-    def shared(self) -> Array:
-        """The shared model as it is now."""
-
-    def flush(self, last: bool) -> Array:
-        """Send what is left. `last`: wait until all workers have done their last step, and return the model that all end with;
-        else return the shared model as it is then."""
-
-    def residual(self) -> FloatArray | None:
-        """A copy of what is still to be sent, float32[size], or None where nothing ever is."""
-
-    def load_residual(self, whole: FloatArray) -> None:
-        """Take over a residual of any number of shards, and show it in the replica."""
 
 
 class Engine:
@@ -180,7 +120,7 @@ class Engine:
         self.wait(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
-        self.tables.begin(self)
+        self.tables.begin(self.sync.shards, self.wait, self.settings)
 
     def _why_host(self) -> str:
         """Why the arrays of this worker stay on the host in this mode, "": they need not."""
@@ -411,6 +351,7 @@ class Engine:
     def leave(self, clock: int) -> None:
         """Tell the coordinator, and wait a little for its answer."""
         self.finished, self.left = True, False
+        self.tables.end()
         leads = self.group is None or self.group.leads
         self.waiting.alone()
         self.link.leave(clock)

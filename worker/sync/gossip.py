@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrows.compression import Memory, parse
 from narrows.compression.codecs import raw_pieces
@@ -19,6 +19,7 @@ from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.config.timing import START_LIMIT_S, WAIT_LIMIT_S
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import GossipDriver, GossipPhase, Says
@@ -31,10 +32,8 @@ from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.runtime.launcher_pipe import complain
-from narrows.worker.sync.shards import START_LIMIT_S, WAIT_LIMIT_S, ShardExchanges
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.shards import ShardExchanges
+from narrows.worker.sync.step import StepEngine
 
 HAND_OVER_LIMIT_S = 60.0  # the last model is on the server within this, where there is one
 STOPPED_LIMIT_S = 8.0  # and that of a worker that is stopped: ps-worker waits twice as long
@@ -45,7 +44,7 @@ class GossipStep:
 
     late = 0
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self.engine, self.mode = engine, engine.mode
         self.arrays = WorkerArrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
         self.shards = ShardExchanges(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)

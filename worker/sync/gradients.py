@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import effects as e
 from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import pack
@@ -27,11 +28,8 @@ from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
 from narrows.worker.runtime.launcher_pipe import complain
 from narrows.worker.sync.overlap import GradientOverlap
-from narrows.worker.sync.shards import WAIT_LIMIT_S
+from narrows.worker.sync.step import StepEngine
 from narrows.worker.sync.updates import UpdateStep, evaluated
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
 
 PLAIN = (bool, int, float, str, type(None))
 UNUSED = (
@@ -82,7 +80,7 @@ class GradientStep(UpdateStep):
     """See `SyncStep`. `overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at
     step()."""
 
-    def __init__(self, engine: Engine, arrays: WorkerArrays, overlap: int) -> None:
+    def __init__(self, engine: StepEngine, arrays: WorkerArrays, overlap: int) -> None:
         super().__init__(engine, arrays)
         self.passes = overlap
         if overlap and engine.privacy is not None:
@@ -90,7 +88,7 @@ class GradientStep(UpdateStep):
                 "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
                 "leave out one of the two"
             )
-        self.servers = ServerOptimizerState(engine)
+        self.servers = ServerOptimizerState(engine, self.shards)
         for each in each_of(engine.inner):
             each.register_load_state_dict_post_hook(self._loaded)
         self.overlap: GradientOverlap | None = None

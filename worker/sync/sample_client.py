@@ -10,22 +10,35 @@ Rules
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
-from narrows.worker.sync.shards import WAIT_LIMIT_S
+from narrows.worker.sync.shards import ShardExchanges
+from narrows.worker.sync.step import StepEngine
 
-if TYPE_CHECKING:
-    from narrows.worker.sync.updates import UpdateStep
+
+class SamplingStep(Protocol):
+    """The part of a step that ranges of samples are taken for."""
+
+    shards: ShardExchanges
+    steps: int  # that the script has taken
+    composed: int  # the epoch of the life that the replica is of
+
+    def resume(self) -> bool:
+        """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
+
+    def idle(self) -> None:
+        """Take part in the present clock without samples."""
 
 
 class SampleClient:
     """Takes ranges for `sync`, in a mode with a server."""
 
-    def __init__(self, sync: UpdateStep) -> None:
-        self.sync, self.engine = sync, sync.engine
+    def __init__(self, engine: StepEngine, sync: SamplingStep) -> None:
+        self.engine, self.sync = engine, sync
         self.ask: m.RangeAsk | None = None  # the newest
         self.told: e.RangeTold | None = None
         self.steps = -1  # that the script had taken when the newest range was handed out

@@ -18,6 +18,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import CodedPiece, fragment
 from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.group.group import Group, GroupEndedError
@@ -25,9 +26,6 @@ from narrows.worker.model.arrays import SPARE, WorkerArrays
 from narrows.worker.model.flat import Array
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.tuning import CodecTuning
-
-START_LIMIT_S = 600.0  # the other workers of a run come within this
-WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
 
 
 class ShardWait(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,7 @@ from narrows.protocols.config.modes import Rule
 from narrows.worker.model.flat import Array
 from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import complain as say
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.step import RunEngine
 
 BUFFERS_LIMIT_S = 10  # a worker shows its own module buffers where the run's have not come within this
 ASK_S = 1.0  # they are asked for again after this: who asked may lead by now
@@ -23,7 +20,7 @@ HEARD_LIMIT_S = 60.0  # and all processes of a group have asked as often within 
 class SharedModel:
     """kept: own parameters and buffers, while the shared model is shown."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
         self.changes = WeightEditCheck(engine.flat, engine.tables.weights, engine.settings)  # that the script makes
         self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None

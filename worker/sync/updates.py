@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from narrows.compression import NonFiniteError
 from narrows.protocols import effects as e
 from narrows.protocols.config.key_ranges import CodedPiece, Keys
+from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import pack
@@ -24,10 +25,8 @@ from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
 from narrows.worker.sync.sample_client import SampleClient
-from narrows.worker.sync.shards import WAIT_LIMIT_S, ShardExchanges
-
-if TYPE_CHECKING:
-    from narrows.worker.sync.engine import Engine
+from narrows.worker.sync.shards import ShardExchanges
+from narrows.worker.sync.step import StepEngine
 
 IDLE_S = 0.1  # from one ask for samples to the next, where none are left and nobody waits
 
@@ -73,14 +72,14 @@ def clipped_step(
 class UpdateStep:
     """See `SyncStep`. `arrays` and `shards` are what merging and pushed gradients have in common with it."""
 
-    def __init__(self, engine: Engine, arrays: WorkerArrays) -> None:
+    def __init__(self, engine: StepEngine, arrays: WorkerArrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
         self.shards = ShardExchanges(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
         self.local_step = self.steps = 0
         self.taken = 0  # of the local steps since the last clock, those that were not left out
         self.samples = 0  # that those were computed on, where the script has said so
-        self.taking = SampleClient(self)
+        self.taking = SampleClient(engine, self)
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
         self.missed = 0  # rounds that closed without us, in this life

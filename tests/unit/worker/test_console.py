@@ -18,9 +18,9 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker import DistributedOptimizer, record, session
 from narrows.worker.command import console
 from narrows.worker.command.record import WorkerRecord
+from narrows.worker.group import event_wait
 from narrows.worker.runtime.launcher_pipe import FIGURES
 from narrows.worker.runtime.member_link import MemberLink
-from narrows.worker.sync import event_wait
 
 
 def test_progress_goes_by_the_workers_that_are_there() -> None:
