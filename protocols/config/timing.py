@@ -1,4 +1,13 @@
-"""How long things may take: the limits of every wait of a session, and when what was sent is sent again."""
+"""Constants of time of the machines, and the arithmetic of what a sender repeats. No clock: the time is an argument.
+
+How it works
+- A sender repeats a message until the receiver acknowledges it. Each such rule is a row, a `Retry`: the wait before the first
+  repeat, the slowest link, and how far the wait grows. The machine keeps the time of the last sending and asks `Retry.due`.
+- The wait grows in one of two ways. Where a sender asks for the same again, the caller passes the count of its requests as
+  `factor`. Where a late answer shows that a link is slow, `RetryTimer` keeps the factor that it took.
+- A new connection makes everything due: the machine sets its times to `LONG_AGO_NS`, and the next tick repeats.
+- `Timing` has the limits of one member's waits. A run changes some of them by flags, the simulator all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +15,111 @@ from dataclasses import dataclass
 
 from narrows.protocols.effects import NS
 
-BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
-PATIENCE_MAX = 8
+SLOW_LINK_BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
+RETRY_FACTOR_MAX = 8  # a wait grows to so many times its first length: a lost message is not waited for longer
+LONG_AGO_NS = -(1 << 62)  # in the place of the time of a sending: the next tick repeats the message
+
+
+def transfer_ns(size: int, bytes_per_second: int = SLOW_LINK_BYTES_PER_SECOND) -> int:
+    """Return the time that `size` bytes take on a link of this rate."""
+    return size * NS // bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """When a sender repeats a message that is not acknowledged.
+
+    Args:
+        first_ns: the wait for the answer to a message without payload.
+        bytes_per_second: of the slowest link; the wait for n bytes is longer by n / this. 0: the size does not count.
+        most: the factor by which the wait grows at most.
+    """
+
+    first_ns: int
+    bytes_per_second: int = 0
+    most: int = 1
+
+    def wait_ns(self, size: int = 0, factor: int = 1) -> int:
+        """Return the wait for the answer to `size` bytes, `factor` times as long as at first."""
+        more_ns = transfer_ns(size, self.bytes_per_second) if self.bytes_per_second else 0
+        return min(factor, self.most) * (self.first_ns + more_ns)
+
+    def due(self, sent_ns: int, now_ns: int, size: int = 0, factor: int = 1) -> bool:
+        """True if `size` bytes that were last sent at `sent_ns` are to be sent again."""
+        return now_ns - sent_ns >= self.wait_ns(size, factor)
+
+
+@dataclass(slots=True)
+class RetryTimer:
+    """When bytes are sent again on one link. A link slower than the limit would carry nothing but copies: where the answer to
+    bytes that were sent twice shows how long one takes there, the next ones are waited for as long."""
+
+    retry: Retry
+    factor: int = 1
+
+    def due(self, sent_ns: int, now_ns: int, size: int) -> bool:
+        """True if `size` bytes that were last sent at `sent_ns` are to be sent again."""
+        return self.retry.due(sent_ns, now_ns, size, self.factor)
+
+    def answered(self, sent_ns: int, now_ns: int, size: int) -> None:
+        """Learn from the answer to `size` bytes that were sent first at `sent_ns`, and once more since."""
+        took = -(-(now_ns - sent_ns) // self.retry.wait_ns(size))
+        self.factor = min(max(self.factor, took), self.retry.most)
+
+
+# Rules of repeats.
+
+JOIN_RETRY = Retry(NS // 2)  # Hello, Declare, Leave; RangeAsk, AgreeAsk: small, and the coordinator answers at once
+REQUEST_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND, RETRY_FACTOR_MAX)  # pushes, and what a shard is asked for
+OFFER_RETRY = Retry(
+    5 * NS, SLOW_LINK_BYTES_PER_SECOND
+)  # of gossip: offers, and the ask for a model, from its newest part
+
+# Gossip.
+
+ENDED_NS = NS  # a worker that is done says so to each peer this often, until all are done
+
+# Heartbeats and summaries.
+
 BEATS, SILENT_BEATS = (
     4,
     2,
 )  # heartbeats in a lease, at least; so many of these without a word of the server are a silence
 SHOWN_NS = NS  # who looks at a run sees no figure that is much older: a summary goes with each heartbeat
 SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, where a lease allows it: those of 80 members below a cluster
+
+# Checkpoints.
+
 CHECKPOINT_COST_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
 CHECKPOINT_LEAST_NS = 5 * NS  # so much work is lost gladly
+
+# Waits of a worker.
+
 START_LIMIT_S = 600.0  # a worker waits so long for the other workers of a run to join
 WAIT_LIMIT_S = (
     3600.0  # a worker waits for no barrier longer; a dead worker costs a lease, a dead server is found sooner
 )
-LONG_AGO_NS = -(1 << 62)  # in the place of when something was sent: it is to be repeated with the next tick
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Limits of every wait, in ns."""
+    """Limits of every wait of one member.
 
-    join_retry_ns: int = NS // 2
-    request_retry_ns: int = 5 * NS
-    bytes_per_second: int = BYTES_PER_SECOND
-    lost_ns: int = 30 * NS  # no sign of the server for so long: it is lost
-    connect_ns: int = 30 * NS  # no first answer for so long: it cannot be reached
+    Args:
+        join: when a member repeats what it asks the coordinator.
+        request: when a member repeats what it asks a shard; when a shard repeats what it sends a child.
+        lost_ns: silence after which the server is lost.
+        connect_ns: time without a first answer after which the server cannot be reached.
+    """
 
-    def answer_ns(self, size: int) -> int:
-        """How long the answer to so many bytes may take."""
-        return self.request_retry_ns + size * NS // self.bytes_per_second
+    join: Retry = JOIN_RETRY
+    request: Retry = REQUEST_RETRY
+    lost_ns: int = 30 * NS
+    connect_ns: int = 30 * NS
 
     def beat_ns(self, lease: float, size: int = 0) -> int:
         """From one heartbeat, whose summary has so many bytes, to the next. `lease`: in seconds."""
-        return min(self.lease_ns(lease) // BEATS, max(SHOWN_NS, size * NS // SUMMARY_BYTES_PER_SECOND))
+        return min(self.lease_ns(lease) // BEATS, max(SHOWN_NS, transfer_ns(size, SUMMARY_BYTES_PER_SECOND)))
 
     def silent_ns(self, lease: float) -> int:
         """Without a word of the server for so long, what was said may have been lost."""
@@ -47,20 +127,3 @@ class Timing:
 
     def lease_ns(self, lease: float) -> int:
         return min(int(lease * NS), self.lost_ns)
-
-
-@dataclass(slots=True)
-class RetryTimer:
-    """When bytes that are not acknowledged are sent again. A link that is slower than the limit would carry nothing but
-    copies: where an answer to what was sent twice shows how long one takes there, the next ones are waited for as long."""
-
-    timing: Timing
-    factor: int = 1
-
-    def over(self, sent_ns: int, size: int, now_ns: int) -> bool:
-        return now_ns - sent_ns >= self.factor * self.timing.answer_ns(size)
-
-    def answered(self, sent_ns: int, size: int, now_ns: int) -> None:
-        """The answer to what was sent first at `sent_ns`, and once more since, is here."""
-        took = -(-(now_ns - sent_ns) // self.timing.answer_ns(size))
-        self.factor = min(max(self.factor, took), PATIENCE_MAX)

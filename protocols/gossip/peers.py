@@ -19,16 +19,13 @@ from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.timing import BYTES_PER_SECOND, LONG_AGO_NS
-from narrows.protocols.effects import NS, MemberEffect, PeerSay, SendToPeer
+from narrows.protocols.config.timing import BEATS, ENDED_NS, LONG_AGO_NS, OFFER_RETRY, transfer_ns
+from narrows.protocols.effects import MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet
 EARLY_BYTES_MAX = 1 << 20  # of these; an offer that finds no room is sent again
-RETRY_NS = 5 * NS  # an offer that is not acked is sent again
-ADOPT_RETRY_NS = RETRY_NS + FRAME_BYTES * NS // BYTES_PER_SECOND  # one part of a model may take so long
-ENDED_NS = NS  # who is done says so this often, until all are
 WHOLE = -1  # the number of an offer that answers Adopt
 
 
@@ -246,18 +243,19 @@ class GossipPeers:
         effects: list[MemberEffect] = []
         for worker, peer in list(self.peers.items()):
             awaited = bool(peer.sent) or peer.awaited >= peer.expected or peer.adopting or self.ended
-            if awaited and now_ns - peer.heard_ns > self.lease_ns + peer.sent_bytes * NS // BYTES_PER_SECOND:
+            if awaited and now_ns - peer.heard_ns > self.lease_ns + transfer_ns(peer.sent_bytes):
                 effects += [e.PeerLost(worker, "it has been silent for a lease"), *self.lose(worker)]
                 continue
-            if peer.sent and now_ns - peer.sent_ns >= RETRY_NS + peer.sent_bytes * NS // BYTES_PER_SECOND:
+            if peer.sent and OFFER_RETRY.due(peer.sent_ns, now_ns, peer.sent_bytes):
                 peer.sent_ns = now_ns
                 for offers in peer.sent.values():
                     effects += self._tell(peer, offers)
             quiet = now_ns - max(peer.heard_ns, peer.asked_ns)
-            if awaited and quiet >= self.lease_ns // 4:
+            if awaited and quiet >= self.lease_ns // BEATS:
                 peer.asked_ns = now_ns
                 effects += self._tell(peer, [m.Ping(self.worker, worker)])
-            if peer.adopting and now_ns - peer.adopt_ns >= ADOPT_RETRY_NS:  # a peer may say other things, and often
+            # One part of its model may take so long. The peer may say other things meanwhile, and often.
+            if peer.adopting and OFFER_RETRY.due(peer.adopt_ns, now_ns, FRAME_BYTES):
                 peer.adopt_ns = now_ns
                 effects += self._tell(peer, [m.ModelRequest(self.worker, worker)])
         if self.ended and now_ns - self.ended_ns >= ENDED_NS:

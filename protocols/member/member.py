@@ -334,7 +334,7 @@ class Member:
             return [*effects, *(self.leave_server() or self._lost(f"{limit_ns / NS:g} s"))]
         effects += self.views.tick(self.heard_ns, len(self.sessions), now_ns) if self.sessions else []
         owed = self.phase in (MemberPhase.HELLO, MemberPhase.DECLARED, MemberPhase.LEAVING)
-        if owed and now_ns - self.asked_ns >= self.timing.join_retry_ns:
+        if owed and self.timing.join.due(self.asked_ns, now_ns):
             effects += self._ask(self.asking, now_ns)
         for session in self.sessions if self.phase in (MemberPhase.RUNNING, MemberPhase.LEAVING) else ():
             effects += session.repeat(now_ns)

@@ -21,7 +21,7 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Mode
-from narrows.protocols.config.timing import LONG_AGO_NS, PATIENCE_MAX, RetryTimer, Timing
+from narrows.protocols.config.timing import LONG_AGO_NS, RetryTimer, Timing
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.link_meter import LinkMeter
@@ -58,7 +58,7 @@ class Session:
     def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
         self.shard, self.epoch, self.mode = shard, epoch, mode
         self.timing, self.meter = timing, meter
-        self.patience = RetryTimer(timing)
+        self.patience = RetryTimer(timing.request)
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
         self.follow: m.Follow | None = None  # as it was said last
         self.waits = False  # for the next publication
@@ -166,7 +166,7 @@ class Session:
         if record is None:
             return effects
         if record.repeated and not record.held:
-            self.patience.answered(record.began_ns, record.bytes, now_ns)
+            self.patience.answered(record.began_ns, now_ns, record.bytes)
         elif not record.held:
             self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
         if ack.status == m.PushStatus.FOLDED:
@@ -256,23 +256,21 @@ class Session:
         """Say once more what was not answered in time."""
         effects: list[MemberEffect] = []
         for record in self.pushes.values():
-            if not record.held and self.patience.over(record.sent_ns, record.bytes, now_ns):
+            if not record.held and self.patience.due(record.sent_ns, now_ns, record.bytes):
                 record.sent_ns, record.repeated = now_ns, True
                 effects += [Send(self.shard, message) for message in record.messages]
-        if self.follow is not None and self.waits and now_ns - self.heard_ns >= self.timing.request_retry_ns:
+        if self.follow is not None and self.waits and self.timing.request.due(self.heard_ns, now_ns):
             effects += self.say([self.follow], now_ns)
         for asked in self.asks.values():
             # Each answer may be a frame, and at a barrier it waits for the slowest: from one ask to the next it has longer.
-            if now_ns - asked.sent_ns >= min(asked.times, PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES):
+            if self.timing.request.due(asked.sent_ns, now_ns, FRAME_BYTES, asked.times):
                 asked.sent_ns, asked.times = now_ns, asked.times + 1
                 effects.append(Send(self.shard, asked.ask))
-        if self.wanted and now_ns - self.wanted_ns >= self.timing.join_retry_ns:
+        if self.wanted and self.timing.join.due(self.wanted_ns, now_ns):
             effects += self.say([*self.wanted.values()], now_ns)
-        if self.pull is not None:
-            # Each copy of the answer is a model: from one to the next it is waited for longer.
-            wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
-            if now_ns - self.pull_ns >= wait_ns:
-                effects += self.say([self.pull], now_ns)
+        # Each copy of the answer is a model: from one to the next it is waited for longer.
+        if self.pull is not None and self.timing.request.due(self.pull_ns, now_ns, FRAME_BYTES, len(self.pulled)):
+            effects += self.say([self.pull], now_ns)
         return effects
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import fragment
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import Timing
+from narrows.protocols.config.timing import REQUEST_RETRY, Retry, Timing
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.exchange import Exchange
@@ -46,7 +47,7 @@ from narrows.ps.store.changes import FloatArray
 KEYS = 16  # of the model: some for each shard of a server
 PLAN = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)).packed()  # updates are pushed: no optimizer
 AGES_S = 80_000.0  # nobody is lost
-TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
+TIMING = Timing(Retry(NS // 4), replace(REQUEST_RETRY, first_ns=int(AGES_S * NS)), lost_ns=int(AGES_S * NS))
 TICK_NS = NS // 5
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
 CHUNKS_FEW = 2  # of a message, where hosts are many

@@ -87,10 +87,10 @@ class PublicationChild:
         for number in [number for number in self.sent if number <= follow.have]:
             sent = self.sent.pop(number)
             if sent.sent_ns > sent.first_ns:
-                self.patience.answered(sent.first_ns, sent.bytes, now_ns)
+                self.patience.answered(sent.first_ns, now_ns, sent.bytes)
         if again and self.sent:
             size, oldest_ns = sum(sent.bytes for sent in self.sent.values()), min(s.sent_ns for s in self.sent.values())
-            if self.patience.over(oldest_ns, size, now_ns):
+            if self.patience.due(oldest_ns, now_ns, size):
                 self.again, self.sent = self.sent, {}
 
 
@@ -184,7 +184,7 @@ class Publications:
         """One that has said nothing yet follows nothing."""
         who = (seat.worker, seat.epoch)
         if who not in self.children:
-            self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing))
+            self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing.request))
         return self.children[who]
 
     def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:

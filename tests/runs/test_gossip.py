@@ -30,6 +30,7 @@ from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import OFFER_RETRY
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, SendToPeer
 from narrows.protocols.errors import NarrowsError, UsageError
@@ -682,7 +683,7 @@ def test_the_server_is_not_needed_once_the_workers_know_each_other() -> None:
 
 
 def test_lost_offers_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrows.protocols.gossip.peers.RETRY_NS", NS // 20)
+    monkeypatch.setattr("narrows.protocols.gossip.peers.OFFER_RETRY", replace(OFFER_RETRY, first_ns=NS // 20))
     settings = Settings(sync="gossip", workers=2)
     with run(settings) as started_:
         expected = started_.together(script)

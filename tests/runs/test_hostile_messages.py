@@ -34,7 +34,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import Timing
+from narrows.protocols.config.timing import Retry, Timing
 from narrows.protocols.effects import MasterArrived, Send, SendToPeer, ServerEffect, StateArrived
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.wire import decode, encode, pack
@@ -125,7 +125,7 @@ def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
         yield decode([bytes(frame) for frame in encode(copied)])
 
 
-UNCHANGING = (ModelSpec, Mode, Settings, Timing, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
+UNCHANGING = (ModelSpec, Mode, Settings, Timing, Retry, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,7 +27,7 @@ from narrows.protocols.config.key_ranges import fragment, parts, split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import Timing
+from narrows.protocols.config.timing import RETRY_FACTOR_MAX, Retry, Timing
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
@@ -57,7 +57,7 @@ CLOCKS_APART_NS = 3600 * NS  # of any two processes
 STRANGER = "x"  # how the address of somebody begins who speaks as another
 KEYS = 7  # of the model: shards of three and four, parts of two
 PART_KEYS = 2
-TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=NS // 2, bytes_per_second=1 << 30)
+TIMING = Timing(Retry(NS // 4), Retry(NS // 2, 1 << 30, RETRY_FACTOR_MAX))
 FIRST = np.arange(KEYS, dtype=np.float32)
 RATES = pack([{"lr": RATE}])
 HYPER = pack([RATES, []])

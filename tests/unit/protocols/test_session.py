@@ -15,7 +15,7 @@ from narrows.compression.codecs import CODED
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import PATIENCE_MAX, RetryTimer, Timing
+from narrows.protocols.config.timing import REQUEST_RETRY, RETRY_FACTOR_MAX, RetryTimer, Timing
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
 from narrows.protocols.member.link_meter import LinkMeter
@@ -25,7 +25,7 @@ from narrows.protocols.wire import FRAME_BYTES
 from narrows.worker import DistributedOptimizer
 
 LOSSY = Settings(sync="ssp", staleness=3, compress="topk:0.5").validated()
-RETRY_NS = Timing().request_retry_ns
+RETRY_NS = REQUEST_RETRY.first_ns
 
 
 def session(credit: int = CREDIT_MAX, clock: int = 0) -> Session:
@@ -140,15 +140,15 @@ def test_a_push_beyond_the_window_is_our_own_fault() -> None:
 
 
 def test_patience_grows_with_what_a_link_takes_and_no_further() -> None:
-    patience = RetryTimer(Timing())
+    patience = RetryTimer(REQUEST_RETRY)
     size = 1_250_000  # 10 s at the slowest
-    assert not patience.over(0, size, 15 * NS - 1) and patience.over(0, size, 15 * NS)
-    patience.answered(0, size, 31 * NS)
-    assert not patience.over(0, size, 45 * NS - 1) and patience.over(0, size, 45 * NS)
-    patience.answered(0, size, 16 * NS)
+    assert not patience.due(0, 15 * NS - 1, size) and patience.due(0, 15 * NS, size)
+    patience.answered(0, 31 * NS, size)
+    assert not patience.due(0, 45 * NS - 1, size) and patience.due(0, 45 * NS, size)
+    patience.answered(0, 16 * NS, size)
     assert patience.factor == 3, "an answer that came sooner proves nothing"
-    patience.answered(0, size, 10_000 * NS)
-    assert patience.factor == PATIENCE_MAX
+    patience.answered(0, 10_000 * NS, size)
+    assert patience.factor == RETRY_FACTOR_MAX
 
 
 # With the shard that publishes.
@@ -257,7 +257,7 @@ def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
     """An ask for rows may have the same number."""
     ours, ask = session(), m.MomentsAsk(0, 1, 7, 0, 4, "exp_avg")
     rows = m.RowsAsk(0, 1, 7, 0, b"")
-    wait_ns = Timing().answer_ns(FRAME_BYTES)
+    wait_ns = REQUEST_RETRY.wait_ns(FRAME_BYTES)
     ours.say([ask, rows], 0)
 
     def asked(now_ns: int) -> list[m.Message]:

@@ -12,7 +12,7 @@ from narrows.compression.codecs import raw_pieces
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import RetryTimer, Timing
+from narrows.protocols.config.timing import REQUEST_RETRY, RetryTimer
 from narrows.protocols.effects import NS, Checkpoint
 from narrows.protocols.wire import pack
 from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
@@ -87,7 +87,7 @@ def test_a_clock_waits_for_the_norm_over_all_shards() -> None:
 
 def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
     now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
-    child = PublicationChild(follow, RetryTimer(Timing()), sent={4: SentPublication(10, now_ns, now_ns)})
+    child = PublicationChild(follow, RetryTimer(REQUEST_RETRY), sent={4: SentPublication(10, now_ns, now_ns)})
     child.said(replace(follow, clock=1), now_ns)
     assert 4 in child.sent, "it is on its way"
     child.repeat_soon()
@@ -97,7 +97,7 @@ def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
 
 def test_what_a_child_calls_lost_is_sent_again_at_once() -> None:
     now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
-    child = PublicationChild(follow, RetryTimer(Timing()), sent={4: SentPublication(10, now_ns, now_ns)})
+    child = PublicationChild(follow, RetryTimer(REQUEST_RETRY), sent={4: SentPublication(10, now_ns, now_ns)})
     child.said(follow, now_ns)
     assert 4 in child.sent, "it is on its way"
     child.said(replace(follow, lost=True), now_ns)
