@@ -28,12 +28,12 @@ from collections.abc import Callable
 from enum import Enum
 
 from narrows.protocols import effects as e
+from narrows.protocols.config.timing import MODEL_WAIT_LEASES
 from narrows.protocols.effects import Log, MemberEffect, PeerSay
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.exchanges import LAST, GossipExchanges
 from narrows.protocols.gossip.mixing import Array, Mixing
 
-MODEL_LEASES = 3  # nobody who has a model for so long: whoever has it may be about to join again, a death and a return
 Says = list[PeerSay | Log]
 
 
@@ -122,7 +122,7 @@ class GossipDriver:
             self.asking_ns = -1
             return [e.AskModel(self.elder)]
         self.asking_ns = now_ns if self.asking_ns < 0 else self.asking_ns
-        if now_ns - self.asking_ns > MODEL_LEASES * self.lease_ns:
+        if now_ns - self.asking_ns > MODEL_WAIT_LEASES * self.lease_ns:
             self.trouble = "the run has begun, and nobody is left that could give its model: start it again"
         return []
 

@@ -2,22 +2,24 @@
 
 Rules
 - A member votes once in a view. While its vote is with the standby, it takes nothing of the server.
-- It turns where the server was silent for LOST_NS, or once the connections to all of its shards have ended. That of one shard
-  says nothing: it may have been killed, and be back in a moment.
-- A server that lacks the votes to go on without its standby says so twice a second. Once it has for LOST_NS, a member asks the
-  standby too, and moves there where that serves. It stays with the server meanwhile, which may get its votes yet.
+- A member turns where the server was silent for FAILOVER_SILENCE_NS, or once the connections to all of its shards have ended.
+  The end of one connection says nothing: a shard that was killed may be back in a moment.
+- A server that lacks the votes to go on without its standby says so twice a second. After FAILOVER_SILENCE_NS of that, a member
+  asks the standby too, and moves there where that serves. The member stays with the server meanwhile: it may get its votes yet.
 - It comes back where the standby says that the vote does not count, or where the server was elected without it.
 """
 
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
-
-SAY_NS = NS // 2  # from one vote to the next that says the same
-LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
-CUT_NS = NS  # after the end of all connections to it: who lives has connected anew by then
-STAY_NS = NS  # after a vote that was given back the silence counts on: the standby has heard the server a little longer than we
+from narrows.protocols.config.timing import (
+    FAILOVER_CUT_NS,
+    FAILOVER_SILENCE_NS,
+    FAILOVER_STAY_NS,
+    LONG_AGO_NS,
+    VOTE_RETRY,
+)
+from narrows.protocols.effects import MemberEffect, Send, SendToPeer, Turned
 
 
 class FailoverView:
@@ -54,15 +56,15 @@ class FailoverView:
 
     def tick(self, heard_ns: int, shards: int, now_ns: int) -> list[MemberEffect]:
         """Turn to the standby, where there is one and the server, of so many shards, has been silent for long or is gone."""
-        gone = 1 < shards <= len(self.cut) and now_ns - max(self.cut.values()) > CUT_NS
-        lost = (gone or now_ns - heard_ns > LOST_NS) and now_ns - self.stayed_ns > STAY_NS
+        gone = 1 < shards <= len(self.cut) and now_ns - max(self.cut.values()) > FAILOVER_CUT_NS
+        lost = (gone or now_ns - heard_ns > FAILOVER_SILENCE_NS) and now_ns - self.stayed_ns > FAILOVER_STAY_NS
         if self.standby and not self.turned and lost:
-            self.turned, self.said_ns = True, now_ns - SAY_NS
+            self.turned, self.said_ns = True, LONG_AGO_NS
             self.attempt += 1
         self.decided_ns = self.decided_ns if self.undecided else now_ns
-        before, self.asking = self.asking, bool(self.standby) and now_ns - self.decided_ns > LOST_NS
+        before, self.asking = self.asking, bool(self.standby) and now_ns - self.decided_ns > FAILOVER_SILENCE_NS
         self.attempt += self.asking > before
-        if not (self.turned or self.asking) or now_ns - self.said_ns < SAY_NS:
+        if not (self.turned or self.asking) or not VOTE_RETRY.due(self.said_ns, now_ns):
             return []
         self.said_ns = now_ns
         return [SendToPeer(self.standby, m.FailoverVote(self.worker, self.epoch, self.view + 1, self.attempt))]

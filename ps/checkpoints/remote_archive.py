@@ -24,6 +24,7 @@ from threading import Thread
 from typing import Any
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import ARCHIVE_RETRY
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.network.loop import Loop
@@ -34,7 +35,6 @@ from narrows.ps.store.changes import LoadArrays
 
 PART_BYTES = 1 << 20
 PARTS_AHEAD = 16
-AGAIN_S = 5.0  # a part without an answer is asked for again
 QUIET_S = 120.0  # no answer to any: another process 0 is in its place within less
 ASKED_MAX = 1024  # questions that wait; more are dropped, and asked again
 POLL_MS = 100
@@ -236,8 +236,8 @@ class ArchiveClient:
         def repeat(now_ns: int) -> None:
             if now_ns - heard_ns > QUIET_S * NS:
                 raise NarrowsError(f"the checkpoints at {self.there}: no answer came within {QUIET_S:.0f} s")
-            for number, (since_ns, ask) in sent.items():
-                if now_ns - since_ns > AGAIN_S * NS:
+            for number, (sent_ns, ask) in sent.items():
+                if ARCHIVE_RETRY.due(sent_ns, now_ns):
                     sockets.send(self.there, encode(ask))
                     sent[number] = (now_ns, ask)
 

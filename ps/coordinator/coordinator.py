@@ -14,7 +14,7 @@ How it works
 2. `_decide` asks the decisions in their order until none has anything more to decide. A decision reads `Run` and
    those made before it, never those after it.
 3. Each decision adds its fields to the ledger. The coordinator sends the ledger to each shard, and again every
-   LEDGER_RETRY_NS until a Report shows that the shard has seen it.
+   `LEDGER_RETRY` until a Report shows that the shard has seen it.
 4. A shard obeys the newest ledger and reports what it has seen and done. A Report replaces the one before, so a lost
    one costs time only.
 
@@ -34,6 +34,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import KEYS_MAX
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import LEDGER_RETRY, MODEL_HAND_OVER_NS
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.heartbeat_summary import SummaryRow, unpacked
@@ -52,8 +53,6 @@ from narrows.ps.coordinator.sample_leases import SampleLeases
 from narrows.ps.coordinator.shared_buffers import SharedBuffers
 from narrows.ps.planner.step_prices import CodecCost
 
-LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
-HAND_OVER_NS = 12 * NS  # under gossip workers hand over their models within this, where the server is stopped
 TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
 
 
@@ -350,7 +349,7 @@ class Coordinator:
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Expire leases, ask for checkpoints, send unseen ledgers again."""
-        if self.stop_ns >= 0 and not (self._handing_over() and now_ns - self.stop_ns < HAND_OVER_NS):
+        if self.stop_ns >= 0 and not (self._handing_over() and now_ns - self.stop_ns < MODEL_HAND_OVER_NS):
             return self.stop(now_ns)
         self.generations.wake(now_ns)
         effects = [effect for seat in self.roster.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
@@ -365,7 +364,7 @@ class Coordinator:
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation
-            if shard and now_ns - line.sent_ns >= LEDGER_RETRY_NS and (unseen or line.seen < report.version):
+            if shard and LEDGER_RETRY.due(line.sent_ns, now_ns) and (unseen or line.seen < report.version):
                 effects.append(self._ledger(shard, now_ns))
         return effects
 

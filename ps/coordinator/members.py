@@ -15,6 +15,14 @@ from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import ELEMENTWISE, Rule
 from narrows.protocols.config.settings import contradiction
+from narrows.protocols.config.timing import (
+    LEASE_STEPS,
+    MEMBER_PROBE_NS,
+    RECONNECT_LEASES,
+    RECONNECT_LEAST_NS,
+    RECONNECT_ROUND_TRIPS,
+    ROUND_TRIP_MAX_NS,
+)
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import RefuseCode, check_name
@@ -24,12 +32,6 @@ from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat
 
-LEASE_STEPS = 3  # a lease is never under three measured steps
-ROAD_MAX_NS = 30 * NS  # by so much a road lengthens a lease at most; a server is lost after it, too
-CUT_TRIPS = 5  # on the road of one who connects anew: TCP 1, ZMTP 1.5, CURVE 2, and its first word
-CUT_LEASES = 0.25  # of one whose connection has ended
-CUT_LEAST_NS = 2 * NS  # in which who lives has connected anew
-PROBE_NS = NS  # silence after which a member is sent something
 WAITING_MAX = 1024  # joiners that wait for the shards to report
 EXPECT_BYTES_MAX = 64 << 10  # the flags of a worker, which anybody may send
 
@@ -182,7 +184,7 @@ class Members(Decision):
         self._saw(seat, now_ns, peer)
         if isinstance(message, m.Heartbeat):
             seat.below, seat.copied = message.below, message.copied
-            seat.road_ns = min(max(0, message.road_ns), ROAD_MAX_NS)
+            seat.road_ns = min(max(0, message.road_ns), ROUND_TRIP_MAX_NS)
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
@@ -210,7 +212,7 @@ class Members(Decision):
         """Something small for each member that is silent: where nobody is connected, we are told."""
         effects = []
         for seat in self.run.declared:
-            if now_ns - max(seat.seen_ns, seat.asked_ns) >= PROBE_NS:
+            if now_ns - max(seat.seen_ns, seat.asked_ns) >= MEMBER_PROBE_NS:
                 seat.asked_ns = now_ns
                 effects.append(Send(seat.peer, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns)))
         return effects
@@ -225,11 +227,11 @@ class Members(Decision):
         return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
 
     def expired(self, now_ns: int) -> list[Seat]:
-        cut_ns = max(CUT_LEAST_NS, int(self.run.settings.lease * CUT_LEASES * NS))
+        cut_ns = max(RECONNECT_LEAST_NS, int(self.run.settings.lease * RECONNECT_LEASES * NS))
 
         def gone(seat: Seat) -> bool:
             lease_ns = self.lease_ns(seat)
-            if seat.cut_ns and now_ns - seat.cut_ns > min(lease_ns, cut_ns + CUT_TRIPS * seat.road_ns):
+            if seat.cut_ns and now_ns - seat.cut_ns > min(lease_ns, cut_ns + RECONNECT_ROUND_TRIPS * seat.road_ns):
                 return True
             return now_ns - seat.seen_ns > lease_ns
 

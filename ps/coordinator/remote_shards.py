@@ -5,8 +5,8 @@ Rules
   (`RemoteShardsGrant`) says which shards are its.
 - It comes and goes by a move of keys, one at a time. Its shards come after all that are there. Where it goes, those after
   its own go too; their machines join again.
-- One that is silent for GUEST_LEASES leases is lost with its shards, and all after them: the run goes back to the newest
-  checkpoint, over the shards before them.
+- A machine that is silent for REMOTE_HOST_LOST_LEASES leases is lost with its shards, and all after them: the run goes back to
+  the newest checkpoint, over the shards before them.
 - A coordinator that begins anew knows which shards are on which host, and waits for a word of their guests as long.
 """
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import REMOTE_HOST_LOST_LEASES
 from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.messages import RefuseCode, Wish
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run
 
-GUEST_LEASES = 3  # nobody can tell a machine that is lost from a link that is, and to go back costs work
 GONE_MAX = 256  # tokens of those who were here that are remembered
 FAILED, DONE = 1, 0  # exit codes
 
@@ -161,7 +161,7 @@ class RemoteShards(Decision):
 
     def lost(self, now_ns: int) -> RemoteHost | None:
         """One that is silent, or says so itself."""
-        limit_ns = int(GUEST_LEASES * self.run.settings.lease * NS)
+        limit_ns = int(REMOTE_HOST_LOST_LEASES * self.run.settings.lease * NS)
         silent = [guest for guest in self.guests if guest.seen_ns >= 0 and now_ns - guest.seen_ns > limit_ns]
         return next((each for each in self.guests if each in silent or each.wish == Wish.GONE), None)
 

@@ -24,6 +24,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import SHARDS_MAX, Settings
+from narrows.protocols.config.timing import RESHARD_HOLD_LEASES
 from narrows.protocols.effects import NS, Log, Send
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
 from narrows.ps.coordinator.clock_quorum import Clocks
@@ -32,7 +33,6 @@ from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
 LEVELS = "this run has two levels"
-HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
 
 
 class ReshardPhase(Enum):
@@ -220,7 +220,10 @@ class Resharding(Decision):
             return "nobody trains any more"
         if self._levels and self.target != self.run.shards:
             return LEVELS
-        late = self.phase is ReshardPhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
+        late = (
+            self.phase is ReshardPhase.TOLD
+            and now_ns - self.since_ns > RESHARD_HOLD_LEASES * self.run.settings.lease * NS
+        )
         silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
         return f"worker {silent[0]} does not say that it holds" if silent else ""
 

@@ -18,7 +18,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import Rule
 from narrows.protocols.config.settings import OF_PLAN, Settings
-from narrows.protocols.config.timing import Timing
+from narrows.protocols.config.timing import Timing, standby_lost_ns
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.cli.output import emit
@@ -29,7 +29,7 @@ from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import MeanFactory
 from narrows.ps.shard.shard import Shard
@@ -105,7 +105,7 @@ def original(
     process: MachineFactory, server: Server, port: int, freeze: Callable[[], bytes], siblings: PeerShards | None
 ) -> ReplicationPrimary:
     """Make what gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
-    lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
+    lost_ns, coordinator = standby_lost_ns(process.settings.lease), server.coordinator
     first_view = coordinator.run.first_epoch if coordinator is not None else 0
     before = process.follows if siblings is not None else ""
     siblings = siblings or PeerShards(process.settings.shards, lost_ns)

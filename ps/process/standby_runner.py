@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
+from narrows.protocols.config.timing import ELECTION_TIMEOUT_NS, standby_lost_ns
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
 from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.cli.output import emit
@@ -25,7 +26,6 @@ from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import GIVE_UP_NS, lost_after
 from narrows.ps.replication.standby import Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
@@ -45,7 +45,7 @@ class StandbyRunner:
         self.refused_ns = 0  # since when the server has another standby, 0: it has none
         first = parse_address("", process.coordinator)[1] if process.coordinator else number
         address = f"tcp://{reached(process.bind, process.follows)}:{first}"
-        lost_ns = lost_after(process.settings.lease)
+        lost_ns = standby_lost_ns(process.settings.lease)
         siblings = PeerShards(process.settings.shards, lost_ns)
         self.standby = Standby(
             process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
@@ -170,7 +170,7 @@ class StandbyRunner:
             self.told = True
             text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
             emit("log", name="standby", values={"text": text})
-        if now_ns - self.standby.heard_ns > GIVE_UP_NS:
+        if now_ns - self.standby.heard_ns > ELECTION_TIMEOUT_NS:
             raise ServerLostError(
                 f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
             )

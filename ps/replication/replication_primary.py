@@ -30,23 +30,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
+from narrows.protocols.config.timing import DEPOSE_NS, ELECTION_TIMEOUT_NS, REPLICATION_BEAT_NS, STANDBY_MISSED_NS
+from narrows.protocols.effects import CopyEffect, Log, Send, SendToPeer, Serve, Stop
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_stream import AGAIN_NS, ReplicatedMachine, ReplicatedMember, ReplicationStream
+from narrows.ps.replication.replication_stream import ReplicatedMachine, ReplicatedMember, ReplicationStream
 from narrows.ps.shard.reports import COORDINATOR
-
-SAY_NS = NS // 2  # between two signs of life
-LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
-DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
-GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
-
-
-def lost_after(lease: float) -> int:
-    """Nanoseconds of silence, of a lease in seconds."""
-    return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
 
 
 class ReplicationPrimary:
@@ -167,14 +158,14 @@ class ReplicationPrimary:
     # Time.
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
-        if now_ns - self.said_ns < SAY_NS or not (self.feed.peer or self.machine.view):
+        if now_ns - self.said_ns < REPLICATION_BEAT_NS or not (self.feed.peer or self.machine.view):
             return self._greet() if self.feed.copied(now_ns) else []
         self.said_ns = now_ns
         if self.feed.peer and not self.machine.standby and now_ns - self.feed.heard_ns > self.feed.lost_ns:
             self.feed.forget()  # it was lost before it had all
         effects: list[CopyEffect] = []
         if self.before and self.deposed_ns < DEPOSE_NS:
-            self.deposed_ns += SAY_NS
+            self.deposed_ns += REPLICATION_BEAT_NS
             effects.append(SendToPeer(self.before, m.FailoverNotice(self.machine.view, "", True)))
         if self.index:
             there = self.feed.address if self.feed.copied(now_ns) else ""
@@ -217,12 +208,12 @@ class ReplicationPrimary:
                 effects.append(Log("standby", {"there": True, "text": text}))
             return effects + self._tell(m.FailoverNotice(machine.view, machine.standby, True))
         self.missed_ns = self.missed_ns or now_ns
-        if now_ns - self.missed_ns < AGAIN_NS:
+        if now_ns - self.missed_ns < STANDBY_MISSED_NS:
             return effects
         if self._elected(machine.view + 1):
             text = f"the standby at {machine.standby} is lost; the run goes on without one"
             return [*effects, Log("standby", {"there": False, "text": text}), Serve(machine.view + 1, "")]
-        if now_ns - self.missed_ns > GIVE_UP_NS:
+        if now_ns - self.missed_ns > ELECTION_TIMEOUT_NS:
             text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
             return [Stop(RefuseCode.SERVER_LOST, text)]
         return effects + [

@@ -14,21 +14,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Send
+from narrows.protocols.config.timing import REPLICATION_CUT_NS, REPLICATION_RETRY
+from narrows.protocols.effects import Send
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.replication.events import MachineEvent
 
 PART_BYTES = 1 << 20  # of a machine
 PARTS_AHEAD = 16  # that were sent and are not acknowledged
 TAIL_BYTES, TAIL_TIMES = 1 << 28, 2  # of events that are not acknowledged, or so often the machine where that is more
-BYTES_PER_SECOND = 1_250_000  # of the slowest link to a standby: bytes that are under way get so long
-AGAIN_NS = NS  # without progress: then what was sent last is sent again
-CUT_NS = NS // 2  # of silence after the end of the connection: who lives has connected anew by then
-
-
-def again_after(size: int) -> int:
-    """Nanoseconds without progress after which so many bytes that are under way count as lost."""
-    return AGAIN_NS + size * NS // BYTES_PER_SECOND
 
 
 class ReplicatedMember(Protocol):
@@ -113,7 +106,7 @@ class ReplicationStream:
         while self.tail and self.tail[0].number <= copy.have:
             gone = self.tail.popleft()
             self.tail_bytes -= len(gone.header) + len(gone.payload)
-        if now_ns - self.progress_ns >= again_after(self.tail_bytes):
+        if REPLICATION_RETRY.due(self.progress_ns, now_ns, self.tail_bytes):
             self.sent, self.progress_ns = copy.have, now_ns
         missing = [copied for copied in self.tail if copied.number > self.sent]
         self.sent = missing[-1].number if missing else self.sent
@@ -129,7 +122,7 @@ class ReplicationStream:
         here = copy.parts if copy.machine == self.frozen_at else 0
         if here > self.here:
             self.progress_ns = now_ns
-        elif now_ns - self.progress_ns >= again_after((self.frozen_sent - here) * PART_BYTES):
+        elif REPLICATION_RETRY.due(self.progress_ns, now_ns, (self.frozen_sent - here) * PART_BYTES):
             self.frozen_sent, self.progress_ns = here, now_ns
         self.here = here
         first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
@@ -145,5 +138,5 @@ class ReplicationStream:
         return self.streams and self.acked >= self.machine.viewed and now_ns - self.heard_ns <= self.lost_ns
 
     def cut(self, now_ns: int) -> None:
-        """The connection of the standby has ended: CUT_NS of silence are enough."""
-        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + CUT_NS)
+        """The connection of the standby has ended: REPLICATION_CUT_NS of silence are enough."""
+        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + REPLICATION_CUT_NS)

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import REPLICATION_BEAT_NS, REPLICATION_CUT_NS
 from narrows.protocols.effects import CopyEffect, Send, SendToPeer, Serve
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import SAY_NS
-from narrows.ps.replication.replication_stream import CUT_NS, ReplicatedMachine
+from narrows.ps.replication.replication_stream import ReplicatedMachine
 from narrows.ps.shard.reports import COORDINATOR
 
 
@@ -98,8 +98,9 @@ class Standby:
         ]
 
     def cut(self, now_ns: int) -> None:
-        """The connection to the original has ended: CUT_NS of silence are enough. Members wait for longer, and then ask."""
-        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + CUT_NS)
+        """The connection to the original has ended: REPLICATION_CUT_NS of silence are enough. Members wait for longer, and then
+        ask."""
+        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + REPLICATION_CUT_NS)
 
     # Members, and the other shards.
 
@@ -140,10 +141,11 @@ class Standby:
     def tick(self, now_ns: int) -> list[CopyEffect]:
         self.handle()
         machine, effects = self.machine, list[CopyEffect]()
-        if now_ns - self.said_ns >= SAY_NS:
+        if now_ns - self.said_ns >= REPLICATION_BEAT_NS:
             self.owes = True
             effects += self.acknowledge(now_ns)
-        if self.index and now_ns - self.told_ns >= SAY_NS:  # a shard 0 that was killed knows nothing of us any more
+        # A shard 0 that was killed knows nothing of this standby any more.
+        if self.index and now_ns - self.told_ns >= REPLICATION_BEAT_NS:
             self.told_ns = now_ns
             view, there = machine.view if machine is not None else 0, self.address if self.stands_by else ""
             effects.append(Send(COORDINATOR, m.ReplicationProgress(self.index, view, there, self.port)))

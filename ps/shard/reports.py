@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Send
+from narrows.protocols.config.timing import REPORT_REFRESH_NS, REPORT_RETRY
+from narrows.protocols.effects import Send
 
 COORDINATOR = b""  # the peer that a shard's report goes to
-RETRY_NS = NS // 5
-AGAIN_NS = NS
 
 
 class Reports:
@@ -42,10 +41,9 @@ class Reports:
         self.seen = max(self.seen, version)
 
     def tick(self, now_ns: int) -> list[Send]:
-        since_ns = now_ns - self.sent_ns
-        if self.seen < self.version and since_ns >= RETRY_NS:
+        if self.seen < self.version and REPORT_RETRY.due(self.sent_ns, now_ns):
             return [self.send(now_ns)]
-        if self.newest is None or since_ns < AGAIN_NS:
+        if self.newest is None or now_ns - self.sent_ns < REPORT_REFRESH_NS:
             return []
         self.sent_ns = now_ns
         return [Send(COORDINATOR, self.newest)]

@@ -19,9 +19,9 @@ from torch import nn
 from narrows.protocols import messages as m
 from narrows.protocols.config.checkpoint_names import FOLDER, ROUND, round_file
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import MODEL_HAND_OVER_NS
 from narrows.protocols.effects import Send
 from narrows.ps.command.shard_supervisor import ShardSupervisor
-from narrows.ps.coordinator.coordinator import HAND_OVER_NS
 from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_size
 from narrows.worker.checkpoint import gossip_checkpoints
 from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
@@ -367,7 +367,7 @@ def test_a_server_that_is_stopped_waits_for_no_worker_for_ever() -> None:
         with cluster.changed:
             cluster._apply(0, cluster.servers[0].stop(cluster.now()))
             assert cluster.stopped is None
-            cluster._apply(0, cluster.servers[0].tick(cluster.now() + HAND_OVER_NS))
+            cluster._apply(0, cluster.servers[0].tick(cluster.now() + MODEL_HAND_OVER_NS))
         assert cluster.stopped is not None
 
 

@@ -29,6 +29,7 @@ import pytest
 from narrows.compression.codecs import add
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import standby_lost_ns
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
@@ -39,7 +40,7 @@ from narrows.ps.process.journal import JournalReplay
 from narrows.ps.process.machine_pickling import frozen, thaw
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.standby import Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ModelShard
@@ -401,7 +402,7 @@ class Serving(Process):
 
     def _serve(self, server: Server) -> None:
         super()._serve(server)
-        lost_ns = lost_after(self.run.settings.lease)
+        lost_ns = standby_lost_ns(self.run.settings.lease)
         siblings, before = PeerShards(self.run.settings.shards, lost_ns), ""
         if self.second is not None:
             siblings, before = self.second.standby.siblings, self.second.standby.original
@@ -558,7 +559,7 @@ class Second:
         self.held = deque[tuple[int, ServerEffect]]()  # of nobody
         self.replay: JournalReplay
         self.stale = False
-        lost_ns = lost_after(self.node.settings.lease)
+        lost_ns = standby_lost_ns(self.node.settings.lease)
         siblings = PeerShards(self.node.settings.shards, lost_ns)
         original, address = site.follows.address(index), site.address(0)
         self.standby = Standby(index, original, address, 1 + index, lost_ns, siblings, self._thaw, self._again)

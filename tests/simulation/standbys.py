@@ -21,11 +21,12 @@ from typing import Any
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import standby_lost_ns
 from narrows.protocols.effects import NS
 from narrows.protocols.member.failover_view import FailoverView
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import ReplicationPrimary, lost_after
+from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.standby import Standby
 from narrows.ps.shard.reports import COORDINATOR
 from simulation.mirror import Violation
@@ -146,7 +147,7 @@ class Shard:
         self.held: deque[tuple[int, bytes, Any]] = deque()
         self.original: ReplicationPrimary | None = None
         self.standby: Standby | None = None
-        lost_ns, shards = lost_after(LEASE_S), theatre.shards
+        lost_ns, shards = standby_lost_ns(LEASE_S), theatre.shards
         if follows:
             self.standby = Standby(
                 index,
@@ -190,7 +191,7 @@ class Shard:
     def _serves(self, box: Box, siblings: PeerShards) -> None:
         before = self.standby.original if self.standby is not None else ""
         first_view = VIEWS_OF_A_LIFE * box.incarnation
-        lost_ns = lost_after(LEASE_S)
+        lost_ns = standby_lost_ns(LEASE_S)
         self.original = ReplicationPrimary(
             self.index, box, self.index, lost_ns, box.packed, siblings, first_view, before
         )

@@ -9,9 +9,9 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import RECONNECT_LEAST_NS, RECONNECT_ROUND_TRIPS, ROUND_TRIP_MAX_NS
 from narrows.protocols.effects import NS
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.coordinator.members import CUT_LEAST_NS, CUT_TRIPS, ROAD_MAX_NS
 from narrows.ps.coordinator.run import Seat
 from simulation.actors import peer_of
 from simulation.campaigns import LEASE_S, TICK_NS, Run, case_of
@@ -98,8 +98,8 @@ def test_one_whose_connection_ends_has_time_to_connect_anew() -> None:
     now_ns = run.servers[0].now_ns
     seat.seen_ns = now_ns + 100 * NS  # for the rest of this test nothing but the end of the connection counts
     coordinator.roster.unreached(peer_of(f"w{FAR}.0"), now_ns)
-    limit_ns = min(coordinator.roster.lease_ns(seat), CUT_LEAST_NS + CUT_TRIPS * seat.road_ns)
-    assert limit_ns > 2 * CUT_LEAST_NS
+    limit_ns = min(coordinator.roster.lease_ns(seat), RECONNECT_LEAST_NS + RECONNECT_ROUND_TRIPS * seat.road_ns)
+    assert limit_ns > 2 * RECONNECT_LEAST_NS
     assert seat not in coordinator.roster.expired(now_ns + limit_ns)
     assert seat in coordinator.roster.expired(now_ns + limit_ns + 1)
 
@@ -109,7 +109,7 @@ def test_nobody_has_a_longer_lease_by_saying_so() -> None:
     run = Far("bsp", (1, 1))
     coordinator, seat = run.until(NS)
     before_ns = coordinator.roster.lease_ns(seat) - seat.road_ns
-    for said, counts in ((1 << 60, ROAD_MAX_NS), (-1, 0)):
+    for said, counts in ((1 << 60, ROUND_TRIP_MAX_NS), (-1, 0)):
         beat = m.Heartbeat(seat.worker, seat.epoch, 1, road_ns=said)
         coordinator.handle(peer_of(f"w{FAR}.0"), beat, run.servers[0].now_ns)
         assert coordinator.roster.lease_ns(seat) == before_ns + counts

@@ -10,9 +10,15 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import SUMMARY_BYTES_PER_SECOND
+from narrows.protocols.config.timing import (
+    FAILOVER_CUT_NS,
+    FAILOVER_SILENCE_NS,
+    FAILOVER_STAY_NS,
+    SUMMARY_BYTES_PER_SECOND,
+    VOTE_RETRY,
+)
 from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
-from narrows.protocols.member.failover_view import CUT_NS, LOST_NS, SAY_NS, STAY_NS, FailoverView
+from narrows.protocols.member.failover_view import FailoverView
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.member.member import Member
 
@@ -30,7 +36,7 @@ def known(view: int = 1, standby: str = THERE) -> FailoverView:
 
 def turned() -> FailoverView:
     ours = known()
-    assert ours.tick(0, 1, LOST_NS + 1) and ours.turned
+    assert ours.tick(0, 1, FAILOVER_SILENCE_NS + 1) and ours.turned
     return ours
 
 
@@ -59,24 +65,24 @@ def test_a_member_votes_for_the_server_that_it_hears() -> None:
 
 def test_it_turns_to_the_standby_after_a_silence_and_says_so_twice_a_second() -> None:
     ours = known()
-    assert not ours.tick(5, 1, LOST_NS + 5) and not ours.turned
-    assert votes(ours.tick(5, 1, LOST_NS + 6)) == [(THERE, 2, 1)] and ours.turned
-    assert not ours.tick(5, 1, LOST_NS + 5 + SAY_NS)
-    assert votes(ours.tick(5, 1, LOST_NS + 6 + SAY_NS)) == [(THERE, 2, 1)]
+    assert not ours.tick(5, 1, FAILOVER_SILENCE_NS + 5) and not ours.turned
+    assert votes(ours.tick(5, 1, FAILOVER_SILENCE_NS + 6)) == [(THERE, 2, 1)] and ours.turned
+    assert not ours.tick(5, 1, FAILOVER_SILENCE_NS + 5 + VOTE_RETRY.first_ns)
+    assert votes(ours.tick(5, 1, FAILOVER_SILENCE_NS + 6 + VOTE_RETRY.first_ns)) == [(THERE, 2, 1)]
     alone = known(standby="")
-    assert not alone.tick(0, 1, 9 * LOST_NS) and not alone.turned
+    assert not alone.tick(0, 1, 9 * FAILOVER_SILENCE_NS) and not alone.turned
 
 
 def test_it_turns_soon_where_the_connections_to_all_shards_have_ended() -> None:
     ours = known()
     ours.cut = {0: 5}
-    assert not ours.tick(5, 2, CUT_NS + 6), "a shard that was killed alone is back in a moment"
+    assert not ours.tick(5, 2, FAILOVER_CUT_NS + 6), "a shard that was killed alone is back in a moment"
     ours.cut[1] = 7
-    assert not ours.tick(5, 2, CUT_NS + 7) and votes(ours.tick(5, 2, CUT_NS + 8)) == [(THERE, 2, 1)]
+    assert not ours.tick(5, 2, FAILOVER_CUT_NS + 7) and votes(ours.tick(5, 2, FAILOVER_CUT_NS + 8)) == [(THERE, 2, 1)]
     single = known()
     single.cut = {0: 5}
-    assert not single.tick(5, 1, LOST_NS + 5), "and so is the only one"
-    ours.hear(m.FailoverNotice(2, "", True, (1, 2)), CUT_NS + 9)
+    assert not single.tick(5, 1, FAILOVER_SILENCE_NS + 5), "and so is the only one"
+    ours.hear(m.FailoverNotice(2, "", True, (1, 2)), FAILOVER_CUT_NS + 9)
     assert not ours.cut, "that was another server"
 
 
@@ -101,9 +107,9 @@ def test_a_word_of_a_shard_says_that_it_is_connected() -> None:
     member.cut(0, 9)
     assert member.views.cut[0] == 5, "tunnels hang up again and again"
     member.receive(1, m.HeartbeatAck(WORKER, EPOCH, 0, 6, 6), 6)
-    assert member.views.cut == {0: 5} and not votes(member.tick(CUT_NS + 6))
+    assert member.views.cut == {0: 5} and not votes(member.tick(FAILOVER_CUT_NS + 6))
     member.cut(1, 7)
-    assert votes(member.tick(CUT_NS + 8)) == [(THERE, 2, 1)]
+    assert votes(member.tick(FAILOVER_CUT_NS + 8)) == [(THERE, 2, 1)]
 
 
 def test_it_beats_at_once_where_the_server_is_heard_after_a_silence() -> None:
@@ -157,10 +163,12 @@ def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
     ours = turned()
     for view, attempt in ((1, 1), (3, 1), (2, 0), (2, 2)):
         assert not ours.hear(m.KeepServing(view, attempt), 7) and ours.turned
-    assert not ours.hear(m.KeepServing(2, 1), 2 * LOST_NS) and not ours.turned
-    assert not ours.tick(0, 1, 2 * LOST_NS + STAY_NS), "it was given back a moment ago"
-    assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS + STAY_NS + 1), "the server is heard"
-    assert votes(ours.tick(0, 1, 2 * LOST_NS + STAY_NS + 1)) == [(THERE, 2, 2)]
+    assert not ours.hear(m.KeepServing(2, 1), 2 * FAILOVER_SILENCE_NS) and not ours.turned
+    assert not ours.tick(0, 1, 2 * FAILOVER_SILENCE_NS + FAILOVER_STAY_NS), "it was given back a moment ago"
+    assert not ours.tick(2 * FAILOVER_SILENCE_NS, 1, 2 * FAILOVER_SILENCE_NS + FAILOVER_STAY_NS + 1), (
+        "the server is heard"
+    )
+    assert votes(ours.tick(0, 1, 2 * FAILOVER_SILENCE_NS + FAILOVER_STAY_NS + 1)) == [(THERE, 2, 2)]
 
 
 def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:
@@ -179,7 +187,7 @@ def test_it_asks_the_standby_too_where_the_server_lacks_votes_and_stays_meanwhil
     ours = known()
     for now in range(4):
         ours.told(m.FailoverNotice(2, "", False))  # the server asks for a vote, again and again
-        assert not ours.tick(now * NS, 1, now * NS) or now * NS > LOST_NS
+        assert not ours.tick(now * NS, 1, now * NS) or now * NS > FAILOVER_SILENCE_NS
     assert ours.asking and not ours.turned
     assert votes(ours.told(m.FailoverNotice(2, "", False))) == [(0, 2, 0)], "its vote is with the server"
     assert votes(ours.tick(4 * NS, 1, 4 * NS)) == [(THERE, 3, 1)], "which counts for nobody: the view is the one after"
@@ -191,7 +199,7 @@ def test_it_asks_no_more_once_the_server_is_elected() -> None:
     ours = known()
     ours.tick(0, 1, 0)
     ours.told(m.FailoverNotice(2, "", False))
-    assert votes(ours.tick(LOST_NS + 1, 1, LOST_NS + 1)) == [(THERE, 3, 1)]
+    assert votes(ours.tick(FAILOVER_SILENCE_NS + 1, 1, FAILOVER_SILENCE_NS + 1)) == [(THERE, 3, 1)]
     ours.told(m.FailoverNotice(2, "", True))
-    assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS) and not ours.listens
-    assert not ours.hear(m.FailoverNotice(2, "", True, (5,)), 2 * LOST_NS)
+    assert not ours.tick(2 * FAILOVER_SILENCE_NS, 1, 2 * FAILOVER_SILENCE_NS) and not ours.listens
+    assert not ours.hear(m.FailoverNotice(2, "", True, (5,)), 2 * FAILOVER_SILENCE_NS)

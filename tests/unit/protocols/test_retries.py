@@ -116,4 +116,9 @@ def test_each_rule_has_its_numbers() -> None:
         "JOIN_RETRY": (0.5, 0, 1),
         "REQUEST_RETRY": (5.0, 125_000, 8),
         "OFFER_RETRY": (5.0, 125_000, 1),
+        "REPORT_RETRY": (0.2, 0, 1),
+        "LEDGER_RETRY": (0.2, 0, 1),
+        "REPLICATION_RETRY": (1.0, 1_250_000, 1),
+        "VOTE_RETRY": (0.5, 0, 1),
+        "ARCHIVE_RETRY": (5.0, 0, 1),
     }

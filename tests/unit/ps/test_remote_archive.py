@@ -13,6 +13,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
+from narrows.protocols.config.timing import Retry
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import decode, encode
@@ -55,7 +56,7 @@ def there(tmp_path: Path) -> RemoteArchive:
 @pytest.fixture
 def away(there: RemoteArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArchiveClient:
     """The `ArchiveClient` of shard 2."""
-    monkeypatch.setattr(remote_archive, "AGAIN_S", 0.0)
+    monkeypatch.setattr(remote_archive, "ARCHIVE_RETRY", Retry(0))
     monkeypatch.setattr(remote_archive, "PART_BYTES", 1000)
     (tmp_path / "here").mkdir()
     dial: Callable[[], Any] = lambda: Lossy(there, random.Random(1), [])  # noqa: E731

@@ -8,24 +8,28 @@ from functools import partial
 import pytest
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.timing import (
+    DEPOSE_NS,
+    ELECTION_TIMEOUT_NS,
+    FAILOVER_CUT_NS,
+    REPLICATION_RETRY,
+    STANDBY_MISSED_NS,
+    standby_lost_ns,
+)
+from narrows.protocols.config.timing import REPLICATION_BEAT_NS as BEAT_NS
+from narrows.protocols.config.timing import REPLICATION_CUT_NS as CUT_NS
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
-from narrows.protocols.member import failover_view
 from narrows.protocols.wire import decode, encode
 from narrows.ps.replication import replication_stream
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.replication_primary import (
-    DEPOSE_NS,
-    GIVE_UP_NS,
-    SAY_NS,
-    ReplicationPrimary,
-    lost_after,
-)
-from narrows.ps.replication.replication_stream import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, ReplicatedMember
+from narrows.ps.replication.replication_primary import ReplicationPrimary
+from narrows.ps.replication.replication_stream import PARTS_AHEAD, ReplicatedMember
 from narrows.ps.replication.standby import Standby
 from narrows.ps.shard.reports import COORDINATOR
 
 LOST_NS = 2 * NS
+AGAIN_NS = REPLICATION_RETRY.first_ns
 LIFE = 7
 THERE, OTHER = "tcp://there:1", "tcp://other:1"
 STANDBY, SIBLING = b"standby", b"sibling"
@@ -115,7 +119,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_other_side_is_lost_after_a_quarter_of_a_lease_or_a_second() -> None:
-    assert [lost_after(lease) for lease in (1.0, 4.0, 10.0)] == [NS, NS, 5 * NS // 2]
+    assert [standby_lost_ns(lease) for lease in (1.0, 4.0, 10.0)] == [NS, NS, 5 * NS // 2]
 
 
 # The events that are copied.
@@ -174,7 +178,7 @@ def test_parts_that_were_lost_are_sent_again_after_as_long_as_they_may_take(smal
 def test_events_that_were_lost_are_sent_again_after_as_long_as_they_may_take() -> None:
     ours = copied(Machine())
     for _ in range(3):
-        happen(ours, size=BYTES_PER_SECOND)
+        happen(ours, size=REPLICATION_RETRY.bytes_per_second)
     assert not events(ours.receive(STANDBY, copy(0), AGAIN_NS + 2 * NS))
     assert not events(ours.receive(STANDBY, copy(1), AGAIN_NS + 3 * NS - 1)), "that is progress"
     assert not events(ours.receive(STANDBY, copy(1), 2 * AGAIN_NS + 5 * NS - 2))
@@ -363,10 +367,10 @@ def test_a_standby_that_is_silent_before_it_has_all_is_forgotten() -> None:
     ours = copied(Machine())
     ours.tick(LOST_NS)
     assert ours.feed.peer
-    ours.tick(LOST_NS + SAY_NS)
+    ours.tick(LOST_NS + BEAT_NS)
     assert not ours.feed.peer and not ours.feed.address
     ours = copied(Machine(view=1, standby=THERE, members=[Seat(0)]))
-    ours.tick(LOST_NS + SAY_NS)
+    ours.tick(LOST_NS + BEAT_NS)
     assert ours.feed.peer, "members know it: it is for them to say"
 
 
@@ -380,10 +384,12 @@ def test_a_standby_whose_connection_has_ended_is_lost_soon() -> None:
     ours.feed.cut(NS)
     missed_ns = NS + CUT_NS + 1
     assert not told(ours.tick(missed_ns))
-    asked = told(ours.tick(missed_ns + AGAIN_NS))
-    assert asked == [(Seat(0).peer, m.FailoverNotice(2, "", False))] and not ours.tick(missed_ns + AGAIN_NS + 1)
+    asked = told(ours.tick(missed_ns + STANDBY_MISSED_NS))
+    assert asked == [(Seat(0).peer, m.FailoverNotice(2, "", False))] and not ours.tick(
+        missed_ns + STANDBY_MISSED_NS + 1
+    )
     vote(ours, 0, 2)
-    assert serves(ours.tick(missed_ns + AGAIN_NS + 2)) == [(2, "")], "at once"
+    assert serves(ours.tick(missed_ns + STANDBY_MISSED_NS + 2)) == [(2, "")], "at once"
 
 
 def test_a_standby_that_was_lost_before_it_had_all_leaves_room_for_another() -> None:
@@ -399,35 +405,35 @@ def test_other_shards_hear_of_a_view_with_the_next_tick() -> None:
     siblings = PeerShards(2, LOST_NS)
     ours = copied(Machine(view=1, members=[Seat(0)]), siblings)
     siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 5), 0)
-    assert serves(ours.tick(SAY_NS)) == [(100, THERE)]
+    assert serves(ours.tick(BEAT_NS)) == [(100, THERE)]
     assert isinstance(ours.machine, Machine)
     ours.machine.view, ours.machine.standby = 100, THERE
-    assert (SIBLING, m.FailoverNotice(100, THERE, True)) in told(ours.tick(SAY_NS + 1))
+    assert (SIBLING, m.FailoverNotice(100, THERE, True)) in told(ours.tick(BEAT_NS + 1))
 
 
 def test_it_says_so_twice_a_second() -> None:
     ours = original(Machine(view=1, members=[Seat(0)]))
-    assert told(ours.tick(SAY_NS)) and not told(ours.tick(2 * SAY_NS - 1)) and told(ours.tick(2 * SAY_NS))
+    assert told(ours.tick(BEAT_NS)) and not told(ours.tick(2 * BEAT_NS - 1)) and told(ours.tick(2 * BEAT_NS))
     vote(ours, 0, 1)
-    assert told(ours.tick(3 * SAY_NS)), "its vote does not say that it knows who was elected"
+    assert told(ours.tick(3 * BEAT_NS)), "its vote does not say that it knows who was elected"
     begun = copied(Machine(members=[Seat(0)]), PeerShards(2, LOST_NS))
-    assert not begun.tick(SAY_NS), "the first view needs no vote"
+    assert not begun.tick(BEAT_NS), "the first view needs no vote"
     alone = original(Machine(view=0, members=[Seat(0)]))
-    assert not alone.tick(SAY_NS)
+    assert not alone.tick(BEAT_NS)
     alone.machine.view = 1
-    assert told(alone.tick(2 * SAY_NS)), "there was one"
+    assert told(alone.tick(2 * BEAT_NS)), "there was one"
 
 
 def test_the_one_before_is_told_for_a_while() -> None:
     assert original(Machine(before=OTHER)).before == OTHER, "a process that was killed said so too"
     ours = original(Machine(view=2, before=THERE), before=OTHER)
     count = 0
-    for turn in range(1, DEPOSE_NS // SAY_NS + 5):
-        for effect in ours.tick(turn * SAY_NS):
+    for turn in range(1, DEPOSE_NS // BEAT_NS + 5):
+        for effect in ours.tick(turn * BEAT_NS):
             if isinstance(effect, SendToPeer):
                 count += 1
                 assert effect == SendToPeer(OTHER, m.FailoverNotice(2, "", True))
-    assert count == DEPOSE_NS // SAY_NS
+    assert count == DEPOSE_NS // BEAT_NS
 
 
 def test_who_was_killed_while_it_took_over_learns_from_its_journal_in_whose_place_it_serves() -> None:
@@ -435,17 +441,17 @@ def test_who_was_killed_while_it_took_over_learns_from_its_journal_in_whose_plac
     ours = original(machine)
     assert not ours.before
     machine.view, machine.before = 2, OTHER  # as its journal is done again
-    assert SendToPeer(OTHER, m.FailoverNotice(2, "", True)) in ours.tick(SAY_NS)
+    assert SendToPeer(OTHER, m.FailoverNotice(2, "", True)) in ours.tick(BEAT_NS)
 
 
 def test_other_shards_tell_shard_0() -> None:
     machine = Machine(view=1)
     ours = ReplicationPrimary(1, machine, 4712, LOST_NS, bytes, PeerShards(2, LOST_NS))
-    (said,) = ours.tick(SAY_NS)
+    (said,) = ours.tick(BEAT_NS)
     assert said == Send(COORDINATOR, m.ReplicationProgress(1, 1, "", 4712))
-    ours.receive(STANDBY, copy(-1), SAY_NS)
-    ours.receive(STANDBY, copy(0), SAY_NS)
-    (said,) = ours.tick(2 * SAY_NS)
+    ours.receive(STANDBY, copy(-1), BEAT_NS)
+    ours.receive(STANDBY, copy(0), BEAT_NS)
+    (said,) = ours.tick(2 * BEAT_NS)
     assert said == Send(COORDINATOR, m.ReplicationProgress(1, 1, THERE, 4712))
 
 
@@ -453,8 +459,8 @@ def test_a_standby_stands_by_once_all_shards_are_copied_and_know_the_view() -> N
     siblings = PeerShards(2, LOST_NS)
     ours = copied(Machine(), siblings)
     for view, there, heard_ns, now_ns, wanted in (
-        (0, "", 0, SAY_NS, []),
-        (0, THERE, 0, LOST_NS + SAY_NS, []),  # heard too long ago
+        (0, "", 0, BEAT_NS, []),
+        (0, THERE, 0, LOST_NS + BEAT_NS, []),  # heard too long ago
         (0, OTHER, 2 * LOST_NS, 2 * LOST_NS, []),  # its standby is the one that came when ours was lost
         (0, THERE, 2 * LOST_NS, 2 * LOST_NS, [(100, THERE)]),  # the first view of this life
     ):
@@ -480,7 +486,7 @@ def test_a_shard_0_that_begins_from_a_checkpoint_catches_up_with_the_views_of_th
     for theirs, wanted in ((0, []), (40, [(100, "")]), (100, [(101, "")])):
         siblings.hear(SIBLING, m.ReplicationProgress(1, theirs, "", 4712), 0)
         ours.said_ns = 0
-        assert serves(ours.tick(SAY_NS)) == wanted
+        assert serves(ours.tick(BEAT_NS)) == wanted
 
 
 def standing(members: int = 2) -> tuple[ReplicationPrimary, Machine]:
@@ -491,16 +497,16 @@ def standing(members: int = 2) -> tuple[ReplicationPrimary, Machine]:
 
 def test_members_hear_of_a_standby_that_has_all_and_the_console_once_they_know() -> None:
     ours, machine = standing()
-    effects = ours.tick(SAY_NS)
+    effects = ours.tick(BEAT_NS)
     assert told(effects) == [(Seat(worker).peer, m.FailoverNotice(1, THERE, True)) for worker in range(2)]
     assert not any(isinstance(effect, Log) for effect in effects)
     vote(ours, 0, 1)
-    assert not any(isinstance(effect, Log) for effect in ours.tick(2 * SAY_NS))
+    assert not any(isinstance(effect, Log) for effect in ours.tick(2 * BEAT_NS))
     vote(ours, 1, 1)
-    (log,) = [effect for effect in ours.tick(3 * SAY_NS) if isinstance(effect, Log)]
-    assert log.values["there"] and not any(isinstance(effect, Log) for effect in ours.tick(4 * SAY_NS)), "once"
+    (log,) = [effect for effect in ours.tick(3 * BEAT_NS) if isinstance(effect, Log)]
+    assert log.values["there"] and not any(isinstance(effect, Log) for effect in ours.tick(4 * BEAT_NS)), "once"
     machine.viewed = machine.happened + 1
-    assert not told(ours.tick(5 * SAY_NS)), "it does not know of the view itself"
+    assert not told(ours.tick(5 * BEAT_NS)), "it does not know of the view itself"
 
 
 def test_who_has_left_hears_of_it_until_the_standby_knows() -> None:
@@ -508,78 +514,78 @@ def test_who_has_left_hears_of_it_until_the_standby_knows() -> None:
     ours, machine = standing()
     happen(ours)
     del machine.members[1]
-    assert [peer for peer, _ in told(ours.tick(SAY_NS))] == [Seat(0).peer, Seat(1).peer]
+    assert [peer for peer, _ in told(ours.tick(BEAT_NS))] == [Seat(0).peer, Seat(1).peer]
     happen(ours)
-    ours.receive(STANDBY, copy(machine.happened), SAY_NS)
-    assert [peer for peer, _ in told(ours.tick(2 * SAY_NS))] == [Seat(0).peer]
+    ours.receive(STANDBY, copy(machine.happened), BEAT_NS)
+    assert [peer for peer, _ in told(ours.tick(2 * BEAT_NS))] == [Seat(0).peer]
 
 
 def test_new_members_hear_of_it_at_once() -> None:
     ours, machine = standing(1)
-    ours.tick(SAY_NS)
-    assert told(ours.tick(SAY_NS + 1)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))]
-    assert not ours.tick(SAY_NS + 2)
+    ours.tick(BEAT_NS)
+    assert told(ours.tick(BEAT_NS + 1)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))]
+    assert not ours.tick(BEAT_NS + 2)
     machine.members.append(Seat(1))
-    assert told(ours.tick(SAY_NS + 3)) == [(Seat(1).peer, m.FailoverNotice(1, THERE, True))]
+    assert told(ours.tick(BEAT_NS + 3)) == [(Seat(1).peer, m.FailoverNotice(1, THERE, True))]
     del machine.members[1]
-    ours.tick(SAY_NS + 4)
+    ours.tick(BEAT_NS + 4)
     machine.members.append(Seat(1))
-    assert told(ours.tick(SAY_NS + 5)), "it has joined again"
+    assert told(ours.tick(BEAT_NS + 5)), "it has joined again"
     machine.members.append(Seat(2))
     ours.missed_ns = 1
-    assert not ours.tick(SAY_NS + 6)
+    assert not ours.tick(BEAT_NS + 6)
     ours.missed_ns, machine.standby = 0, ""
-    assert not ours.tick(SAY_NS + 7)
+    assert not ours.tick(BEAT_NS + 7)
     machine.standby = THERE
     ours.feed.heard_ns = -LOST_NS
-    assert not ours.tick(SAY_NS + 7), "it may be lost"
+    assert not ours.tick(BEAT_NS + 7), "it may be lost"
     ours.feed.heard_ns = 0
     ours.siblings = PeerShards(2, LOST_NS)
-    assert not ours.tick(SAY_NS + 8)
+    assert not ours.tick(BEAT_NS + 8)
 
 
 def test_a_server_goes_on_without_its_standby_once_most_members_agree() -> None:
     ours, machine = standing(3)
     for worker in range(3):
         vote(ours, worker, 1)
-    assert told(ours.tick(SAY_NS))
+    assert told(ours.tick(BEAT_NS))
     happen(ours)
     del machine.members[2]  # the standby may count it
-    missed_ns = LOST_NS + SAY_NS
+    missed_ns = LOST_NS + BEAT_NS
     assert not ours.tick(missed_ns), "it may be there again"
-    effects = ours.tick(missed_ns + AGAIN_NS)
+    effects = ours.tick(missed_ns + STANDBY_MISSED_NS)
     assert told(effects) == [(Seat(worker).peer, m.FailoverNotice(2, "", False)) for worker in range(3)] and not serves(
         effects
     )
     vote(ours, 0, 2)
-    assert not serves(ours.tick(missed_ns + AGAIN_NS + SAY_NS))
+    assert not serves(ours.tick(missed_ns + STANDBY_MISSED_NS + BEAT_NS))
     vote(ours, 1, 2)
-    effects = ours.tick(missed_ns + AGAIN_NS + 2 * SAY_NS)
+    effects = ours.tick(missed_ns + STANDBY_MISSED_NS + 2 * BEAT_NS)
     assert serves(effects) == [(2, "")] and [
         effect.values["there"] for effect in effects if isinstance(effect, Log)
     ] == [False]
     machine.view, machine.standby = 2, ""
-    ours.tick(missed_ns + AGAIN_NS + 3 * SAY_NS)
+    ours.tick(missed_ns + STANDBY_MISSED_NS + 3 * BEAT_NS)
     assert not ours.missed_ns, "the next one has its time"
 
 
 def test_a_standby_that_is_there_again_needs_a_view_that_those_know_who_had_given_it_up() -> None:
     ours, machine = standing(3)
-    ours.tick(LOST_NS + SAY_NS)
-    ours.tick(LOST_NS + SAY_NS + AGAIN_NS)
+    ours.tick(LOST_NS + BEAT_NS)
+    ours.tick(LOST_NS + BEAT_NS + STANDBY_MISSED_NS)
     vote(ours, 0, 2)
-    ours.receive(STANDBY, copy(0), LOST_NS + 2 * AGAIN_NS)
-    assert serves(ours.tick(LOST_NS + 2 * AGAIN_NS + SAY_NS)) == [(3, THERE)]
+    ours.receive(STANDBY, copy(0), LOST_NS + 2 * STANDBY_MISSED_NS)
+    assert serves(ours.tick(LOST_NS + 2 * STANDBY_MISSED_NS + BEAT_NS)) == [(3, THERE)]
     machine.view = 3
-    assert told(ours.tick(LOST_NS + 2 * AGAIN_NS + 2 * SAY_NS)) and not ours.missed_ns
+    assert told(ours.tick(LOST_NS + 2 * STANDBY_MISSED_NS + 2 * BEAT_NS)) and not ours.missed_ns
 
 
 def test_a_server_that_hears_neither_its_standby_nor_its_members_ends() -> None:
     ours, _ = standing()
-    missed_ns = LOST_NS + SAY_NS
+    missed_ns = LOST_NS + BEAT_NS
     ours.tick(missed_ns)
-    assert told(ours.tick(missed_ns + GIVE_UP_NS))
-    (stop,) = ours.tick(missed_ns + GIVE_UP_NS + SAY_NS)
+    assert told(ours.tick(missed_ns + ELECTION_TIMEOUT_NS))
+    (stop,) = ours.tick(missed_ns + ELECTION_TIMEOUT_NS + BEAT_NS)
     assert isinstance(stop, Stop) and stop.code == m.RefuseCode.SERVER_LOST
 
 
@@ -587,11 +593,11 @@ def test_a_view_waits_until_all_shards_have_come_to_it() -> None:
     machine, siblings = Machine(view=1, standby=THERE, members=[Seat(0)]), PeerShards(2, LOST_NS)
     ours = copied(machine, siblings)
     siblings.hear(SIBLING, m.ReplicationProgress(1, 0, THERE, 4712), 0)
-    assert told(ours.tick(SAY_NS)) == [(SIBLING, m.FailoverNotice(1, THERE, True))], "members are not told"
-    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, "", 4712), SAY_NS)
-    assert not ours.tick(2 * SAY_NS) and ours.missed_ns
-    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 4712), SAY_NS)
-    assert told(ours.tick(3 * SAY_NS)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))] and not ours.missed_ns
+    assert told(ours.tick(BEAT_NS)) == [(SIBLING, m.FailoverNotice(1, THERE, True))], "members are not told"
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, "", 4712), BEAT_NS)
+    assert not ours.tick(2 * BEAT_NS) and ours.missed_ns
+    siblings.hear(SIBLING, m.ReplicationProgress(1, 1, THERE, 4712), BEAT_NS)
+    assert told(ours.tick(3 * BEAT_NS)) == [(Seat(0).peer, m.FailoverNotice(1, THERE, True))] and not ours.missed_ns
 
 
 def test_siblings_are_shards_of_this_server() -> None:
@@ -686,7 +692,7 @@ def test_a_server_whose_connection_has_ended_is_lost_before_members_ask() -> Non
     ours.part(0)
     ours.standby.cut(5)
     ours.standby.cut(9)
-    assert CUT_NS < failover_view.CUT_NS and not ours.standby.lost(CUT_NS + 5) and ours.standby.lost(CUT_NS + 6)
+    assert CUT_NS < FAILOVER_CUT_NS and not ours.standby.lost(CUT_NS + 5) and ours.standby.lost(CUT_NS + 6)
     assert not ours.vote(0, now_ns=CUT_NS + 6) and ours.standby.votes == {0: 2}
     ours.event(5, now_ns=CUT_NS)
     assert not ours.standby.lost(2 * CUT_NS), "it is there again"
@@ -783,16 +789,16 @@ def test_a_standby_says_twice_a_second_how_far_it_is() -> None:
     ours = Following()
     ours.standby.index = 1
     ours.standby.owes = False
-    assert not ours.standby.tick(SAY_NS - 1)
-    effects = ours.standby.tick(SAY_NS)
+    assert not ours.standby.tick(BEAT_NS - 1)
+    effects = ours.standby.tick(BEAT_NS)
     assert effects == [
         SendToPeer("tcp://here:1", m.ReplicationFollow(1, -1, -1, -1, 0, THERE)),
         Send(COORDINATOR, m.ReplicationProgress(1, 0, "", 4711)),
     ]
-    assert not ours.standby.tick(SAY_NS + 1)
+    assert not ours.standby.tick(BEAT_NS + 1)
     ours.part(0)
-    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, THERE, 4711)) in ours.standby.tick(2 * SAY_NS)
+    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, THERE, 4711)) in ours.standby.tick(2 * BEAT_NS)
     ours.standby.owes = True
-    ours.standby.acknowledge(3 * SAY_NS - 1)
+    ours.standby.acknowledge(3 * BEAT_NS - 1)
     ours.machine.standby = OTHER
-    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, "", 4711)) in ours.standby.tick(3 * SAY_NS)
+    assert Send(COORDINATOR, m.ReplicationProgress(1, 1, "", 4711)) in ours.standby.tick(3 * BEAT_NS)

@@ -20,6 +20,7 @@ from simulation.actors import PLANS
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import ELECTION_TIMEOUT_NS, REPLICATION_CUT_NS, STANDBY_LOST_LEASES
 from narrows.protocols.effects import NS, Stop
 from narrows.protocols.errors import (
     AuthenticationError,
@@ -42,8 +43,6 @@ from narrows.ps.process.machine_factory import MachineFactory, release
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
-from narrows.ps.replication.replication_primary import GIVE_UP_NS, LOST_LEASES
-from narrows.ps.replication.replication_stream import CUT_NS
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import MeanFactory, ModelShard
 from narrows.ps.shard.push_assembler import PushAssembler
@@ -344,7 +343,7 @@ def test_it_says_once_that_it_stands_by(stdin: int, capfd: pytest.CaptureFixture
             life.has_all()
             return []
 
-        life.wire.turns += [list, arrives, list, life.silence(GIVE_UP_NS + 1)]
+        life.wire.turns += [list, arrives, list, life.silence(ELECTION_TIMEOUT_NS + 1)]
         with pytest.raises(ServerLostError):
             life.loop()
         assert capfd.readouterr().out.count("stands by for") == said
@@ -356,12 +355,12 @@ def test_the_end_of_the_connection_to_its_original_is_a_sign() -> None:
     for peer, lost in ((FIRST, False), (WORKER, False), (ORIGINAL, True)):
         life.standby.heard_ns = LEASE_NS
         life.follower.cut(peer)
-        assert life.standby.lost(LEASE_NS + CUT_NS + 1) == lost
+        assert life.standby.lost(LEASE_NS + REPLICATION_CUT_NS + 1) == lost
 
 
 def test_it_gives_up_where_nobody_turns_to_it(stdin: int) -> None:
     life = Life()
-    life.wire.turns += [life.silence(GIVE_UP_NS), life.silence(1)]
+    life.wire.turns += [life.silence(ELECTION_TIMEOUT_NS), life.silence(1)]
     with pytest.raises(ServerLostError, match="too few workers"):
         life.loop()
     assert not life.wire.turns
@@ -372,12 +371,12 @@ def test_it_waits_for_a_server_whose_run_is_over_until_that_is_gone(stdin: int) 
     life = Life()
     life.has_all()
     life.follower.replay.stop = Stop()
-    lost_ns = max(NS, int(LOST_LEASES * LEASE_NS))
-    life.wire.turns += [life.silence(lost_ns), life.silence(1), life.silence(GIVE_UP_NS)]
+    lost_ns = max(NS, int(STANDBY_LOST_LEASES * LEASE_NS))
+    life.wire.turns += [life.silence(lost_ns), life.silence(1), life.silence(ELECTION_TIMEOUT_NS)]
     assert not life.loop() and len(life.wire.turns) == 1
     life = Life()
     life.has_all()
-    life.wire.turns += [life.silence(lost_ns + 1), life.silence(GIVE_UP_NS)]
+    life.wire.turns += [life.silence(lost_ns + 1), life.silence(ELECTION_TIMEOUT_NS)]
     with pytest.raises(ServerLostError):
         life.loop()
 
