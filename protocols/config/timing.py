@@ -6,6 +6,12 @@ How it works
 - The wait grows in one of two ways. Where a sender asks for the same again, the caller passes the count of its requests as
   `factor`. Where a late answer shows that a link is slow, `RetryTimer` keeps the factor that it took.
 - A new connection makes everything due: the machine sets its times to `LONG_AGO_NS`, and the next tick repeats.
+- A `NumberedStream` counts messages that the receiver acknowledges together, all before a number:
+
+      0 ...              acked ...         sent ...                          there
+      the receiver's   | under way       | to be sent, as the window lets it
+
+  Where nothing moves for as long as a `Retry` says, the sender goes back to `acked`, and sends the same numbers again.
 - `Timing` has the limits of one member's waits. A run changes some of them by flags, the simulator all of them.
 """
 
@@ -65,6 +71,37 @@ class RetryTimer:
         """Learn from the answer to `size` bytes that were sent first at `sent_ns`, and once more since."""
         took = -(-(now_ns - sent_ns) // self.retry.wait_ns(size))
         self.factor = min(max(self.factor, took), self.retry.most)
+
+
+@dataclass(slots=True)
+class NumberedStream:
+    """Counts of the messages from one sender to one receiver, which acknowledges all before a number (go-back-n). The sender
+    keeps the messages. Numbers begin with 0.
+
+    Args:
+        window: so many messages may be under way; None: any count.
+        acked: the receiver has all messages before this number.
+        sent: the sender has sent all messages before this number.
+    """
+
+    window: int | None = None
+    acked: int = 0
+    sent: int = 0
+
+    def acknowledge(self, count: int) -> bool:
+        """Take the receiver's word that it has all before `count`; True if it has more than before. Less: it has begun anew."""
+        more, self.acked = count > self.acked, count
+        return more
+
+    def go_back(self) -> None:
+        """Count all that is under way as lost."""
+        self.sent = self.acked
+
+    def take(self, there: int) -> range:
+        """Return the numbers to send now, of messages before `there`, and count them as sent."""
+        end = there if self.window is None else min(there, self.acked + self.window)
+        first, self.sent = self.sent, max(self.sent, end)
+        return range(first, self.sent)
 
 
 # Rules of repeats.

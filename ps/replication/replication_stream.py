@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.timing import REPLICATION_CUT_NS, REPLICATION_RETRY
+from narrows.protocols.config.timing import REPLICATION_CUT_NS, REPLICATION_RETRY, NumberedStream
 from narrows.protocols.effects import Send
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.replication.events import MachineEvent
@@ -56,9 +56,9 @@ class ReplicationStream:
         self.heard_ns = self.progress_ns = 0
         self.tail: deque[m.ReplicationEntry] = deque()  # events that it has not acknowledged
         self.tail_bytes, self.streams = 0, False  # whether it has a machine, and gets each event
-        self.acked = self.sent = 0  # events
-        self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
-        self.here = self.size = 0  # parts of it that are there; bytes of the newest one
+        self.events, self.parts = NumberedStream(), NumberedStream(PARTS_AHEAD)  # of a machine
+        self.frozen, self.frozen_at = b"", -1  # a machine that is on its way
+        self.size = 0  # bytes of the newest one
 
     def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
         """Before an event is handled: the standby is to have it."""
@@ -76,7 +76,7 @@ class ReplicationStream:
             return []
         if not self.streams:
             return []
-        self.sent = number
+        self.events.sent = number
         return [Send(self.peer, copied)]
 
     def forget(self) -> None:
@@ -99,39 +99,42 @@ class ReplicationStream:
             return []  # a late one
         if not held <= copy.have <= self.machine.happened:
             return self._give_machine(copy, now_ns)
-        if copy.have > self.acked:
-            self.progress_ns = now_ns
         self.streams, self.frozen, self.frozen_at = True, b"", -1
-        self.acked = copy.have
         while self.tail and self.tail[0].number <= copy.have:
             gone = self.tail.popleft()
             self.tail_bytes -= len(gone.header) + len(gone.payload)
-        if REPLICATION_RETRY.due(self.progress_ns, now_ns, self.tail_bytes):
-            self.sent, self.progress_ns = copy.have, now_ns
-        missing = [copied for copied in self.tail if copied.number > self.sent]
-        self.sent = missing[-1].number if missing else self.sent
-        return [Send(peer, copied) for copied in missing]
+        self._acknowledged(self.events, copy.have, self.tail_bytes, now_ns)
+        missing = self.events.take(self.tail[-1].number if self.tail else 0)  # events count from 1: n is n - 1 there
+        return [Send(peer, copied) for copied in self.tail if copied.number > missing.start]
+
+    def _acknowledged(self, stream: NumberedStream, count: int, size: int, now_ns: int) -> None:
+        """Take the standby's word that it has `count` events or parts. After a while without progress, the `size` bytes that
+        are under way count as lost."""
+        if stream.acknowledge(count):
+            self.progress_ns = now_ns
+        elif REPLICATION_RETRY.due(self.progress_ns, now_ns, size):
+            stream.go_back()
+            self.progress_ns = now_ns
 
     def _give_machine(self, copy: m.ReplicationFollow, now_ns: int) -> list[Send]:
         if not self.frozen:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
-            self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
+            self.frozen, self.frozen_at, self.parts.sent = self.freeze(), self.machine.happened, 0
             self.size = len(self.frozen)
         parts = -(-len(self.frozen) // PART_BYTES)
         here = copy.parts if copy.machine == self.frozen_at else 0
-        if here > self.here:
-            self.progress_ns = now_ns
-        elif REPLICATION_RETRY.due(self.progress_ns, now_ns, (self.frozen_sent - here) * PART_BYTES):
-            self.frozen_sent, self.progress_ns = here, now_ns
-        self.here = here
-        first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
+        self._acknowledged(self.parts, here, (self.parts.sent - here) * PART_BYTES, now_ns)
         of, view, size = (self.machine.incarnation, self.frozen_at), memoryview(self.frozen), PART_BYTES
-        sent = range(first, self.frozen_sent)
         return [
             Send(self.peer, m.ReplicationEntry(*of, n, parts, b"", 0, b"", view[n * size : (n + 1) * size]))
-            for n in sent
+            for n in self.parts.take(parts)
         ]
+
+    @property
+    def acked(self) -> int:
+        """Number of the newest event that the standby has, and all before it."""
+        return self.events.acked
 
     def copied(self, now_ns: int) -> bool:
         """The standby follows this shard, was heard a moment ago, and knows of the present view."""

@@ -12,7 +12,7 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.config import timing
-from narrows.protocols.config.timing import LONG_AGO_NS, OFFER_RETRY, Retry
+from narrows.protocols.config.timing import LONG_AGO_NS, OFFER_RETRY, NumberedStream, Retry
 from narrows.protocols.effects import NS, SendToPeer
 from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.member.link_meter import LinkMeter
@@ -122,3 +122,61 @@ def test_each_rule_has_its_numbers() -> None:
         "VOTE_RETRY": (0.5, 0, 1),
         "ARCHIVE_RETRY": (5.0, 0, 1),
     }
+
+
+# Streams.
+
+
+def transfer(seed: int, window: int | None, count: int) -> tuple[list[int], int, int]:
+    """Messages over a link that loses a third of all, in turns of a second: those that the receiver took, the most that were
+    under way, and the turns that it took. The sender goes back after three turns without progress."""
+    rng, retry = random.Random(seed), Retry(3 * NS)
+    stream, there, taken, most, progress_ns = NumberedStream(window), 0, list[int](), 0, 0
+    for turn in range(10_000):
+        there = min(count, there + rng.randrange(3))
+        if rng.random() < 0.67:  # what the receiver has is told, too
+            if stream.acknowledge(len(taken)):
+                progress_ns = turn * NS
+            elif retry.due(progress_ns, turn * NS):
+                stream.go_back()
+                progress_ns = turn * NS
+        for number in stream.take(there):
+            if rng.random() < 0.67 and number == len(taken):  # else it is lost, out of turn, or there already
+                taken.append(number)
+        most = max(most, stream.sent - stream.acked)
+        if stream.acked == count:
+            return taken, most, turn
+    raise AssertionError(f"{len(taken)} of {count} messages have come")
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_all_messages_of_a_stream_come_in_turn_over_a_lossy_link(seed: int, window: int | None) -> None:
+    taken, most, turns = transfer(seed, window, 60)
+    assert taken == list(range(60)) and turns
+    assert most <= window if window is not None else most > 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_says_of_each_number_what_a_list_of_them_says(seed: int) -> None:
+    """The reference has a row for each message: acknowledged, under way, or neither."""
+    rng = random.Random(seed)
+    window = rng.choice((1, 5, None))
+    stream, acked, sent, there = NumberedStream(window), [False] * 200, [False] * 200, 0
+    for _ in range(300):
+        match rng.randrange(4):
+            case 0:
+                there = min(200, there + rng.randrange(4))
+            case 1:
+                count = rng.randrange(sent.count(True) + 1)  # less than before: the receiver has begun anew
+                assert stream.acknowledge(count) == (count > acked.count(True))
+                acked = [number < count for number in range(200)]
+            case 2:
+                stream.go_back()
+                sent = list(acked)
+            case 3:
+                last = there if window is None else acked.count(True) + window
+                due = [number for number in range(there) if number < last and not sent[number]]
+                assert list(stream.take(there)) == due
+                sent = [was or number in due for number, was in enumerate(sent)]
+        assert (stream.acked, stream.sent) == (acked.count(True), sent.count(True))

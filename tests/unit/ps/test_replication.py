@@ -247,7 +247,7 @@ def test_a_life_that_is_over_counts_for_nothing(small: None) -> None:
     ours = original(Machine(happened=3), parts=3)
     assert parts(ours.receive(STANDBY, copy(3, life=LIFE - 1), 0)) == [0, 1, 2]
     assert not ours.feed.copied(0) and not parts(ours.receive(STANDBY, copy(-1, 3, 2, life=LIFE - 1), 1))
-    assert ours.feed.here == 0
+    assert ours.feed.parts.acked == 0
     ours.receive(STANDBY, copy(3), 2)
     assert ours.feed.copied(2)
 
