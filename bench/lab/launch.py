@@ -57,6 +57,17 @@ def facts() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def pinned(cores: set[int]) -> Iterator[None]:
+    """Inside, this thread runs on these cores, and each process that it starts does, with its threads and children."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def environment(**extra: str) -> dict[str, str]:
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") and name not in foreign}

@@ -24,8 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,17 +41,6 @@ WHOLE_S = 60.0  # until the standby has all
 PLACES = {"none": -1, "near": 1, "far": 2}  # the host of the standby
 
 
-@contextmanager
-def on(cores: set[int]) -> Iterator[None]:
-    """Whoever is started meanwhile runs there."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def measure(where: str, link: str, flags: list[str], steps: int, limit_s: float, apart: bool) -> float:
     """Seconds of a step. Raises CommandFailed."""
     way, cores = LINKS[link], sorted(os.sched_getaffinity(0))
@@ -66,19 +54,19 @@ def measure(where: str, link: str, flags: list[str], steps: int, limit_s: float,
             near = Way(1e9, 0.001)
             hosts = stack.enter_context(netns.star([near, near, Way(way.rate, way.delay_s)])).hosts
         server = f"tcp://{hosts[0].address}:{PORT}"
-        with on(servers):
+        with launch.pinned(servers):
             serve(hosts[0], PORT, ["--workers", "2", "--replicas", str(int(where != "none")), *flags], folder, "server")
         if where != "none":
             host = hosts[PLACES[where]]
             command = [sys.executable, "-m", "narrows.ps.command.cli", "--standby", server, "--insecure"]
             command += ["--bind", f"tcp://{host.address}:{PORT + 100}", "--checkpoint-dir", "none"]
-            with (folder / "standby.log").open("w") as log, on(servers):
+            with (folder / "standby.log").open("w") as log, launch.pinned(servers):
                 host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT)
         workers = []
         for rank, host in enumerate((hosts[0], hosts[2])):
             command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", server]
             command += ["--record", str(folder / f"record{rank}"), TASK, "--steps", str(steps)]
-            with (folder / f"worker{rank}.log").open("w") as log, on(others):
+            with (folder / f"worker{rank}.log").open("w") as log, launch.pinned(others):
                 workers.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT))
         deadline, whole = time.monotonic() + limit_s, 0
         while any(worker.poll() is None for worker in workers):

@@ -23,8 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,6 @@ ROWS = {
 }
 
 Result = dict[str, Any]
-
-
-@contextmanager
-def pinned(cores: set[int]) -> Iterator[None]:
-    """Inside, this thread runs on these cores, and each process that it starts does, with its threads and children."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 class Follower:
@@ -125,13 +114,13 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
             (folder / "next").replace(phase)
 
         say("even")
-        with pinned(server):
+        with launch.pinned(server):
             serving = stack.enter_context(launch.serving(["--workers", "2", *flags], port))
         records = [Follower(folder / f"record{index}") for index in range(2)]
         for record, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
             env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(times))
             command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://127.0.0.1:{port[0]}"]
-            with pinned({core}):
+            with launch.pinned({core}):
                 command += ["--record", str(record.path), WORKER, "--steps", "1000000"]
                 stack.enter_context(launch.started(command, env))
         fast, slow = records
