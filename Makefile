@@ -18,13 +18,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check lock examples fuzz ptx bench-peers test-ray clean
+.PHONY: help install demo test check lock wheel examples fuzz ptx bench-peers test-ray clean
 
 help:
 	@echo 'Each target installs what it needs into .venv. Without a GPU add TORCH=cpu: 0.2 GB to download instead of 2.6.'
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
 	@echo 'make test         install, run the same job quickly, then all tests'
 	@echo 'make check        ruff, ruff format and mypy --strict'
+	@echo 'make wheel        build wheel and sdist into dist/, install each into an empty environment and run the demo there'
 	@echo 'make lock         write lock.txt anew: newest versions, for the interpreters in PYTHONS="$(PYTHONS)"'
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
@@ -60,6 +61,9 @@ ptx: $(DEVELOPED)
 build/mypy/narrows:
 	mkdir -p build/mypy
 	ln -sfn ../.. $@
+
+wheel: $(DEVELOPED)
+	.ci/wheel
 
 lock: | $(INSTALLER)
 	.venv/bin/python .ci/lock.py $(PYTHONS)
