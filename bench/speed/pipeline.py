@@ -263,7 +263,7 @@ def planned(way: Way, stages: int, args: Sequence[str]) -> Result:
         before, run = sum(hosts[-1].bytes()), Run(homes, layout, folder, [*args, "--check"])
         if any(codes := run.go(LIMIT_S)):
             raise CommandFailed(f"planned: exit codes {codes}: {run.said('ps-worker')[-1500:]}")
-        value, unit = re.findall(r"simulated ([\d.]+) (m?s)", said)[0]
+        value, unit = re.findall(r"predicted ([\d.]+) (m?s)", said)[0]
         found = figures(run.said("ps-worker")) | {"predicted_ms": float(value) * (1 if unit == "ms" else 1e3)}
         return found | {"bytes": sum(hosts[-1].bytes()) - before, "loss": trained(folder, layout, args)}
 

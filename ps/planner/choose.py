@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 
@@ -49,9 +50,9 @@ MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
 MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
 WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
 BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
-NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
-SMALL = 32  # hosts of a network whose near plans are tried, too
-SHAPES = 8  # cuts whose best plans are tried there; of more hosts it is one
+NEAR, NEAR_MAX = 1.1, 2  # which groupings are priced exactly; plans that are named beside the cheapest
+SMALL, SHAPES = 32, 8  # of a network of so many hosts at most, so many cuts are candidates; of a larger one, one
+TIE = 1.02  # plans that cost so many times as much as the cheapest are as good: the simplest of them is taken
 PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
 
@@ -102,8 +103,23 @@ class Chooser:
     def priced(self, groups: Groups, above: ModeAndSpec, below: ModeAndSpec, roots: Indices) -> DeploymentChoice:
         """The cheapest plan of these groups and ways, with one of these roots."""
         step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
+        if math.isfinite(step_s):  # no link is missing
+            step_s = max(step_s, self.busy_s(groups, servers, root, above, below))
         steps = float(self.times(above, below, np.array([len(groups)]))[0])
         return DeploymentChoice(groups, servers, root, above, below, step_s, step_s * steps)
+
+    def busy_s(
+        self, groups: Groups, servers: Sequence[int], root: int, above: ModeAndSpec, below: ModeAndSpec
+    ) -> float:
+        """Return the seconds of a step that the busiest wire takes for both levels. 0 where nobody waits: a slow child then
+        sends less than once a step."""
+        if above.mode.bound is None:
+            return 0.0
+        flows = partial(self.prices.exchange_flows, parameters=self.prices.work.parameters)
+        clusters = (
+            flows(below, children=group, servers=(server,)) for server, group in zip(servers, groups, strict=True)
+        )
+        return self.prices.busiest_s(chain(flows(above, children=servers, servers=(root,)), *clusters))
 
     def times(self, above: ModeAndSpec, below: ModeAndSpec, children: Indices) -> Array:
         """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of
@@ -320,26 +336,39 @@ def choose(network: Network, work: TrainingWork) -> DeploymentChoice:
 
 
 def choices(network: Network, work: TrainingWork) -> list[DeploymentChoice]:
-    """That plan, the next ones of other ways that cost NEAR times as much at most, and the cheapest one of each simple shape:
-    no cluster, one server on several hosts, a cut, clusters of any kind."""
+    """Return the cheapest plan, and after it the others by their cost: the cheapest ones of a few other ways, and the cheapest
+    one of each simple shape (no cluster, one server on several hosts, a cut, clusters of any kind). Raises UsageError."""
     chooser = Chooser(network, work)
     chooser.search()
     everybody = chooser.prices.hosts
     if not np.isfinite(chooser.least):
         raise UsageError(f"no plan: {chooser.lacking()}")
     best = chooser.best()
-    plans = [chooser.priced(*plan[1:], everybody) for plan in best[: 1 + NEAR_MAX]]
-    plan = cheapest(plans[0], plans)
-    spreads = sorted((spread for way in WAYS for spread in chooser.spreads(way)), key=lambda choice: choice.cost)
-    plan = cheapest(plan, spreads)
-    others = (c for c in [*plans, *spreads] if c.kind != plan.kind and c.cost <= NEAR * plan.cost)
-    near = sorted(others, key=lambda choice: choice.cost)[: NEAR_MAX if len(everybody) <= SMALL else 0]
     level = [each for each in best if len(each[1]) < len(chooser.alone)][:1]
-    shapes = [*(chooser.priced(*each[1:], everybody) for each in [*chooser.simple, *level]), *spreads[:1]]
+    plans = [chooser.priced(*each[1:], everybody) for each in [*best[: 1 + NEAR_MAX], *chooser.simple, *level]]
+    plans += sorted((spread for way in WAYS for spread in chooser.spreads(way)), key=cost)[: 1 + NEAR_MAX]
+    plan = cheapest(plans[0], plans)
     found: dict[tuple[object, ...], DeploymentChoice] = {}
-    for choice in [plan, *near, *shapes]:
-        found.setdefault(choice.kind, choice)
+    for each in [plan, *sorted(plans, key=cost)]:
+        found.setdefault(each.kind, each)
     return [*found.values()]
+
+
+def simplest_first(plans: Sequence[DeploymentChoice]) -> list[DeploymentChoice]:
+    """Return the plans with the simplest one at the front of those that cost at most TIE times as much as the cheapest: fewer
+    levels, then fewer servers on other hosts than the root. A level that gains less than the forms err is not worth its
+    processes."""
+    least = min(map(cost, plans))
+    first = min((plan for plan in plans if plan.cost <= TIE * least), key=simplicity)
+    return [first, *(plan for plan in plans if plan is not first)]
+
+
+def cost(plan: DeploymentChoice) -> float:
+    return plan.cost
+
+
+def simplicity(plan: DeploymentChoice) -> tuple[int, int]:
+    return 1 + bool(plan.clusters), len(plan.clusters) + len(plan.spread)
 
 
 def for_stage(

@@ -18,7 +18,8 @@ Rules of links
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -31,11 +32,13 @@ from narrows.ps.planner.network import Array, Network
 
 Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]  # hosts
+WireKey = tuple[str | int, ...]
 
 ALONE: Indices = np.ones(1, np.intp)  # see Groupings.inside
 PLACES = 1.5  # links inside a place are so many times as fast as the link out of it
 NEAR = 2.0  # and where the delay of the link out is so many times as long, SAME is enough
 DEPTH_MAX = 3  # levels of places
+SHORTEST_S = 1e-12  # of a message on a link, which may take no time
 SLOWEST = 1e-9  # bytes a second, of the port of a host that has no link
 SAME = 1.05  # and such a gap is noise of a measurement
 
@@ -82,6 +85,16 @@ class TrainingWork:
         share = np.array(self.samples(network)) / self.batch * len(network.hosts) if self.batch else 1.0
         found: Array = self.step_s * share / network.compute
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFlow:
+    """The messages of one size that a host sends to another host. messages: of a step."""
+
+    sender: int
+    receiver: int
+    message_bytes: float
+    messages: float
 
 
 Merge = tuple[float, int, int]
@@ -220,12 +233,60 @@ class StepPrices:
         self.port_out, self.port_in = (np.maximum(fastest.max(axis), SLOWEST) for axis in (1, 0))
         self.place = places(network)  # (levels, n)
         self._sent_s: dict[float, Array] = {}
+        self._between: dict[tuple[int, int, int, float], float] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
         """(n, n) seconds of the bytes alone, the sender's row."""
         if message_bytes not in self._sent_s:
             self._sent_s[message_bytes] = self.network.sent_s(message_bytes)
         return self._sent_s[message_bytes]
+
+    def path(self, sender: int, receiver: int, message_bytes: float) -> list[tuple[WireKey, float]]:
+        """Return the wires that a message of this size passes from host to host, each with its bytes a second.
+
+        A host has a card each way, a place a wire to each other place, and a pair of hosts a link."""
+        if sender == receiver:
+            return []
+        link = message_bytes / max(float(self.sent_s(message_bytes)[sender, receiver]), SHORTEST_S)
+        hops: list[tuple[WireKey, float]] = [
+            (("out", sender), float(self.port_out[sender])),
+            (("link", sender, receiver), link),
+            (("in", receiver), float(self.port_in[receiver])),
+        ]
+        for level, place in enumerate(self.place):
+            if place[sender] != place[receiver]:
+                key = level, int(place[sender]), int(place[receiver])
+                return [*hops, (("places", *key), self._place_rate(*key, message_bytes))]
+        return hops
+
+    def _place_rate(self, level: int, sender: int, receiver: int, message_bytes: float) -> float:
+        """Return the bytes a second of the wire between two places: those of its fastest link, or as network.json says."""
+        key = level, sender, receiver, message_bytes
+        if key not in self._between:
+            place, wires = self.place[level], self.network.wires
+            both = np.ix_(place == sender, place == receiver)
+            named = math.inf if wires is None else float(wires[both].max())
+            fastest = message_bytes / max(float(self.sent_s(message_bytes)[both].min()), SHORTEST_S)
+            self._between[key] = fastest if math.isinf(named) else named
+        return self._between[key]
+
+    def busiest_s(self, flows: Iterable[MessageFlow]) -> float:
+        """Return the seconds of a step that the busiest wire takes for all of these flows together."""
+        busy_s: defaultdict[WireKey, float] = defaultdict(float)
+        for flow in flows:
+            for wire, rate in self.path(flow.sender, flow.receiver, flow.message_bytes):
+                busy_s[wire] += flow.messages * flow.message_bytes / rate
+        return max(busy_s.values(), default=0.0)
+
+    def exchange_flows(
+        self, way: ModeAndSpec, parameters: float, children: Iterable[int], servers: Sequence[int]
+    ) -> Iterator[MessageFlow]:
+        """Yield the flows between the children of a level and the hosts that its server is cut over."""
+        size, each = self.work.coded[way.compress].bytes * parameters / len(servers), 1 / way.mode.local_steps
+        for child in children:
+            for server in servers:
+                yield MessageFlow(child, server, size, each)
+                yield MessageFlow(server, child, size, each)
 
     def roads(
         self,

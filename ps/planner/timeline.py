@@ -9,15 +9,12 @@ Rules
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
 from narrows.protocols.effects import NS
-
-CHUNKS = 8  # of one message of a stream
 
 
 @dataclass(slots=True)
@@ -80,32 +77,3 @@ class Timeline:
         self.now_ns, _, action, arguments = heappop(self._events)
         action(*arguments)
         return True
-
-
-class Stream:
-    """A connection whose messages have `size` bytes: one after the other, in chunks. Between these come those of others, as TCP
-    shares a link: evenly, where all have chunks of one size."""
-
-    def __init__(self, time: Timeline, wires: Sequence[Wire], size: int, chunks: int = CHUNKS) -> None:
-        self.time, self.wires, self.chunks, self.chunk = time, wires, chunks, size // chunks
-        self.delay_ns = delay_ns(wires)
-        self.waiting: deque[Callable[[], None]] = (
-            deque()
-        )  # what is done with a message that is there; the first is under way
-
-    def send(self, action: Callable[[], None]) -> None:
-        self.waiting.append(action)
-        if len(self.waiting) == 1:
-            self._pass(self.chunks)
-
-    def _pass(self, left: int) -> None:
-        end_ns = passed_ns(self.wires, self.time.now_ns, self.chunk)
-        if left == 1:
-            self.time.at(end_ns + self.delay_ns, self.waiting[0])
-        self.time.at(end_ns, self._passed, left - 1)
-
-    def _passed(self, left: int) -> None:
-        if not left:
-            self.waiting.popleft()
-        if left or self.waiting:
-            self._pass(left or self.chunks)

@@ -180,14 +180,13 @@ def rows(network: Network, plan: StagedPlan) -> list[list[str]]:
 
 def steps(plan: StagedPlan) -> str:
     """Seconds of a step, and what the modes of stages cost."""
-    shown = "not simulated with exchanges" if plan.simulated_s is None else f"simulated {seconds(plan.simulated_s)}"
     spent = f", {sum(plan.money):.3g} of money" if any(plan.money) else ""
-    return f"predicted {seconds(plan.predicted_s)} a step, {shown}{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
+    return f"predicted {seconds(plan.step_s)} a step{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
 
 
 def decides(network: Network, plan: StagedPlan) -> str:
     """What a step waits for, and how long."""
-    exchanges_s = max(0.0, (plan.simulated_s or plan.predicted_s) - plan.alone_s)
+    exchanges_s = max(0.0, plan.step_s - plan.alone_s)
     computing_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other < 0)
     links_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other >= 0)
     part, part_s = max(plan.critical.items(), key=lambda item: item[1])

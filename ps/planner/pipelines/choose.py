@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -18,7 +18,7 @@ from narrows.ps.planner.choose import for_stage
 from narrows.ps.planner.modes_and_specs import STEPS_POWER, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Costs, Job, Layout
-from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart, step_s
+from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart
 from narrows.ps.planner.pipelines.stages import (
     AUTO,
     BACKWARD,
@@ -31,7 +31,7 @@ from narrows.ps.planner.pipelines.stages import (
     exchanges_money,
     fits,
 )
-from narrows.ps.planner.step_prices import StepPrices, TrainingWork
+from narrows.ps.planner.step_prices import MessageFlow, StepPrices, TrainingWork
 
 # Across a link int8 lost up to 0.4 % over the unsplit model (bench/speed/pipeline.py), which is so many more steps.
 LOSS_COST = 1.004**STEPS_POWER
@@ -44,8 +44,8 @@ class StagedPlan:
     """A layout that was tried. By stage: servers, ways and money; by edge: edges. Seconds are those of a step.
 
     money: of a stage's exchange, and of what passes between it and the next one.
-    alone_s: without exchanges, of which `critical` has what each part takes on the critical path. predicted_s: with them, by
-    the forms of a data parallel run; simulated_s: in virtual time, None where that takes too many events.
+    alone_s: without exchanges, in virtual time; `critical` has what each part takes of it on the critical path. stages_s: of
+    each stage with its exchange, by the forms of a data parallel run. busy_s: of the busiest wire, with all that passes it.
     """
 
     layout: Layout
@@ -54,13 +54,13 @@ class StagedPlan:
     ways: tuple[ModeAndSpec, ...]
     alone_s: float
     critical: Mapping[StagePart, float]
-    stages_s: tuple[float, ...]  # predicted, of each stage with its exchange
-    simulated_s: float | None
+    stages_s: tuple[float, ...]
+    busy_s: float
     money: tuple[float, ...]
 
     @property
-    def predicted_s(self) -> float:
-        return max(self.stages_s)
+    def step_s(self) -> float:
+        return max(*self.stages_s, self.busy_s)
 
     @property
     def steps(self) -> float:
@@ -88,11 +88,24 @@ class StagedPlanner:
             for stage, group in enumerate(layout.grid)
         ]
         servers, ways, stages_s = zip(*found, strict=True)
-        whole_s = step_s(SimulatedPipeline(self.prices, layout, model, edges), servers, ways, stages_s, alone_s)
+        busy_s = self.prices.busiest_s(self.flows(layout, edges, servers, ways))
         between = [*edges_money(network, layout, model, edges), 0.0]
         exchanged = exchanges_money(network, layout, model, servers, ways)
         costs = tuple(a + b for a, b in zip(between, exchanged, strict=True))
-        return StagedPlan(layout, edges, servers, ways, alone_s, run.critical(), stages_s, whole_s, costs)
+        return StagedPlan(layout, edges, servers, ways, alone_s, run.critical(), stages_s, busy_s, costs)
+
+    def flows(
+        self, layout: Layout, edges: Sequence[StageEdge], servers: Sequence[int], ways: Sequence[ModeAndSpec]
+    ) -> Iterator[MessageFlow]:
+        """Yield all that a step sends: tensors between stages, updates and states inside each stage."""
+        model = self.model
+        for edge, pairs in zip(edges, pairwise(layout.grid.tolist()), strict=True):
+            forth, back = (model.sent_bytes(edge, direction) for direction in (FORWARD, BACKWARD))
+            for here, there in zip(*pairs, strict=True):
+                yield MessageFlow(here, there, forth, model.micro_batches)
+                yield MessageFlow(there, here, back, model.micro_batches)
+        for stage, (hosts, server, way) in enumerate(zip(layout.grid.tolist(), servers, ways, strict=True)):
+            yield from self.prices.exchange_flows(way, model.stage_parameters(layout, stage), hosts, (server,))
 
     def alone(self, layout: Layout, edges: Sequence[StageEdge]) -> tuple[SimulatedPipeline, float]:
         """A step without exchanges, and its seconds."""
@@ -139,7 +152,7 @@ class StagedPlanner:
 
     def price(self, plan: StagedPlan) -> float:
         """Seconds of a step x steps to a loss, and its money."""
-        return (plan.simulated_s or plan.predicted_s) * plan.steps + self.model.money_s * sum(plan.money)
+        return plan.step_s * plan.steps + self.model.money_s * sum(plan.money)
 
     def descended(self, plan: StagedPlan) -> StagedPlan:
         """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without exchanges

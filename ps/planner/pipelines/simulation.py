@@ -1,34 +1,30 @@
-"""A pipeline is tried before it is printed: its passes, its tensors and the exchanges of its stages in virtual time. No I/O.
+"""The clock of a pipeline in virtual time: the passes and tensors of one step, without the exchanges of its stages. No I/O.
 
-Rules
-- Each process makes the passes of `stages.order`. A tensor leaves when its pass is over, and the next pass waits for its own.
-- Tensors and updates pass the wires of ps/planner/trial.py. The exchange of a stage's replicas is a `Trial`, whose
-  workers compute what the pipeline has to: so both share wires and time.
-- A tensor is sent whole, and an update in chunks as large: TCP shares a link evenly.
-- `alone` is one step without exchanges. Its critical path says what the step waits for.
+How it works
+1. A `StageProcess` is one stage of one replica. It makes the forward and backward passes of `stages.order` in that order.
+2. A pass that needs a tensor of a neighbour waits for it. At the end of a pass the process sends its own tensor, and goes on.
+3. A `Stream` carries the tensors from one process to another, each whole. All streams share the wires of `StepPrices.path`.
+4. The step is over with the last pass. `critical` then goes backwards from that pass: it follows the tensor where a pass waited
+   for one, and the process itself where not. So each second of the step belongs to one host or to one link.
+
+ps/planner/pipelines/choose.py adds the exchanges by closed forms.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
 from narrows.protocols.config.deployment import StageEdge
 from narrows.protocols.effects import NS
-from narrows.ps.planner.choose import DeploymentChoice
-from narrows.ps.planner.modes_and_specs import BELOW, ModeAndSpec
-from narrows.ps.planner.network_wires import NetworkWires, Wires
 from narrows.ps.planner.pipelines.cost import Layout
 from narrows.ps.planner.pipelines.stages import BACKWARD, FORWARD, SHARES, PipelineModel, order
-from narrows.ps.planner.step_prices import StepPrices, TrainingWork
-from narrows.ps.planner.timeline import CHUNKS, Stream, Timeline
-from narrows.ps.planner.trial import EVENTS_MAX, Trial, TrialLevel, TrialWorker
+from narrows.ps.planner.step_prices import StepPrices, WireKey
+from narrows.ps.planner.timeline import Timeline, Wire, delay_ns, passed_ns
 
-CHUNKS_MAX = 64  # of an update
-EVENTS, LEAST_CLOCKS = 3, 5  # of a pass, with its tensor; of a trial
+FAST = 1 << 50  # bytes a second of a wire on which bytes take no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,29 @@ class StagePass:
     waited: bool
 
 
+class Stream:
+    """The connection between two processes: its messages of `size` bytes pass the wires one after the other."""
+
+    def __init__(self, time: Timeline, wires: Sequence[Wire], size: int) -> None:
+        self.time, self.wires, self.size, self.delay_ns = time, wires, size, delay_ns(wires)
+        self.waiting: deque[Callable[[], None]] = deque()  # the actions on arrival; the first message is on the wires
+
+    def send(self, on_arrival: Callable[[], None]) -> None:
+        self.waiting.append(on_arrival)
+        if len(self.waiting) == 1:
+            self._pass()
+
+    def _pass(self) -> None:
+        end_ns = passed_ns(self.wires, self.time.now_ns, self.size)
+        self.time.at(end_ns + self.delay_ns, self.waiting[0])
+        self.time.at(end_ns, self._passed)
+
+    def _passed(self) -> None:
+        self.waiting.popleft()
+        if self.waiting:
+            self._pass()
+
+
 class StageProcess:
     """One stage of one replica."""
 
@@ -57,29 +76,22 @@ class StageProcess:
         self.host = int(run.layout.grid[stage, replica])
         self.order = order(stage, run.model.micro_batches, [edge.in_flight for edge in run.edges])
         self.pass_ns = run.pass_ns(stage, replica)
-        self.came, self.used = [0, 0], [0, 0]  # tensors forward and backward, of all steps
-        self.passes: list[StagePass] = []  # of this step
+        self.received, self.used = [0, 0], [0, 0]  # tensors forward and backward
+        self.passes: list[StagePass] = []
         self.computing, self.free_ns = False, 0
-        self.over: Callable[[], None] = lambda: None
-        self.idle = True
 
-    def begin(self, over: Callable[[], None]) -> None:
-        """A step; `over` is called at its end."""
-        self.passes, self.over, self.idle = [], over, False
-        self.free_ns = self.run.time.now_ns
-        self._go()
+    def receive(self, direction: int) -> None:
+        """Take the next tensor of a neighbour."""
+        self.received[direction] += 1
+        self.go_on()
 
-    def come(self, direction: int) -> None:
-        """A tensor of a neighbour."""
-        self.came[direction] += 1
-        self._go()
-
-    def _go(self) -> None:
-        if self.idle or self.computing:
+    def go_on(self) -> None:
+        """Begin the next pass, unless one is under way, none is left, or its tensor is missing."""
+        if self.computing or len(self.passes) == len(self.order):
             return
         direction, now_ns = self.order[len(self.passes)], self.run.time.now_ns
         if self.run.neighbour(self.stage, -1 if direction == FORWARD else 1) is not None:
-            if self.came[direction] == self.used[direction]:
+            if self.received[direction] == self.used[direction]:
                 return
             self.used[direction] += 1
         self.computing = True
@@ -91,10 +103,7 @@ class StageProcess:
         self.passes.append(StagePass(begin_ns, now_ns, begin_ns > self.free_ns))
         self.free_ns = now_ns
         self.run.send(self, direction)
-        if len(self.passes) == len(self.order):
-            self.idle = True
-            self.over()
-        self._go()
+        self.go_on()
 
 
 class SimulatedPipeline:
@@ -102,17 +111,11 @@ class SimulatedPipeline:
 
     def __init__(self, prices: StepPrices, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> None:
         self.prices, self.layout, self.model, self.edges = prices, layout, model, edges
-        self.time, self.wires = Timeline(), Wires()
+        self.time, self.wires = Timeline(), dict[WireKey, Wire]()
         self.stages, self.replicas = layout.grid.shape
         self.micro_s = model.micro_s(prices.network, layout)
         self.streams: dict[tuple[int, int, int], Stream] = {}  # by stage and replica of the sender, and direction
         self.processes = [[StageProcess(self, s, r) for r in range(self.replicas)] for s in range(self.stages)]
-
-    @property
-    def tensor_bytes(self) -> float:
-        """Of the largest one."""
-        sizes = (self.model.sent_bytes(edge, direction) for edge in self.edges for direction in (FORWARD, BACKWARD))
-        return max(sizes, default=0.0)
 
     def neighbour(self, stage: int, step: int) -> int | None:
         return stage + step if 0 <= stage + step < self.stages else None
@@ -138,15 +141,22 @@ class SimulatedPipeline:
         other = self.processes[to][process.replica]
         if key not in self.streams:
             size = self.model.sent_bytes(self.edges[min(process.stage, to)], direction)
-            path = NetworkWires(self.prices, self.wires, max(1.0, size)).path(process.host, other.host)
-            self.streams[key] = Stream(self.time, path, int(size), 1)
-        self.streams[key].send(partial(other.come, direction))
+            self.streams[key] = Stream(self.time, self.path(process.host, other.host, max(1.0, size)), int(size))
+        self.streams[key].send(partial(other.receive, direction))
+
+    def path(self, sender: int, receiver: int, message_bytes: float) -> list[Wire]:
+        """Return the wires between two hosts, which all streams share. The delay is that of the link."""
+        found = []
+        for key, rate in self.prices.path(sender, receiver, message_bytes):
+            delay_s = float(self.prices.network.delay_s[sender, receiver]) if key[0] == "link" else 0.0
+            found.append(self.wires.setdefault(key, Wire(int(delay_s * NS), max(1, int(min(rate, FAST))))))
+        return found
 
     def alone(self) -> float:
         """Seconds of one step without exchanges."""
         for row in self.processes:
             for process in row:
-                process.begin(lambda: None)
+                process.go_on()
         while self.time.step():
             pass
         return self.time.now_ns / NS
@@ -175,59 +185,3 @@ class SimulatedPipeline:
             at = [i for i, each in enumerate(sender.order) if each == direction][number]
             yield process, sender, (each.begin_ns - sender.passes[at].end_ns) / NS
             process = sender
-
-
-class PipelineSimulation(TrialWorker):
-    """A worker of a stage: a step is what its pipeline has to do."""
-
-    def __init__(self, level: TrialLevel, process: StageProcess, alone_s: float) -> None:
-        super().__init__(level, process.host)
-        self.process = process
-        # Of several steps a clock, the first is simulated, and the others are as long as one without an exchange.
-        self.rest_ns = int((self.mode.local_steps - 1) * alone_s * NS) + level.encode_ns
-
-    def compute(self) -> None:
-        self.process.begin(self._stepped)
-
-    def _stepped(self) -> None:
-        time = self.process.run.time
-        time.at(time.now_ns + self.rest_ns, self.done)
-
-
-class StageExchange(Trial):
-    """The run of one stage's replicas, on the wires and in the time of their pipelines."""
-
-    def __init__(
-        self, run: SimulatedPipeline, stage: int, server: int, way: ModeAndSpec, step_s: float, alone_s: float
-    ) -> None:
-        self.processes = {process.host: process for process in run.processes[stage]}
-        self.alone_s, self.chunk = alone_s, run.tensor_bytes
-        work = TrainingWork(run.model.stage_parameters(run.layout, stage), alone_s, run.model.coded)
-        alone = tuple((host,) for host in self.processes)
-        plan = DeploymentChoice(alone, tuple(self.processes), server, way, BELOW[0], step_s, step_s)
-        super().__init__(StepPrices(run.prices.network, work), plan, run.time, run.wires)
-
-    def worker(self, level: TrialLevel, host: int) -> TrialWorker:
-        return PipelineSimulation(level, self.processes[host], self.alone_s)
-
-    def chunks(self, size: int) -> int:
-        return min(CHUNKS_MAX, ceil(size / self.chunk)) or 1 if self.chunk else CHUNKS
-
-
-def step_s(
-    run: SimulatedPipeline,
-    servers: Sequence[int],
-    ways: Sequence[ModeAndSpec],
-    steps_s: Sequence[float],
-    alone_s: float,
-) -> float | None:
-    """Seconds of a step with the exchanges of all stages; None where that takes too many events. `run`: a fresh one.
-
-    servers, ways, steps_s: of each stage, its server's host, its mode, and the step as predicted. alone_s: as `alone` says.
-    """
-    passes = 2 * run.layout.grid.size * run.model.micro_batches
-    if LEAST_CLOCKS * EVENTS * passes > EVENTS_MAX:
-        return None
-    told = zip(servers, ways, steps_s, strict=True)
-    first, *_ = [StageExchange(run, stage, *each, alone_s) for stage, each in enumerate(told)]
-    return first.step_s()

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, permutations, product
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,12 @@ from narrows.protocols.errors import UsageError
 from narrows.ps.command import cli as serve
 from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.planner.candidate_prices import partitions
-from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
+from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, TIE, Chooser, choices, choose, simplest_first
 from narrows.ps.planner.codec_costs import coded
-from narrows.ps.planner.counted import ALIKE
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.network_places import placed
 from narrows.ps.planner.step_prices import CodecCost, Groups, StepPrices, TrainingWork, cuts, joined, merges, places
-from narrows.ps.planner.timeline import Stream, Timeline, Wire
-from narrows.ps.planner.trial import Trial
-from narrows.ps.planner.tried import TIE, tried
-from narrows.ps.planner.tried import cost as simulated_cost
 from narrows.ps.probe.measured_network import parse as measured
 from narrows.worker.command import cli as worker
 
@@ -207,66 +201,6 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     assert least < measured_s(tree) / way.mode.local_steps / found < 1.06
 
 
-@pytest.mark.parametrize(("clusters", "way"), [
-    (clusters, way) for clusters in (False, True) for way in WAYS if not clusters or way.local_steps < 2
-])  # fmt: skip
-def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: ModeAndSpec) -> None:
-    """By the machines of a run; what is coded may be faster."""
-    chooser = Chooser(cities([2, 2, 1], 20, 60), WORK)
-    groups: Groups = ((0, 1), (2, 3), (4,)) if clusters else chooser.alone
-    plan = chooser.priced(groups, way, BELOW[clusters], chooser.prices.hosts)
-    found = Trial(chooser.prices, plan).step_s()
-    assert found is not None and (0.85 if way.compress == "dense" else 0.8) < found / plan.step_s < 1.2
-
-
-def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound() -> None:
-    """One host is as fast as three together, and computes as many samples in a step as each of them."""
-    network = replace(cities([4], 1000, 0.1), compute=np.array([3.0, 1.0, 1.0, 1.0]))
-    chooser = Chooser(network, replace(WORK, parameters=2e4))
-    plan = chooser.priced(((0,), (1, 2, 3)), WAYS[10], BELOW[0], chooser.prices.hosts)
-    assert plan.above.sync == "async" and plan.step_s == pytest.approx(0.1 * 4 / (3 + 3), rel=0.02)
-    assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.1)
-
-
-def test_who_waits_for_a_slow_wire_does_not_hold_up_a_fast_one_that_others_share() -> None:
-    """Ten messages a second pass the shared wire, and one of them each second is of who has a slow wire before it."""
-    time, shared, slow = Timeline(), Wire(0, 10_000), Wire(0, 1_000)
-    passed: list[str] = []
-    near, far = Stream(time, [shared], 1000), Stream(time, [slow, shared], 1000)
-    for _ in range(20):
-        near.send(partial(passed.append, "near"))
-        far.send(partial(passed.append, "far"))
-    while time.now_ns < NS and time.step():
-        pass
-    assert passed.count("far") == 1 and passed.count("near") >= 8
-    assert shared.passed == pytest.approx(10_000, abs=shared.bytes_per_second // 8)
-
-
-def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    chooser = Chooser(cities([2, 2], 20, 60), WORK)
-    one, other = (chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[2], chooser.prices.hosts) for row in (4, 5))
-    (first, first_s), (second, second_s) = tried(chooser.prices, [other, one])
-    assert (first, second) == (one, other)
-    assert first_s is not None and second_s is not None and first_s < first.step_s
-    assert first_s * first.cost / first.step_s <= second_s * second.cost / second.step_s
-    # The other could not win if nothing but computing took time.
-    assert tried(chooser.prices, [one, other]) == [(one, first_s), (other, None)]
-    monkeypatch.setattr("narrows.ps.planner.tried.EVENTS_MAX", 50)
-    assert tried(chooser.prices, [one, other]) == [(one, None)]
-
-
-@pytest.mark.parametrize("row", [0, 1, 3, 4, 10])
-def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of all clocks, in fewer events; and nobody is faster than its slowest worker computes."""
-    chooser = Chooser(cities([2, 2], 100, 20), WORK)
-    plan = chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[1], chooser.prices.hosts)
-    short, long = Trial(chooser.prices, plan), Trial(chooser.prices, plan)
-    found = short.step_s()
-    monkeypatch.setattr("narrows.ps.planner.counted.ALIKE", 0.0)
-    assert found == pytest.approx(long.step_s(), rel=ALIKE - 1) and short.time.now_ns < long.time.now_ns
-    assert found is not None and found > 0.99 * short.least_s
-
-
 def test_plans_that_cost_nearly_as_much_and_the_best_of_each_shape_are_named_too() -> None:
     plan, *others = choices(cities([2, 2], 20, 60), WORK)
     assert plan == choose(cities([2, 2], 20, 60), WORK)
@@ -275,22 +209,6 @@ def test_plans_that_cost_nearly_as_much_and_the_best_of_each_shape_are_named_too
     assert len({c.kind for c in [plan, *others]}) == 1 + len(others)
     for shape in (lambda c: c.clusters, lambda c: not c.clusters and not c.spread, lambda c: c.spread):
         assert any(map(shape, [plan, *others]))
-
-
-@pytest.mark.parametrize(("seed", "hosts"), [(4, 12), (6, 9), (6, 4)])
-def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
-    """None of the cuts of single linkage, and no single server. In the first network a slow link once held up the server's
-    card in the trial, and the plan seemed twice as dear as a cut; in the second one the cut seemed too dear to be tried."""
-    network, work = drawn(seed, hosts), replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
-    chooser, printed = (
-        Chooser(network, work),
-        simulated_cost(tried(StepPrices(network, work), choices(network, work))[0]),
-    )
-    for groups in (chooser.alone, *cuts(network, 99)):
-        chooser.least = np.inf
-        _, _, above, below = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
-        plan = chooser.priced(groups, above, below, chooser.prices.hosts)
-        assert printed <= TIE * simulated_cost((plan, Trial(chooser.prices, plan).step_s())), groups
 
 
 def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
@@ -325,21 +243,33 @@ def test_a_rack_of_alike_machines_has_one_level(hosts: int, mbits: float, parame
     network = cities([hosts], 20, 60)
     network.rates[:] = 1e6 * mbits / 8
     work = TrainingWork(parameters, step_s, CODED)
-    assert tried(StepPrices(network, work), choices(network, work))[0][0].clusters == []
+    assert simplest_first(choices(network, work))[0].clusters == []
 
 
-def test_of_plans_that_take_alike_long_in_the_trial_the_simplest_is_printed() -> None:
+def test_of_plans_that_cost_alike_the_simplest_is_printed() -> None:
     """Within TIE, with fewer levels, then clusters; what is dearer by more is not."""
     chooser = Chooser(cities([4], 1000, 0.1), replace(WORK, parameters=2e4))
-    flat, two = (
-        chooser.priced(groups, WAYS[0], BELOW[0], chooser.prices.hosts) for groups in (chooser.alone, ((0, 1), (2, 3)))
+    flat, two, three = (
+        chooser.priced(groups, WAYS[0], BELOW[0], chooser.prices.hosts)
+        for groups in (chooser.alone, ((0, 1), (2, 3)), ((0, 1), (2,), (3,)))
     )
-    two_s, flat_s = (Trial(chooser.prices, plan).step_s() for plan in (two, flat))
-    assert two_s and flat_s
-    for dear, first in ((0.99, flat), (1.01, flat), (1.05, two)):
-        plan = replace(flat, cost=dear * simulated_cost((two, two_s)) * flat.step_s / flat_s)
-        assert tried(chooser.prices, [two, plan])[0][0].groups == first.groups
+    for dear, first in ((0.99, flat), (1.01, flat), (1.05, three)):
+        plans = [replace(two, cost=1.0), replace(three, cost=1.0), replace(flat, cost=dear)]
+        assert [plan.groups for plan in simplest_first(plans)][0] == first.groups
+        assert {plan.groups for plan in simplest_first(plans)} == {plan.groups for plan in plans}
     assert 1.01 < TIE < 1.05
+
+
+def test_a_wire_carries_the_messages_of_both_levels() -> None:
+    """Each cluster lies in two cities, so its workers and the clusters share the wire between these."""
+    chooser = Chooser(cities([2, 2], 20, 10), WORK)
+    groups, servers, way = ((0, 2), (1, 3)), (0, 3), WAYS[4]
+    inside_s, above_s = (CODED[each.compress].bytes * WORK.parameters / 2.5e6 for each in (WAYS[5], way))
+    # One way: an update of each cluster's other worker goes as the state of the other one does, and one of the level above.
+    assert chooser.busy_s(groups, servers, 0, way, WAYS[5]) == pytest.approx(2 * inside_s + above_s, rel=1e-3)
+    plan = chooser.priced(groups, way, WAYS[5], chooser.prices.hosts)
+    assert plan.step_s >= chooser.busy_s(groups, plan.servers, plan.root, way, WAYS[5])
+    assert chooser.busy_s(groups, servers, 0, WAYS[10], WAYS[5]) == 0.0 and WAYS[10].sync == "async"
 
 
 def without(network: Network, *pairs: tuple[int, int]) -> Network:
@@ -355,10 +285,9 @@ def test_links_that_no_plan_needs_may_be_missing(hosts: list[int]) -> None:
     """Host 2 has links to all, and no other two have one."""
     whole, others = cities(hosts, 20, 60), [host for host in range(sum(hosts)) if host != 2]
     network = without(whole, *permutations(others, 2))
-    plan, chooser, least = choose(network, WORK), Chooser(network, WORK), choose(whole, WORK).cost
+    plan, least = choose(network, WORK), choose(whole, WORK).cost
     assert np.isfinite(plan.cost) and plan.cost >= least * PATIENT
     assert all(len(group) == 1 or 2 in group for group in plan.groups)
-    assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.4)
     assert choose(without(whole, (0, 1)), WORK).cost >= least * PATIENT
 
 
@@ -377,7 +306,7 @@ def test_two_stars_joined_by_one_link_are_two_clusters(hosts: int) -> None:
 
 @pytest.mark.parametrize("kept", [{(0, 1), (0, 2)}, {(0, 1), (0, 2), (0, 3)}, {(0, 1), (1, 2), (2, 3)}], ids=str)
 def test_a_candidate_that_needs_a_missing_link_is_none(kept: set[tuple[int, int]]) -> None:
-    """Stars and a chain: what is chosen takes finite time, and a trial of it ends."""
+    """Stars and a chain: what is chosen takes finite time."""
     hosts = 1 + max(map(max, kept))
     absent = [pair for link in combinations(range(hosts), 2) if link not in kept for pair in (link, link[::-1])]
     network = without(cities([1] * hosts, 20, 60), *absent)
@@ -385,7 +314,6 @@ def test_a_candidate_that_needs_a_missing_link_is_none(kept: set[tuple[int, int]
     assert all(np.isfinite(plan.cost) for plan in plans)
     for server, group in (edge for plan in plans for edge in [*plan.clusters, (plan.root, plan.servers)]):
         assert all(np.isfinite(network.delay_s[server, host]) for host in group if host != server), plans
-    assert tried(StepPrices(network, WORK), plans)[0][1] is not None
 
 
 def test_a_star_is_planned_by_the_command(tmp_path: Path) -> None:
@@ -731,11 +659,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
         words[words.index(flag) + 1] for words in told(output) for flag in ("--key", "--parent-key") if flag in words
     }
     assert needed == made and bool(made) == (not access)
-    assert (
-        "decides" in output
-        and "DDP" in output
-        and re.search(r"predicted [\d.e+]+ ms a step, simulated [\d.e+]+ ms, and", output)
-    )
+    assert "decides" in output and "DDP" in output and re.search(r"predicted [\d.e+]+ ms a step, and", output)
 
 
 def test_a_plan_without_clusters_has_the_fields_of_a_pipeline_alone(tmp_path: Path) -> None:
