@@ -224,7 +224,6 @@ BOTTOM = "protocols/errors.py"  # it imports nothing of ours, so any file may im
 
 # Folders that import each other. Each pair is a debt; none may come in.
 MUTUAL = {
-    ("ps/coordinator", "ps/planner"),
 }
 
 
@@ -311,7 +310,7 @@ def test_files_that_import_each_other_are_found() -> None:
 
 
 FILES_MAX = 14
-CROWDED = {"ps/planner": 16}
+CROWDED: dict[str, int] = {}
 
 
 def test_a_folder_has_few_files() -> None:
@@ -456,7 +455,6 @@ PLAIN_WORDS = {
     *("and", "not", "finite", "whole", "awake", "time", "names", "file", "texts", "figures", "stats", "sums", "scans"),
     *("flags", "options", "variables", "output", "formats", "commands", "entry", "policy", "lifecycle", "forwarding"),
     *("landing", "cycles", "subsets", "scratch", "weight", "base"),
-    *("trial", "tried", "counted"),  # they go
 }
 
 

@@ -9,11 +9,17 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array
 from narrows.ps.planner.step_prices import Groups, HostGroupings, Indices, StepPrices
 
+SHARED = 1 - 1e-9  # of a step: a wire that is busy for so long decides
+
 
 def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
     """Which link or host the step waits for, in a sentence."""
     prices, network = chooser.prices, chooser.prices.network
     own, to = chooser.own_s(plan.below, plan.groups), plan.spread or (plan.root,)
+    busiest = chooser.busiest(plan.groups, plan.servers, plan.root, plan.above, plan.below)
+    if plan.clusters and busiest.seconds >= SHARED * plan.step_s:
+        sender, receiver = (network.hosts[host] for host in (busiest.sender, busiest.receiver))
+        return f"the wire from {sender} to {receiver} decides: {1e3 * busiest.seconds:.3g} ms of bytes"
     child = np.array(plan.servers)
     inside = np.where([len(group) > 1 for group in plan.groups], plan.below.inside, 1)
     found = _slowest(prices, plan.above, own[child], child, plan.groups, np.array(to), inside)

@@ -29,6 +29,7 @@ from narrows.ps.planner.candidate_prices import (
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Array, Network, named
 from narrows.ps.planner.step_prices import (
+    BusyWire,
     CodecCost,
     Groups,
     HostGroupings,
@@ -104,22 +105,22 @@ class Chooser:
         """The cheapest plan of these groups and ways, with one of these roots."""
         step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
         if math.isfinite(step_s):  # no link is missing
-            step_s = max(step_s, self.busy_s(groups, servers, root, above, below))
+            step_s = max(step_s, self.busiest(groups, servers, root, above, below).seconds)
         steps = float(self.times(above, below, np.array([len(groups)]))[0])
         return DeploymentChoice(groups, servers, root, above, below, step_s, step_s * steps)
 
-    def busy_s(
+    def busiest(
         self, groups: Groups, servers: Sequence[int], root: int, above: ModeAndSpec, below: ModeAndSpec
-    ) -> float:
-        """Return the seconds of a step that the busiest wire takes for both levels. 0 where nobody waits: a slow child then
-        sends less than once a step."""
+    ) -> BusyWire:
+        """Return the wire that takes the longest for both levels together. Its seconds are 0 where no child waits for another:
+        a slow child then sends less than once a step."""
         if above.mode.bound is None:
-            return 0.0
+            return BusyWire(0.0, root, root)
         flows = partial(self.prices.exchange_flows, parameters=self.prices.work.parameters)
         clusters = (
             flows(below, children=group, servers=(server,)) for server, group in zip(servers, groups, strict=True)
         )
-        return self.prices.busiest_s(chain(flows(above, children=servers, servers=(root,)), *clusters))
+        return self.prices.busiest(chain(flows(above, children=servers, servers=(root,)), *clusters))
 
     def times(self, above: ModeAndSpec, below: ModeAndSpec, children: Indices) -> Array:
         """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of

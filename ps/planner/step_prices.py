@@ -12,6 +12,7 @@ Rules of links
   branch has a gap (`Places`). Places may lie in places. All links between two places that lie side by side are one wire, which
   children in one of them share. Every other link is a wire of its own. network.json may name places and the rates of wires.
 - A child on its server's host sends nothing.
+- Messages of both levels share cards, links and wires: a step takes at least as long as the busiest of them (`busiest`).
 - A server handles what all its children send, as a port does: so long takes `up` at least. Its shards share that.
 """
 
@@ -95,6 +96,15 @@ class MessageFlow:
     receiver: int
     message_bytes: float
     messages: float
+
+
+@dataclass(frozen=True, slots=True)
+class BusyWire:
+    """A card, link or wire between places. seconds: of a step that it is busy. sender, receiver: hosts that send over it."""
+
+    seconds: float
+    sender: int
+    receiver: int
 
 
 Merge = tuple[float, int, int]
@@ -270,13 +280,18 @@ class StepPrices:
             self._between[key] = fastest if math.isinf(named) else named
         return self._between[key]
 
-    def busiest_s(self, flows: Iterable[MessageFlow]) -> float:
-        """Return the seconds of a step that the busiest wire takes for all of these flows together."""
+    def busiest(self, flows: Iterable[MessageFlow]) -> BusyWire:
+        """Return the wire that takes the longest for all of these flows together."""
         busy_s: defaultdict[WireKey, float] = defaultdict(float)
+        ends: dict[WireKey, tuple[int, int]] = {}
         for flow in flows:
             for wire, rate in self.path(flow.sender, flow.receiver, flow.message_bytes):
                 busy_s[wire] += flow.messages * flow.message_bytes / rate
-        return max(busy_s.values(), default=0.0)
+                ends[wire] = flow.sender, flow.receiver
+        if not busy_s:
+            return BusyWire(0.0, 0, 0)
+        wire = max(busy_s, key=lambda each: busy_s[each])
+        return BusyWire(busy_s[wire], *ends[wire])
 
     def exchange_flows(
         self, way: ModeAndSpec, parameters: float, children: Iterable[int], servers: Sequence[int]

@@ -196,6 +196,9 @@ def decides(network: Network, plan: StagedPlan) -> str:
     if exchanges_s > part_s:
         stage = max(range(len(plan.stages_s)), key=lambda stage: plan.stages_s[stage])
         what, part_s = f"the exchange of stage {stage} on {network.hosts[plan.servers[stage]]}", exchanges_s
+        if plan.busiest.seconds > plan.stages_s[stage]:
+            sender, receiver = (network.hosts[host] for host in (plan.busiest.sender, plan.busiest.receiver))
+            what = f"the wire from {sender} to {receiver}, which stages share,"
     return (
         f"{what} decides with {seconds(part_s)}: a step waits {seconds(computing_s)} for computing, {seconds(links_s)} for "
         f"links between stages, {seconds(exchanges_s)} for exchanges of stages"

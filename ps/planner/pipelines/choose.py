@@ -31,7 +31,7 @@ from narrows.ps.planner.pipelines.stages import (
     exchanges_money,
     fits,
 )
-from narrows.ps.planner.step_prices import MessageFlow, StepPrices, TrainingWork
+from narrows.ps.planner.step_prices import BusyWire, MessageFlow, StepPrices, TrainingWork
 
 # Across a link int8 lost up to 0.4 % over the unsplit model (bench/speed/pipeline.py), which is so many more steps.
 LOSS_COST = 1.004**STEPS_POWER
@@ -45,7 +45,7 @@ class StagedPlan:
 
     money: of a stage's exchange, and of what passes between it and the next one.
     alone_s: without exchanges, in virtual time; `critical` has what each part takes of it on the critical path. stages_s: of
-    each stage with its exchange, by the forms of a data parallel run. busy_s: of the busiest wire, with all that passes it.
+    each stage with its exchange, by the forms of a data parallel run. busiest: the wire that takes the longest for all of it.
     """
 
     layout: Layout
@@ -55,12 +55,12 @@ class StagedPlan:
     alone_s: float
     critical: Mapping[StagePart, float]
     stages_s: tuple[float, ...]
-    busy_s: float
+    busiest: BusyWire
     money: tuple[float, ...]
 
     @property
     def step_s(self) -> float:
-        return max(*self.stages_s, self.busy_s)
+        return max(*self.stages_s, self.busiest.seconds)
 
     @property
     def steps(self) -> float:
@@ -88,11 +88,11 @@ class StagedPlanner:
             for stage, group in enumerate(layout.grid)
         ]
         servers, ways, stages_s = zip(*found, strict=True)
-        busy_s = self.prices.busiest_s(self.flows(layout, edges, servers, ways))
+        busiest = self.prices.busiest(self.flows(layout, edges, servers, ways))
         between = [*edges_money(network, layout, model, edges), 0.0]
         exchanged = exchanges_money(network, layout, model, servers, ways)
         costs = tuple(a + b for a, b in zip(between, exchanged, strict=True))
-        return StagedPlan(layout, edges, servers, ways, alone_s, run.critical(), stages_s, busy_s, costs)
+        return StagedPlan(layout, edges, servers, ways, alone_s, run.critical(), stages_s, busiest, costs)
 
     def flows(
         self, layout: Layout, edges: Sequence[StageEdge], servers: Sequence[int], ways: Sequence[ModeAndSpec]

@@ -22,7 +22,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.key_files import add, make
 from narrows.ps.command.planning.plan import command as ps_plan
-from narrows.ps.command.planning.staged import candidates
+from narrows.ps.command.planning.staged import candidates, decides
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
@@ -127,15 +127,18 @@ def test_a_wire_between_cities_carries_tensors_and_the_updates_of_all_stages(way
     for layout, tensors_s in ((inside, 0.0), (across, 4 * 2 * 2 * 1e5 / 2.5e6)):
         planner, edges = stager(network, 3, 2, what), [StageEdge(in_flight=1)] * 2
         servers = tuple(min(hosts) for hosts in layout.grid.tolist())
-        busy_s = planner.prices.busiest_s(planner.flows(layout, edges, servers, (way,) * 3))
+        busy_s = planner.prices.busiest(planner.flows(layout, edges, servers, (way,) * 3)).seconds
         assert busy_s == pytest.approx(update_s + tensors_s, rel=0.01)
 
 
 def test_a_step_is_no_shorter_than_the_busiest_wire_takes() -> None:
-    network, what = cities([3, 3], 20, 60), model(layers=12, cut_bytes=4e6, step_s=2.0, parameters=1e8)
+    network, what = cities([3, 3], 20, 60), model(layers=12, cut_bytes=4e6, step_s=1.0, parameters=1e8)
     layout = Layout(np.array([[0, 3], [1, 4], [2, 5]]), np.array([4, 4, 4]))
     found = stager(network, 3, 2, what).stand(layout)
-    assert found.alone_s < max(found.stages_s) < found.busy_s == found.step_s
+    assert found.alone_s < max(found.stages_s) < found.busiest.seconds == found.step_s
+    assert re.match(
+        r"the wire from (a-\d to b-\d|b-\d to a-\d), which stages share, decides with ", decides(network, found)
+    )
 
 
 def test_one_replica_exchanges_with_the_server_beside_it_alone() -> None:

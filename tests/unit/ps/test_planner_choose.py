@@ -26,7 +26,9 @@ from narrows.protocols.config.deployment import parse
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.ps.command import cli as serve
+from narrows.ps.command.planning.clustered import ASYNC_RANGE, step_ms
 from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.candidate_prices import partitions
 from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, TIE, Chooser, choices, choose, simplest_first
 from narrows.ps.planner.codec_costs import coded
@@ -287,14 +289,24 @@ def test_of_plans_that_cost_alike_the_simplest_is_printed() -> None:
 
 def test_a_wire_carries_the_messages_of_both_levels() -> None:
     """Each cluster lies in two cities, so its workers and the clusters share the wire between these."""
-    chooser = Chooser(cities([2, 2], 20, 10), WORK)
-    groups, servers, way = ((0, 2), (1, 3)), (0, 3), WAYS[4]
-    inside_s, above_s = (CODED[each.compress].bytes * WORK.parameters / 2.5e6 for each in (WAYS[5], way))
-    # One way: an update of each cluster's other worker goes as the state of the other one does, and one of the level above.
-    assert chooser.busy_s(groups, servers, 0, way, WAYS[5]) == pytest.approx(2 * inside_s + above_s, rel=1e-3)
-    plan = chooser.priced(groups, way, WAYS[5], chooser.prices.hosts)
-    assert plan.step_s >= chooser.busy_s(groups, plan.servers, plan.root, way, WAYS[5])
-    assert chooser.busy_s(groups, servers, 0, WAYS[10], WAYS[5]) == 0.0 and WAYS[10].sync == "async"
+    chooser, groups, way = Chooser(cities([2, 2], 20, 10), WORK), ((0, 2), (1, 3)), WAYS[4]
+    update_s = CODED[way.compress].bytes * WORK.parameters / 2.5e6
+    # From city a to b: the update of worker 1, the state of worker 2 and the state of the second cluster.
+    assert chooser.busiest(groups, (0, 3), 0, way, way).seconds == pytest.approx(3 * update_s, rel=1e-3)
+    plan = chooser.priced(groups, way, way, chooser.prices.hosts)
+    assert (
+        plan.step_s == chooser.busiest(groups, plan.servers, plan.root, way, way).seconds == pytest.approx(2 * update_s)
+    )
+    assert decides(chooser, plan) == "the wire from b-1 to a-1 decides: 126 ms of bytes"
+    free = next(row for row in WAYS if row.sync == "async")  # a slow child sends less than once a step
+    assert chooser.busiest(groups, (0, 3), 0, free, way).seconds == 0.0
+
+
+def test_a_step_without_a_bound_is_printed_as_a_range() -> None:
+    plan = choose(cities([2, 2], 20, 60), WORK)
+    least, most = (1e3 * factor * 0.1 for factor in ASYNC_RANGE)
+    for way, text in ((WAYS[0], "100"), (WAYS[10], f"{least:.3g} to {most:.3g}")):
+        assert step_ms(replace(plan, above=way, step_s=0.1)) == text
 
 
 def without(network: Network, *pairs: tuple[int, int]) -> Network:
