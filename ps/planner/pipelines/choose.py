@@ -1,10 +1,11 @@
-"""A layout of a pipeline with all that its plan says, tried in virtual time: codings, micro-batches in flight, servers, modes.
+"""Chooses all that the plan of a pipeline says: its layout, codings, micro-batches in flight, servers and modes. No I/O.
 
 Rules
 - By `auto` an edge is dense each way, where a step of it costs at most LOSS_COST times what it costs with all edges in int8: so
   much int8 costs in steps to a loss. The ways with the fastest links are dense, as many as may be.
 - A stage's server and mode are those of a data parallel run of its replicas, whose step is the pipeline's.
-- Plans are compared by simulated seconds of a step x steps to a loss, and by money. Swaps of two hosts follow.
+- A step takes the seconds of its clock in virtual time, and the longest exchange of a stage by the forms of a data parallel run.
+- Plans are compared by seconds of a step x steps to a loss, and by money. Swaps of two hosts follow.
 """
 
 from __future__ import annotations
