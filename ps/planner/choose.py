@@ -2,8 +2,8 @@
 
 Up to EXACT_MAX hosts it prices every partition with every two ways and every root. Above it begins with every cut of single
 linkage, and moves hosts and whole groups from the best of those: ways are chosen anew after each move. Servers of clusters
-follow exactly. Without clusters it also tries a server on several hosts. The best ones of all of these are priced once more with
-the busiest wire of both levels. The least of seconds a step x steps to a loss is the plan, and the same arguments give the same.
+follow exactly. Without clusters it also tries a server on several hosts. The best of these are priced again with the busiest
+wire of both levels. The least of seconds a step x steps to a loss is the plan. The same arguments give the same plan.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rules
 - By `auto` an edge is dense each way, where a step of it costs at most LOSS_COST times what it costs with all edges in int8: so
   much int8 costs in steps to a loss. The ways with the fastest links are dense, as many as may be.
 - A stage's server and mode are those of a data parallel run of its replicas, whose step is the pipeline's.
-- A step takes the seconds of its clock in virtual time, and the longest exchange of a stage by the forms of a data parallel run.
+- A step takes its clock in virtual time, and the longest exchange of a stage by the forms of a data parallel run.
 - Plans are compared by seconds of a step x steps to a loss, and by money. Swaps of two hosts follow.
 """
 
