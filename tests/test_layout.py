@@ -507,6 +507,7 @@ def test_a_made_up_file_name_is_found() -> None:
 SEARCHED = {
     # what has gone wrong
     "heartbeat": "protocols/member/heartbeat_summary.py",
+    "retry": "protocols/config/retry.py",
     "lease": "ps/coordinator/sample_leases.py",
     "liveness": "worker/group/group_liveness.py",
     "watchdog": "ps/process/watchdog.py",

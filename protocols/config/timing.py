@@ -1,17 +1,6 @@
-"""Constants of time of the machines, and the arithmetic of what a sender repeats. No clock: the time is an argument.
+"""Every constant of time of the machines. No clock: the time is an argument.
 
-How it works
-- A sender repeats a message until the receiver acknowledges it. Each such rule is a row, a `Retry`: the wait before the first
-  repeat, the slowest link, and how far the wait grows. The machine keeps the time of the last sending and asks `Retry.due`.
-- The wait grows in one of two ways. Where a sender asks for the same again, the caller passes the count of its requests as
-  `factor`. Where a late answer shows that a link is slow, `RetryTimer` keeps the factor that it took.
-- A new connection makes everything due: the machine sets its times to `LONG_AGO_NS`, and the next tick repeats.
-- A `NumberedStream` counts messages that the receiver acknowledges together, all before a number:
-
-      0 ...              acked ...         sent ...                          there
-      the receiver's   | under way       | to be sent, as the window lets it
-
-  Where nothing moves for as long as a `Retry` says, the sender goes back to `acked`, and sends the same numbers again.
+- A rule of repeats is a row, a `Retry` (retry.py).
 - `Timing` has the limits of one member's waits. A run changes some of them by flags, the simulator all of them.
 """
 
@@ -19,90 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from narrows.protocols.config.retry import RETRY_FACTOR_MAX, SLOW_LINK_BYTES_PER_SECOND, Retry, transfer_ns
 from narrows.protocols.effects import NS
-
-SLOW_LINK_BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
-RETRY_FACTOR_MAX = 8  # a wait grows to so many times its first length: a lost message is not waited for longer
-LONG_AGO_NS = -(1 << 62)  # in the place of the time of a sending: the next tick repeats the message
-
-
-def transfer_ns(size: int, bytes_per_second: int = SLOW_LINK_BYTES_PER_SECOND) -> int:
-    """Return the time that `size` bytes take on a link of this rate."""
-    return size * NS // bytes_per_second
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """When a sender repeats a message that is not acknowledged.
-
-    Args:
-        first_ns: the wait for the answer to a message without payload.
-        bytes_per_second: of the slowest link; the wait for n bytes is longer by n / this. 0: the size does not count.
-        most: the factor by which the wait grows at most.
-    """
-
-    first_ns: int
-    bytes_per_second: int = 0
-    most: int = 1
-
-    def wait_ns(self, size: int = 0, factor: int = 1) -> int:
-        """Return the wait for the answer to `size` bytes, `factor` times as long as at first."""
-        more_ns = transfer_ns(size, self.bytes_per_second) if self.bytes_per_second else 0
-        return min(factor, self.most) * (self.first_ns + more_ns)
-
-    def due(self, sent_ns: int, now_ns: int, size: int = 0, factor: int = 1) -> bool:
-        """True if `size` bytes that were last sent at `sent_ns` are to be sent again."""
-        return now_ns - sent_ns >= self.wait_ns(size, factor)
-
-
-@dataclass(slots=True)
-class RetryTimer:
-    """When bytes are sent again on one link. A link slower than the limit would carry nothing but copies: where the answer to
-    bytes that were sent twice shows how long one takes there, the next ones are waited for as long."""
-
-    retry: Retry
-    factor: int = 1
-
-    def due(self, sent_ns: int, now_ns: int, size: int) -> bool:
-        """True if `size` bytes that were last sent at `sent_ns` are to be sent again."""
-        return self.retry.due(sent_ns, now_ns, size, self.factor)
-
-    def answered(self, sent_ns: int, now_ns: int, size: int) -> None:
-        """Learn from the answer to `size` bytes that were sent first at `sent_ns`, and once more since."""
-        took = -(-(now_ns - sent_ns) // self.retry.wait_ns(size))
-        self.factor = min(max(self.factor, took), self.retry.most)
-
-
-@dataclass(slots=True)
-class NumberedStream:
-    """Counts of the messages from one sender to one receiver, which acknowledges all before a number (go-back-n). The sender
-    keeps the messages. Numbers begin with 0.
-
-    Args:
-        window: so many messages may be under way; None: any count.
-        acked: the receiver has all messages before this number.
-        sent: the sender has sent all messages before this number.
-    """
-
-    window: int | None = None
-    acked: int = 0
-    sent: int = 0
-
-    def acknowledge(self, count: int) -> bool:
-        """Take the receiver's word that it has all before `count`; True if it has more than before. Less: it has begun anew."""
-        more, self.acked = count > self.acked, count
-        return more
-
-    def go_back(self) -> None:
-        """Count all that is under way as lost."""
-        self.sent = self.acked
-
-    def take(self, there: int) -> range:
-        """Return the numbers to send now, of messages before `there`, and count them as sent."""
-        end = there if self.window is None else min(there, self.acked + self.window)
-        first, self.sent = self.sent, max(self.sent, end)
-        return range(first, self.sent)
-
 
 # Rules of repeats.
 

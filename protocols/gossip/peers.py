@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.timing import BEATS, ENDED_NS, LONG_AGO_NS, OFFER_RETRY, transfer_ns
+from narrows.protocols.config.retry import LONG_AGO_NS, transfer_ns
+from narrows.protocols.config.timing import BEATS, ENDED_NS, OFFER_RETRY
 from narrows.protocols.effects import MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_BYTES

@@ -12,11 +12,11 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.timing import (
     FAILOVER_CUT_NS,
     FAILOVER_SILENCE_NS,
     FAILOVER_STAY_NS,
-    LONG_AGO_NS,
     VOTE_RETRY,
 )
 from narrows.protocols.effects import MemberEffect, Send, SendToPeer, Turned

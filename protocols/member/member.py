@@ -15,8 +15,9 @@ from enum import Enum
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import LONG_AGO_NS, Timing
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeers

@@ -21,7 +21,8 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Mode
-from narrows.protocols.config.timing import LONG_AGO_NS, RetryTimer, Timing
+from narrows.protocols.config.retry import LONG_AGO_NS, RetryTimer
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.link_meter import LinkMeter

@@ -30,7 +30,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.timing import DEPOSE_NS, ELECTION_TIMEOUT_NS, REPLICATION_BEAT_NS, STANDBY_MISSED_NS
+from narrows.protocols.config.timing import (
+    DEPOSE_NS,
+    ELECTION_TIMEOUT_NS,
+    REPLICATION_BEAT_NS,
+    STANDBY_MISSED_NS,
+)
 from narrows.protocols.effects import CopyEffect, Log, Send, SendToPeer, Serve, Stop
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode

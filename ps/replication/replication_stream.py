@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.timing import REPLICATION_CUT_NS, REPLICATION_RETRY, NumberedStream
+from narrows.protocols.config.retry import NumberedStream
+from narrows.protocols.config.timing import REPLICATION_CUT_NS, REPLICATION_RETRY
 from narrows.protocols.effects import Send
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.replication.events import MachineEvent

@@ -13,8 +13,8 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import LONG_AGO_NS
 from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, Stop
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.heartbeat_summary import NAME_MAX, SummaryRow

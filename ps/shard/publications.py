@@ -34,7 +34,8 @@ from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, parts
 from narrows.protocols.config.modes import Mode
-from narrows.protocols.config.timing import LONG_AGO_NS, RetryTimer, Timing
+from narrows.protocols.config.retry import LONG_AGO_NS, RetryTimer
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import Log, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.shard.folding import Folding

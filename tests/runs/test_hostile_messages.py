@@ -33,8 +33,9 @@ from narrows.compression.value_codings import Section
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.retry import Retry
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import Retry, Timing
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import MasterArrived, Send, SendToPeer, ServerEffect, StateArrived
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.wire import decode, encode, pack

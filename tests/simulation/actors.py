@@ -26,8 +26,9 @@ from narrows.protocols.config.embedding_spec import TableSpec, rows_of
 from narrows.protocols.config.key_ranges import fragment, parts, split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.retry import RETRY_FACTOR_MAX, Retry
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import RETRY_FACTOR_MAX, Retry, Timing
+from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange

@@ -12,7 +12,8 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.config import timing
-from narrows.protocols.config.timing import LONG_AGO_NS, OFFER_RETRY, NumberedStream, Retry
+from narrows.protocols.config.retry import LONG_AGO_NS, NumberedStream, Retry
+from narrows.protocols.config.timing import OFFER_RETRY
 from narrows.protocols.effects import NS, SendToPeer
 from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.member.link_meter import LinkMeter

@@ -14,8 +14,9 @@ from kit.scripts import Link, build, flat, loss_of, run
 from narrows.compression.codecs import CODED
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.config.retry import RETRY_FACTOR_MAX, RetryTimer
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import REQUEST_RETRY, RETRY_FACTOR_MAX, RetryTimer, Timing
+from narrows.protocols.config.timing import REQUEST_RETRY, Timing
 from narrows.protocols.effects import NS, Send
 from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
 from narrows.protocols.member.link_meter import LinkMeter

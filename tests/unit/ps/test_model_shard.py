@@ -11,8 +11,9 @@ from simulation.actors import PLANS, PlainSGD
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.retry import RetryTimer
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import REQUEST_RETRY, RetryTimer
+from narrows.protocols.config.timing import REQUEST_RETRY
 from narrows.protocols.effects import NS, Checkpoint
 from narrows.protocols.wire import pack
 from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, MeanFactory, ModelShard

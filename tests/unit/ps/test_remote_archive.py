@@ -13,7 +13,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
-from narrows.protocols.config.timing import Retry
+from narrows.protocols.config.retry import Retry
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import decode, encode
