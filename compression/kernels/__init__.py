@@ -1,1 +1,1 @@
-"""The loops over values. Each kernel has one name, here and in tests/reference.py (NumPy, the specification)."""
+"""The loops over values. Each kernel has one name, here and in tests/kit/reference.py (NumPy, the specification)."""

@@ -80,7 +80,7 @@ def label_of(arrived: OfferArrived) -> ExchangeLabel:
 
 
 class GossipExchanges:
-    """`topology`: a name of protocols/topology.py. A worker that is not in any roster yet has no pairs."""
+    """`topology`: a name of protocols/config/topology.py. A worker that is not in any roster yet has no pairs."""
 
     def __init__(self, topology: str, worker: int, mixing: Mixing) -> None:
         self.topology, self.worker, self.mixing = topology, worker, mixing

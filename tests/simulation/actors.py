@@ -129,8 +129,8 @@ class FailsError(Exception):
 
 @dataclass(slots=True)
 class Disk:
-    """Stands for ps/checkpoints.py: (shard, clock) -> arrays, publication, plan, shards. A write takes less than
-    `slow_ns`. One that is torn is no checkpoint."""
+    """Stands for ps/checkpoints/checkpoint_files.py: (shard, clock) -> arrays, publication, plan, shards. A write
+    takes less than `slow_ns`. One that is torn is no checkpoint."""
 
     files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes, int]] = field(default_factory=dict)
     slow_ns: int = NS // 5

@@ -1,6 +1,6 @@
 """A whole cluster in virtual time: real servers and members, scripted workers, a disk, and every fault by a seed.
 
-    Run(case_of(seed)).run()        raises Violation where an invariant does not hold (tests/invariants.py)
+    Run(case_of(seed)).run()        raises Violation where an invariant does not hold (tests/simulation/invariants.py)
 
 `Case` says all of a run; it follows from the seed alone, so a seed replays exactly.
 """

@@ -6,7 +6,7 @@ Each worker has one way out, a `Road`: all its messages pass it, one after the o
 values; rates are as much lower. All know each other from the start, and nobody else is there; the run ends with its rounds,
 before the last exchange, which is of all pairs.
 
-bytes_of: in each round both sides of a pair (protocols/topology.py, `edges`) send one offer and one ack, whatever else
+bytes_of: in each round both sides of a pair (protocols/config/topology.py, `edges`) send one offer and one ack, whatever else
 happens. `encode` says how long these are; of the payload only its size is needed, which `dense` and `int8` fix.
 
 finish_s: a worker offers to its partners when its step is done. With staleness s it goes on when all offers of round t - s are

@@ -85,7 +85,7 @@ def test_bytes_pass_a_wire_one_after_the_other_and_links_share_it() -> None:
     assert up.free_ns == 1100 * MS and down.free_ns == 0
 
 
-# Rounds, on links that are fixed, against tests/forms.py.
+# Rounds, on links that are fixed, against tests/simulation/closed_forms.py.
 
 
 @pytest.mark.parametrize("below", BELOW)

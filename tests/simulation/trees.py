@@ -1,9 +1,10 @@
 """A tree of clusters in virtual time: real servers with uplinks, real members, links with a rate and a delay, faults by a seed.
 
-    Tree(case).run()        raises Violation where an invariant does not hold (tests/levels.py)
+    Tree(case).run()        raises Violation where an invariant does not hold (tests/simulation/tree_invariants.py)
 
 `TreeCase` says all of a run. `clusters` of `workers` each stand below one root; with no cluster the workers are the root's.
-The few keys of the model stand for `model_bytes`. tests/forms.py says how long a round takes on links without faults.
+The few keys of the model stand for `model_bytes`. tests/simulation/closed_forms.py says how long a round takes on
+links without faults.
 """
 
 from __future__ import annotations
