@@ -28,7 +28,7 @@ def run_checks(simulated: str) -> None:
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": simulated}
     done = subprocess.run(
         [sys.executable, "-m", "kit.cuda_checks"],
-        cwd=HERE.parent,
+        cwd=HERE.parents[1],
         env=environment,
         capture_output=True,
         text=True,
