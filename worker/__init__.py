@@ -62,7 +62,7 @@ else:
     }
 
     def __getattr__(name):
-        """On first use: ps-worker is in this package too, and need not wait for torch."""
+        """Import a public name on its first use: ps-worker is in this package too, and starts without torch."""
         if name == "__version__":
             return import_module("importlib.metadata").version("narrows")
         if name not in __all__:

@@ -27,24 +27,33 @@ OTHER_GROUPS = (
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps `inner`, which steps the parameters of `model`: one optimizer, or a list or container of them, each with its own
-    parameters.
+    """Wrap a torch optimizer, so that each step is shared with the other workers of the run.
 
-    It shares param_groups, state and defaults with `inner` by reference, so schedulers, gradient accumulation, clipping and
-    AMP work on it as on any optimizer. Run as plain python it does what `inner` does.
+    The wrapper shares param_groups, state and defaults with `inner` by reference, so schedulers, gradient accumulation,
+    clipping and AMP work on the wrapper as on any optimizer. In a script that is run as plain python the wrapper does
+    what `inner` does.
 
-    Several, as in DistributedOptimizer([muon, adamw], model), step one after the other. param_groups has the groups of all,
-    and a scheduler may be made on the wrapper or on any of them. Where updates are pushed any mix goes. Where gradients are
-    pushed the server rebuilds one elementwise class, so all must be of it.
+    Several optimizers, as in DistributedOptimizer([muon, adamw], model), step one after the other. param_groups then
+    has the groups of all of them, and a scheduler may be made on the wrapper or on any of them. A mode that pushes
+    updates takes any mix of optimizers. In a mode that pushes gradients the server rebuilds one elementwise optimizer
+    class, so all optimizers must be of that class.
 
-    overlap: let gradients leave during the last of the `accumulate` backward passes of a step (modes that push gradients;
-    pushed updates hide the link behind the next forward and backward anyway). p.grad must then stay untouched until step().
-    closure: where gradients are pushed, or for several optimizers, it is called once a step and all step along its
-    gradients; else the inner optimizer calls it as often as it does alone.
-    max_grad_norm: L2 norm to clip all gradients to: of the folded mean where gradients are pushed (as DDP clips), else of the
-    worker's own.
-    schedule: a new scheduler of `inner`, or a container of some, that steps once a step. It is brought to where the run is.
-    Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
+    Args:
+        inner: the optimizer that steps the parameters of `model`, or a list or container of optimizers, each with its
+            own parameters.
+        model: the module that is trained. The worker declares its parameters to the server when it joins.
+        overlap: gradients leave during the last backward pass of a step, in modes that push gradients. The script must
+            then leave p.grad untouched until step(). (Pushed updates hide the link behind the next forward and backward
+            pass anyway.)
+        accumulate: the number of backward passes that make a step. Only `overlap` reads it.
+        max_grad_norm: the L2 norm to which all gradients together are clipped. Where gradients are pushed the server
+            clips the folded mean, as DDP does; else each worker clips its own gradients.
+        schedule: a new learning rate scheduler of `inner`, or a container of several, that the script steps once per
+            optimizer step. The constructor advances it to the step that the run has reached.
+
+    Raises:
+        UsageError: this mode cannot push these parameters, or cannot use this optimizer.
+        IncompatibleError: the model is not the model of the run.
     """
 
     def __init__(
@@ -64,8 +73,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = True
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._building = False
-        self._trains: bool | None = None  # of train() and eval(), what the inner optimizer was told last
-        self._ended = False  # the newest step was the last that a loader counts, so the shared model is shown
+        self._trains: bool | None = None  # the inner optimizer's newest call: train(), eval(), or None of the two
+        self._ended = (
+            False  # the newest step was the run's last (`steps=` of a loader), so the module shows the shared model
+        )
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
@@ -79,13 +90,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those that `inner` has at the moment: where a state is loaded it has others."""
+        """The parameter groups that `inner` has now. Loading a state replaces the list in `inner`."""
         return self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """`inner` gets them. Raises UsageError in a run for groups of other parameters."""
-        if self._building:  # the constructor of torch sets none
+        """Set the groups of `inner`. Raises UsageError if, in a run, the groups have other parameters than before."""
+        if self._building:  # torch's constructor assigns an empty list
             return
         given, known = ([[id(p) for p in group["params"]] for group in each] for each in (groups, self.param_groups))
         if self._engine is not None and given != known:
@@ -94,13 +105,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of `inner` at the moment, by parameter. Where gradients are pushed the servers have the optimizer's state, and
-        this is empty and read-only: `state_dict(servers=True)` pulls it."""
+        """The state of `inner` now, by parameter.
+
+        Where gradients are pushed the servers hold the optimizer's state. This mapping is then empty and read-only, and
+        `state_dict(servers=True)` pulls the state from the servers.
+        """
         return ON_SERVERS if self._on_servers else self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        """`inner` gets it. Raises UsageError where nothing would step with it."""
+        """Set the state of `inner`. Raises UsageError if no optimizer of this process would step with that state."""
         if self._building:
             return
         if self._on_servers or isinstance(self.inner, CombinedOptimizer):
@@ -111,7 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _on_servers(self) -> bool:
-        """The servers step the parameters."""
+        """True if the servers step the parameters: in a mode that pushes gradients."""
         return self._engine is not None and isinstance(self._engine.sync, GradientStep)
 
     @property
@@ -121,23 +135,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def staleness(self) -> int:
-        """Clocks that the newest step was ahead of the state that it was computed on; 0 alone."""
+        """Clocks between this worker and the state that its newest step was computed on; 0 without a run."""
         return self._engine.sync.staleness if self._engine is not None else 0
 
     @property
     def bytes_up(self) -> int:
-        """Bytes of whole messages that this worker has sent so far."""
+        """Bytes that this worker has sent so far, all frames of each message counted; 0 without a run."""
         return self._session.link.bytes_up if self._session.link is not None else 0
 
     @property
     def bytes_down(self) -> int:
-        """Bytes of whole messages that this worker has got so far."""
+        """Bytes that this worker has received so far, all frames of each message counted; 0 without a run."""
         return self._session.link.bytes_down if self._session.link is not None else 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the run: returns the closure's loss, if one is given. After the last of the `steps=` that `sampler` or
-        `resumable` was given, the module shows the shared model, as after eval()."""
-        if self._ended:  # this loop goes on
+        """Take one step of the run.
+
+        After the last of the `steps=` that `sampler` or `resumable` was given, the module shows the shared model, as
+        after eval(). A further step() puts the worker's own parameters back first.
+
+        Args:
+            closure: evaluates the model and does the backward pass, as torch's closures do. Where gradients are pushed,
+                or with several optimizers, it is called once a step, and all optimizers step along its gradients. Else
+                the inner optimizer calls it as often as it does alone.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            UsageError: after finish(), or while the shared model is shown.
+            NarrowsError: the server is lost, a wait exceeds its limit, or an update is not finite.
+        """
+        if self._ended:  # the script goes on past the last step
             self.train()
         loss = self._step(closure)
         self._ended = 0 < self._session.steps <= self._session.step_count
@@ -147,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # a GradScaler sets these
         if self._engine is None:
             if isinstance(self._session, WorkerOfChild):
                 raise NotAWorkerError("step()")
@@ -168,15 +197,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.skips.scaled(scale, overflow)
         loss = self._engine.step(closure)
         for each in each_of(self.inner):
-            each._opt_called = True  # type: ignore[attr-defined]  # for a scheduler that was made of it, if a server has stepped
+            each._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made of it, if a server has stepped
         assert isinstance(self._session, session.RunSession)
         self._session.stepped()
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks for it. So step() is called where gradients have overflowed as well: the clock of a step that is
-        left out is closed. Lightning asks too, and refuses to clip then; it is told no, and unscales before it clips."""
+        """True: GradScaler.step reads this, and then calls step() also if gradients have overflowed.
+
+        step() has to be called then, because the clock of a skipped step must close too. Lightning also reads this, and
+        refuses to clip if it is True. So Lightning reads False, and unscales the gradients before it clips them.
+        """
         if sys._getframe(1).f_globals.get("__name__", "").startswith(("lightning.", "pytorch_lightning.")):
             return False
         if self._engine is not None and self._engine.overlaps:
@@ -192,39 +224,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Rows of embedding tables are parameters of no optimizer, but their gradients go too."""
+        """Reset the gradients of all parameters, and those of embedding rows, which no optimizer has."""
         super().zero_grad(set_to_none)
         if self._engine is not None:
             self._engine.tables.drop()
 
     def step_samples(self, samples: int) -> None:
-        """Weight of the next push among the workers': the samples it was computed on (default 1)."""
+        """Weight the next push in the mean over workers by the number of samples of this step (default 1).
+
+        Args:
+            samples: samples that this step's gradients were computed on, at least 1. Calls before one push add up.
+        """
         if samples < 1:
             raise UsageError(f"step_samples({samples}): give a positive number")
         if self._engine is not None:
             self._engine.weigh(samples)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused in a run: every worker declared its parameters when it joined."""
+        """Add a group to `inner`. Raises UsageError in a run: each worker declared its parameters when it joined."""
         if self._engine is not None:
             raise UsageError(
                 "add_param_group after the run has begun: pass every group to the optimizer before wrapping it"
             )
-        if not self._building:  # else the constructor of torch adds what `inner` has
+        if not self._building:  # torch's constructor adds the groups that `inner` has already
             self.inner.add_param_group(param_group)
 
     def state_dict(self, *, residual: bool = False, servers: bool = False) -> dict[str, Any]:
-        """The inner optimizer's state. Several optimizers have theirs in a list, under "optimizers".
+        """Return the state of the inner optimizer; of several optimizers, their states as a list under "optimizers".
 
-        residual: add, under "narrows", the clock and what this worker has yet to send: float32[parameters], or None where
-        nothing ever is. It is as large as the model. A run that goes on without it has lost that much of its newest updates.
+        In a group every process calls this method, and each gets the state of whole tensors. Save the model beside this
+        state inside `shared()`: outside, the parameters of the model already include this worker's residual.
 
-        servers: where gradients are pushed, the servers have the optimizer's state, and here it is empty. Pull it from them:
-        4 bytes for each parameter and moment. A script without Narrows loads it, as that of `inner` after as many steps. Under
-        "narrows" is the clock that it is of. Behind a barrier all of it is of one clock; under async the parts are not.
+        Args:
+            residual: add the residual, which is what this worker has yet to send. Under "narrows" the dict then has
+                "clock" and "residual": a float32 tensor with one value for each parameter of the model, or None in a
+                mode that keeps nothing back. A run that is resumed without the residual loses that part of its newest
+                updates.
+            servers: where gradients are pushed, the servers hold the optimizer's state and "state" is empty here. True
+                pulls the state from the servers: 4 bytes for each parameter and moment. A script without Narrows can
+                load it, as the state of `inner` after as many steps. Under "narrows" the dict then has the clock of the
+                state. In modes with a barrier the whole state is of one clock; under async its parts may be of several.
 
-        In a group every process calls it, and each has the state of whole tensors.
-        Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already.
+        Returns:
+            A dict as torch.optim.Optimizer.state_dict() returns it.
         """
         if self._engine is not None:
             self._engine.meet("state_dict()")
@@ -235,7 +277,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state = self.inner.state_dict()
         if self._engine is not None and isinstance(self._engine.sync, GradientStep):
             for each in state.get("optimizers", [state]):
-                each["state"] = {}  # what an optimizer began with, as Adagrad does, or has loaded is not what steps
+                each[
+                    "state"
+                ] = {}  # the servers step: a state that Adagrad began with, or that was loaded here, is not used
             if servers:
                 clock, states = self._engine.sync.servers.read()
                 state = as_state_dict(self.inner, states) | {"narrows": {"clock": clock}}
@@ -251,10 +295,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the inner state, and the residual where there is one; the clock is the run's, not the file's.
+        """Load a state into the inner optimizer, and the residual if the state has one.
 
-        With --dp-noise it takes no residual: the run that left it may have had no noise. Where gradients are pushed, the
-        servers' state of the optimizer holds, and this one is not used.
+        The clock stays that of the run, not that of the file. With --dp-noise the residual is ignored, because the run
+        that saved it may have had no noise. Where gradients are pushed the servers' optimizer state counts, and the
+        loaded state is not used.
+
+        Args:
+            state_dict: what state_dict() returned. It is not changed.
+
+        Raises:
+            UsageError: the residual is of a model of another size.
         """
         if self._engine is not None:
             self._engine.meet("load_state_dict()")
@@ -271,19 +322,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def finish(self) -> None:
-        """End this worker's part: send what is left, wait until all workers have done their last step, and leave.
+        """End this worker's training: send the residual, wait until all workers have done their last step, and leave.
 
-        The module then holds the model that all workers end with, which is that of model.safetensors. Under gossip it is the
-        mean of the models of those that call finish(). At exit it is called for you. A worker that dies or that calls leave()
-        is not waited for.
+        The module then holds the model that all workers end with, the same as in model.safetensors. Under gossip that
+        model is the mean of the models of the workers that call finish(). finish() does not wait for workers that die
+        or that call leave(). At exit of the script finish() is called automatically.
         """
         self._end(last=True)
 
     def leave(self) -> None:
-        """End this worker's part at once: send what is left, and wait for no other worker to end.
+        """End this worker's training now: send the residual, and leave without waiting for other workers to end.
 
-        Its updates stay in the run. The module then holds the shared model as it is at that moment; under gossip, this worker's
-        own.
+        The updates of this worker stay in the run. The module then holds the shared model of that moment; under gossip,
+        the model of this worker.
         """
         self._end(last=False)
 
@@ -294,16 +345,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.finish(last)
 
     def eval(self) -> None:
-        """Show the shared model in the module until `train()`: the server's parameters, and the module buffers of the run.
-        Waits until own pushes are folded. An inner optimizer that has an `eval()`, as schedule-free ones do, is told once: it
-        finds the shared parameters beside its own state. In a group, whose optimizers have slices, none is told."""
+        """Show the shared model in the module until `train()`: the server's parameters and the run's module buffers.
+
+        The call waits until the server has folded this worker's pushes. If the inner optimizer has an `eval()`, as
+        schedule-free optimizers do, the wrapper calls it once, after the shared parameters are in the module. In a
+        group the wrapper does not call it, since each process's optimizer has a slice.
+        """
         if self._engine is not None:
             self._engine.shared.show()
         self._tell_inner(trains=False)
 
     def train(self, mode: bool = True) -> None:
-        """Put this worker's own parameters and buffers back. step() needs that; where they are there, nothing happens. An inner
-        optimizer that has a `train()` is told once."""
+        """Put this worker's own parameters and buffers back into the module, as step() needs them.
+
+        If they are in the module already, nothing happens. If the inner optimizer has a `train()`, the wrapper calls it
+        once.
+
+        Args:
+            mode: False does what eval() does.
+        """
         if not mode:
             self.eval()
             return
@@ -312,7 +372,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.shared.put_back()
 
     def _tell_inner(self, trains: bool) -> None:
-        """Schedule-free optimizers (2405.15682) change the parameters from one to the other."""
+        """Call train() or eval() of the inner optimizers: schedule-free ones (2405.15682) change parameters."""
         if self._trains is trains or (self._engine is not None and self._engine.slice is not None):
             return
         self._trains = trains
@@ -323,7 +383,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """`eval()`, and afterwards `train()` where the shared model was not shown before: evaluate and save inside."""
+        """Context that shows the shared model, in which to evaluate and save.
+
+        It calls `eval()` on entry. On exit it calls `train()`, unless the shared model was shown before the context.
+        """
         shown = self._trains is False or (self._engine is not None and self._engine.shared.kept is not None)
         self.eval()
         try:
@@ -333,7 +396,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def begin_anew(optimizer: DistributedOptimizer) -> None:
-    """Alone: its next step is the first one of a training, as where a Trainer trains a second time. In a run it is the next one
-    of the run."""
+    """Count the steps of `optimizer` from 0 again, as when a Trainer trains a second time.
+
+    Only a script without a run counts anew. In a run the next step is the next step of the run.
+    """
     if isinstance(optimizer._session, session.LocalSession):
         optimizer._session = session.of_new_training()

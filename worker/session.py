@@ -1,8 +1,22 @@
-"""The session of this process: who it is in the run, how far the run is, and what it records.
+"""The session of this process: its rank in the run, the clock of the run, and the record of its figures.
 
-Opened by the first call that needs it; ps-worker names the server in NARROWS_SERVER. Without one the script runs alone.
-At exit a session that the script did not finish is finished, or, after an error, left at once.
-A child process of a worker has a session that reads and is no member of the run (worker/runtime/child_process.py).
+How it works
+1. The first call that needs the session opens it: rank(), world_size(), clock(), DistributedOptimizer(...), and others.
+   `current` returns it from then on.
+2. There are three kinds of session:
+
+       NARROWS_SERVER names a server           RunSession      this process is a worker of a run
+       ... in a child process of a worker      WorkerOfChild   it reads the worker's counters, and is no member
+       NARROWS_SERVER is empty                 LocalSession    the script trains without a server
+
+3. RunSession.__init__ compiles kernels, dials the server and joins. `attach` makes the `Engine` once the script makes
+   its DistributedOptimizer; the engine declares the model and waits until the run starts.
+4. After each step DistributedOptimizer calls `stepped`: it writes the step's figures to the ps-worker that started this
+   process, together with the values that the script gave to record().
+5. At exit `close` finishes the run if the script has not. After an error the worker leaves at once, so that no other
+   worker waits for it.
+6. An uncaught NarrowsError ends the process with one sentence and the error's exit code, without a traceback.
+7. If the ps-worker that started this process dies, `_watch_launcher` leaves the run and ends the process group.
 """
 
 from __future__ import annotations
@@ -53,7 +67,13 @@ from narrows.worker.sync.metrics import WorkerMetrics
 
 
 def warm_up(say: Callable[[str], None]) -> None:
-    """Do before joining what holds the interpreter for seconds: heartbeats would stop. `say` is told of the longest."""
+    """Compile kernels and import slow modules before the worker joins.
+
+    Either holds the interpreter for seconds, in which a joined worker would send no heartbeats.
+
+    Args:
+        say: called with a sentence before the longest compilation.
+    """
     compression.warm_up(say)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
     device_placement.warm_up()
@@ -70,29 +90,29 @@ SECOND_AFTER = (
     "again for the next training, with the ps-serve of another run or with none"
 )
 
-LAST_S = 5.0  # a process of a group that ends because another has is not the first
+LAST_S = 5.0  # a process that ends because another process of its group has ended lets that one end first, for so long
 
 
 class LocalSession:
-    """The session of a script that runs as plain python: one worker, no server. Each training of it has one.
+    """The session of a script that runs as plain python: one worker, no server. Each training has its own.
 
-    A process that such a script has started reads there how far the script is, until it trains itself.
+    In a process that such a script has started, `clock` reads the script's counters until that process trains itself.
     """
 
     rank = 0
     world_size = 1
-    training = 0  # which of this process
+    training = 0  # the number of this training in its process, from 0
     link: MemberLink | None = None
     engine: Engine | None = None
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.parent = child_process.of_parent(child_process.ALONE)
-        self.trains = False  # it has a DistributedOptimizer
+        self.trains = False  # a DistributedOptimizer was made for this session
         self.stepped_count = 0
-        self.steps = self.batch = 0  # of the training, and samples of a step: where a loader was told
-        self.steps_told = 0  # the same, since the newest step: by a loader that may be of the next training
-        self.taken = 0  # ranges of samples
+        self.steps = self.batch = 0  # `steps=` of the training and samples of a step; 0: no loader was given them
+        self.steps_told = 0  # `steps=` of loaders made since the newest step: they may belong to the next training
+        self.taken = 0  # ranges of samples that loaders have taken
 
     @property
     def clock(self) -> int:
@@ -103,7 +123,7 @@ class LocalSession:
         return self.clock
 
     def stepped(self) -> None:
-        """After each step of this training, which is the one that the script asks for from now on."""
+        """Count a step. From now on the script's calls of clock() and record() refer to this training."""
         global _session
         _session, self.pid, self.parent = self, os.getpid(), None
         self.stepped_count += 1
@@ -111,11 +131,11 @@ class LocalSession:
         child_process.tell(self.rank, self.world_size, self.clock, self.step_count)
 
     def record(self, values: dict[str, float]) -> None:
-        """Alone there is no record."""
+        """Do nothing: without a run there is no record."""
 
 
 class RunSession:
-    """The session of a worker of a run."""
+    """The session of a worker of a run. The constructor joins the run, or raises NarrowsError."""
 
     training = 0
 
@@ -123,11 +143,11 @@ class RunSession:
         self.began_unix = time.time()
         self.pid = os.getpid()
         self.group = Group.of_environment()
-        self.tells = self.group is None or self.group.leads  # what is recorded of the worker
+        self.tells = self.group is None or self.group.leads  # this process writes the worker's record
         warm_up(lambda text: _tell("say", text=text))
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
         lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
-        # Not for processes that the script starts: they are not this worker.
+        # The variables are removed, so that processes that the script starts do not join as this worker.
         token = os.environ.pop("NARROWS_TOKEN", "") or uuid.uuid4().hex
         expect = bytes.fromhex(os.environ.get("NARROWS_EXPECT", ""))
         file = os.environ.pop("NARROWS_KEY", "")
@@ -147,18 +167,18 @@ class RunSession:
             self.rank, self.world_size = joined.rank, joined.world_size
         else:
             self.link, joined = through_first(self.group, lambda: let_in(addresses, dial, connect_s))
-            # Each worker has its share of the samples, and each process of a group has its share of that.
+            # Each worker has a share of the samples, and each process of its group has a share of the worker's share.
             self.rank = joined.rank + joined.world_size * self.group.rank
             self.world_size = joined.world_size * self.group.size
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
-        self.steps = self.batch = 0  # of the run, and samples of a step here: where a loader was told
+        self.steps = self.batch = 0  # `steps=` of the run and samples of a step in this process; 0: unknown
         self.engine: Engine | None = None
-        self.moments: OptimizerStateFile | None = None  # that are kept in a folder
+        self.moments: OptimizerStateFile | None = None  # the optimizer's state on disk, with --checkpoint-dir
         self._pending: dict[str, Any] = {}
-        self._bytes = self._begun = (0, 0)  # up and down: by the newest step, and by the first model
-        self._told = 0  # rows of the record with epsilon
+        self._bytes = self._begun = (0, 0)  # bytes up and down: until the newest step, and until the first model
+        self._told = 0  # rows with epsilon that the record has
         _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
 
     @property
@@ -195,7 +215,10 @@ class RunSession:
         return self.engine
 
     def stepped(self) -> None:
-        """After each step: what it cost, to be written with what record() is given before the next."""
+        """Note what a step has cost. The row is written before the next step, with the values of record() until then.
+
+        Raises NarrowsError after too many skipped steps in a row.
+        """
         self._flush()
         goes_on()
         self.tell_children()
@@ -260,7 +283,12 @@ class RunSession:
             self._pending = {}
 
     def close(self, failed: bool, stopped: bool = False) -> None:
-        """At exit. `stopped`: by a signal."""
+        """End the session at exit of the script.
+
+        Args:
+            failed: the script has raised an error, so the worker leaves without finishing.
+            stopped: a signal has ended the script, so a gossip worker hands its model over before it leaves.
+        """
         engine = self.engine
         try:
             if engine is not None and not engine.finished:
@@ -288,7 +316,7 @@ class RunSession:
                 self.group.close()
 
     def keep(self) -> None:
-        """At the end, however that is."""
+        """Write the optimizer's state to its file, however the session ends."""
         if self.moments is not None:
             self.moments.end()
 
@@ -297,14 +325,14 @@ Session = LocalSession | RunSession | WorkerOfChild
 
 _session: Session | None = None
 _forwarding = LoggerForwarding()
-shares_asked = 0  # calls of rank() and world_size() so far: of a dataset that cuts itself, too
-watch = ScriptWatch.of_environment(_tell)  # of a script that ps-worker --check looks at
+shares_asked = 0  # calls of rank() and world_size() so far, also by datasets that cut themselves
+watch = ScriptWatch.of_environment(_tell)  # None unless ps-worker --check runs this script
 _failed = _stopped = False
-_orphaned = threading.Event()  # that ps-worker has ended
+_orphaned = threading.Event()  # set once the ps-worker that started this process has ended
 
 
 def current() -> Session:
-    """The session of this process; opens it. A process that was forked has another one than its parent."""
+    """Return the session of this process, opened at the first call. A forked process gets a session of its own."""
     global _session
     if _session is None or _session.pid != os.getpid():
         _session = _opened()
@@ -331,8 +359,11 @@ def _opened() -> Session:
 
 
 def of_new_training() -> Session:
-    """The session of the DistributedOptimizer that is made now. A script that trains alone may train several times, one
-    after the other: each training counts its steps from 0."""
+    """Return the session for a new DistributedOptimizer.
+
+    A script without a run may train several times, one after the other. Each training then has a session of its own,
+    which counts its steps from 0.
+    """
     global _session
     ours = current()
     if isinstance(ours, LocalSession) and (ours.trains or ours.parent is not None):
@@ -347,8 +378,11 @@ def of_new_training() -> Session:
 
 
 def tell_alone(model: torch.nn.Module) -> None:
-    """Say it where a manager, such as torchrun, has started several processes that each train alone: nothing else would."""
-    with contextlib.suppress(UsageError):  # a variable of a manager that is no number
+    """Warn if a manager, such as torchrun, has started several processes that each train without a server.
+
+    The first process prints the warning. Processes that the script itself joins, by DDP or DTensor, get none.
+    """
+    with contextlib.suppress(UsageError):  # a manager's variable that is not a number
         here = place(os.environ)
         joined = isinstance(model, DistributedDataParallel) or any(hasattr(p, "placements") for p in model.parameters())
         if not joined and (here.world_size or 1) > 1 and not here.rank and not current().training:
@@ -360,32 +394,36 @@ def tell_alone(model: torch.nn.Module) -> None:
 
 
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
-    """Leave the run and end this process group, which is ours alone, once the ps-worker that started it has ended."""
+    """Start a thread that waits for the end of the ps-worker that started this process.
+
+    Then it tells the coordinator that the worker has left, and ends this process group, which has only processes of
+    this script.
+    """
     parent_fd = os.environ.pop("NARROWS_PARENT_FD", "")
 
     def watch() -> None:
-        os.read(int(parent_fd), 1)  # nothing is ever written: it returns at the end
+        os.read(int(parent_fd), 1)  # ps-worker writes nothing: the read returns when ps-worker ends
         _orphaned.set()
         tell_left(address, token, key)
         _end_group()
 
     if parent_fd:
-        atexit.register(only_here(_end_group))  # its server may tell us of its end first
+        atexit.register(only_here(_end_group))  # the script may end before the thread sees it
         threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
 
 
 def _end_group() -> None:
-    """Where the ps-worker is gone nobody else ends what this script has started."""
+    """Kill the process group if its ps-worker has died: no other process ends what this script has started."""
     if _orphaned.is_set():
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _end(error: NarrowsError) -> NoReturn:
-    """End this process with the exit code of `error`, which is one sentence and needs no traceback."""
+    """Print `error`, which is one sentence and needs no traceback, and end this process with its exit code."""
     if os.environ.get("NARROWS_DEBUG"):
         traceback.print_exception(error)
     if isinstance(error, GroupEndedError):
-        time.sleep(LAST_S)  # the other process ends first, ps-worker says how, and ends this one
+        time.sleep(LAST_S)  # the process that failed first ends first; ps-worker reports it, and ends this one
     if not launcher_pipe.find():
         launcher_pipe.complain(str(error))
     _tell("error", code=error.exit_code, text=str(error))
@@ -423,35 +461,47 @@ def _at_exit() -> None:
 
 
 def rank() -> int:
-    """Rank of this worker among the live ones, from 0; of a group each process has one. Opens the session."""
+    """Return the rank of this worker, from 0: the lowest that was free when it joined. It opens the session.
+
+    In a group each process has a rank of its own, below world_size().
+    """
     global shares_asked
     shares_asked += 1
     return current().rank
 
 
 def world_size() -> int:
-    """Number of workers that the run was started for, times the processes of this group. So rank() and world_size() cut data
-    into shares that have nothing in common, also where workers are of different sizes. Opens the session."""
+    """Return the number of workers that the run was started for, times the processes of this group.
+
+    The call opens the session.
+    So rank() and world_size() cut data into disjoint shares, also if groups have different numbers of processes.
+    """
     global shares_asked
     shares_asked += 1
     return current().world_size
 
 
 def clock() -> int:
-    """The run's clock: updates that this worker has completed, and with a quorum the rounds that closed without it. A script
-    sets epoch and schedule from it."""
+    """Return the run's clock, from which a script may set its epoch and its schedule.
+
+    The clock is the number of updates that this worker has completed. With a quorum, rounds that closed without this
+    worker count too.
+    """
     follows("step")
     return current().clock
 
 
 def follows(what: str) -> None:
-    """Tell a check what of the script follows the run: its "step", which it asks for, its "end" or its "schedule"."""
+    """Note for ps-worker --check that a part of the script follows the run: "step", "end" or "schedule"."""
     if watch is not None:
         watch.follows.add(what)
 
 
 def makes(steps: int) -> None:
-    """A loader ends once the run has made so many steps. The one that goes furthest counts. Raises UsageError."""
+    """Note the `steps=` of a loader: the loader ends once the run has taken so many steps.
+
+    Of several loaders the largest number counts. Raises UsageError for a negative number.
+    """
     if steps < 0:
         raise UsageError(f"steps={steps}: give the steps of the whole run")
     follows("end")
@@ -462,27 +512,27 @@ def makes(steps: int) -> None:
 
 
 def step_count() -> int:
-    """Optimizer steps of this run so far: the clock times the local steps, plus those since."""
+    """Return the optimizer steps of this run so far: the clock times the local steps, plus those since."""
     follows("step")
     return current().step_count
 
 
 def agree(value: float) -> float:
-    """Return one number for all workers that call this at the same step of their scripts: the mean of what they say.
+    """Return one number to all workers that call agree() at the same step: the mean of their values.
 
-    It is how all stop at the same step: `if agree(worse > patience) > 0.5: break`. It waits for each live worker that has not
-    gone past this step; under ssp, async and gossip too. A worker that dies is not waited for, and one that joins later begins
-    after this step. In a group each process calls it.
+    With it all workers can stop at the same step: `if agree(worse > patience) > 0.5: break`. The call waits for each
+    live worker that is not past this step, also under ssp, async and gossip. It does not wait for a worker that dies. A
+    worker that joins later begins after this step. In a group each process calls agree().
 
     Args:
-        value: what this worker says: a loss, or a bool.
+        value: this worker's value, such as a loss or a bool.
 
     Returns:
-        The mean of the values of all workers, of all cities too; `value` itself where the script runs alone, after finish(),
-        and under gossip once the server is gone.
+        The mean of the values of all workers in all clusters. In a script without a run, after finish(), and under
+        gossip once the server is gone: `value` itself.
 
     Raises:
-        UsageError: before DistributedOptimizer is made in a run, and in a child process of a worker.
+        UsageError: in a run before DistributedOptimizer is made, or in a child process of a worker.
     """
     session = current()
     if isinstance(session, LocalSession):
@@ -497,10 +547,16 @@ def agree(value: float) -> float:
 
 
 def record(**values: float) -> None:
-    """Feed named figures (loss=..., accuracy=...) to the record of the run, its progress line and its page, and to the
-    SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take.
+    """Record named figures, such as loss=... or accuracy=..., for the newest step.
 
-    Raises UsageError for a name that the run has itself.
+    They go to the record of the run, its progress line and its dashboard, and to the SummaryWriter, W&B run or MLflow
+    run that the script has open.
+
+    Args:
+        values: figures by name. `total_steps` is the number of steps that the script will take.
+
+    Raises:
+        UsageError: a name is that of a figure that the run records itself (`FIGURES` in runtime/launcher_pipe.py).
     """
     launcher_pipe.check_names(values)
     session, plain = current(), {name: float(value) for name, value in values.items()}

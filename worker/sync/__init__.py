@@ -1,1 +1,1 @@
-"""What a step of a worker is in each mode, and what it waits for."""
+"""The step of a worker in each mode: what it computes, pushes and waits for."""

@@ -9,14 +9,15 @@ How it works
                        ShardExchanges.push    one Exchange a shard, over the MemberLink's I/O thread
       EventWait.poll ── Engine._handle        events of that thread: Started, Moved, StateArrived, PushSettled, ...
 
-1. The constructor reads the model into one flat float32 space, declares it, and waits until the run starts.
-2. `step` first handles the events that have come, then takes the step of this mode. A step whose gradient is not
+1. The constructor lays the model out as one flat float32 space, declares it to the server, and waits until the run
+   starts.
+2. `step` first handles the events that have arrived, then takes the step of this mode. A step whose gradient is not
    finite is skipped.
-3. Whatever waits, waits in `EventWait.until` with a limit. Events are handled while it waits.
-4. `finish` sends what is left (the residual too) and waits for the model that all workers end with.
+3. Every wait is a call of `EventWait.until` with a limit. The engine handles events while it waits.
+4. `finish` sends the local steps and the residual that are left, and waits for the model that all workers end with.
 
-The engine has what is the same for all modes: joining, waiting, module buffers, the shared model, skipped steps,
-leaving. Each kind of step is a `SyncStep` of its own file: updates.py, gradients.py, streaming.py, gossip.py.
+The engine does what is the same in all modes: joining, waiting, module buffers, the shared model, skipped steps,
+leaving. Each kind of step is a `SyncStep` in a file of its own: updates.py, gradients.py, streaming.py, gossip.py.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ ROUNDED = (
 
 
 class Engine:
-    """Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's."""
+    """One worker's part of a run. The constructor returns once the run has started and the parameters hold its model.
+
+    Raises:
+        UsageError: this mode cannot push these parameters, or cannot use this optimizer.
+        IncompatibleError: the model is not the model of the run.
+    """
 
     def __init__(
         self,
@@ -79,8 +85,19 @@ class Engine:
         group: Group | None = None,
         rank: int = 0,
     ) -> None:
-        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `group`: of
-        which this process is one rank. `rank`: of this process in the run, for what it says."""
+        """Join the run with this model.
+
+        Args:
+            link: the session with the server, which has joined.
+            settings: the settings of the run, from the server.
+            model: the module that is trained.
+            inner: the script's optimizer; several as a `CombinedOptimizer`.
+            max_grad_norm: the L2 norm to which gradients are clipped; 0: gradients are not clipped.
+            overlap: backward passes of a step, if gradients leave during the last of them; 0: gradients leave at
+                step().
+            group: the group in which this process is one rank, if any.
+            rank: the rank of this process in the run, for messages to the user.
+        """
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.waiting = EventWait(link, group, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
@@ -107,7 +124,7 @@ class Engine:
         self.shared = SharedModel(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
-        # The degree is of a cluster's steps too, which are updates to a server above.
+        # A cluster has the same degree to its parent, which receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync = self._sync(overlap)
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
@@ -123,11 +140,14 @@ class Engine:
         self.tables.begin(self.sync.shards, self.wait, self.settings)
 
     def _why_host(self) -> str:
-        """Why the arrays of this worker stay on the host in this mode, "": they need not."""
+        """Return the reason why this worker's arrays must stay on the host in this mode; "" if there is none."""
         return "--dp-clip looks at updates there" if self.privacy is not None else ""
 
     def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> ModelSlice | None:
-        """Make this process's slice of the model, where it is one of several. Raises UsageError where these cannot."""
+        """Make this process's slice of the model, if it is one rank of a group; else return None.
+
+        Raises UsageError for a mode or flag that a group cannot have.
+        """
         if self.group is None:
             return None
         why = "under --sync gossip whole models are mixed" if self.mode.rule is Rule.MIX else ""
@@ -137,12 +157,12 @@ class Engine:
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
         if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
             return ModelCut(self.flat, inner, self.group)
-        from narrows.worker.model.fsdp_slices import FsdpSlices  # and FSDP, which most scripts do without
+        from narrows.worker.model.fsdp_slices import FsdpSlices  # it imports FSDP, which most scripts do not use
 
         return FsdpSlices(self.flat, inner, self.group)
 
     def _sync(self, overlap: int) -> SyncStep:
-        """Make the kind of step of this mode."""
+        """Make the `SyncStep` of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
         if rule is Rule.MIX:
             if overlap:
@@ -151,17 +171,17 @@ class Engine:
         if rule is Rule.OPTIMIZER:
             direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
             direct = direct and self.home is HOST and self.slice is None
-            lends = self.privacy is None and self.slice is None  # else the next step writes where they lie
+            lends = self.privacy is None and self.slice is None  # else gradients change where they lie
             arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return GradientStep(self, arrays, overlap)
-        # A fragment is merged before it is pushed again, so it never has more than one update.
+        # A fragment is merged before it is pushed again, so it never has more than one update in flight.
         rounds = 3 if mode.merges else mode.window + SPARE
         arrays = WorkerArrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (StreamingStep if mode.merges else UpdateStep)(self, arrays)
 
     @property
     def dense(self) -> torch.optim.Optimizer:
-        """The optimizer of the parameters, without those of tables alone."""
+        """The script's optimizer, without the optimizers that step embedding tables only."""
         return dense_of(self.inner, self.model, self.tables)
 
     @property
@@ -171,18 +191,18 @@ class Engine:
 
     @property
     def hides(self) -> bool:
-        """Whether noise is added to all that leaves this worker; nothing else leaves it."""
+        """True if all values that leave this worker get noise (--dp-noise). Then nothing without noise may leave it."""
         return self.privacy is not None and self.privacy.hides
 
     @property
     def overlaps(self) -> bool:
-        """Gradients leave before step()."""
+        """True if gradients leave before step()."""
         return isinstance(self.sync, GradientStep) and self.sync.passes > 0
 
     # Events.
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """See Waiting.until."""
+        """Wait as `EventWait.until` does, and count the time as waiting."""
         began = time.monotonic()
         self.waiting.until(done, limit_s, what, others)
         self.tuning.waited(time.monotonic() - began)
@@ -207,14 +227,14 @@ class Engine:
             self.sync.handle(event)
 
     def _change(self, settings: Settings) -> None:
-        """The run may have another plan, which says how updates of ours are coded and waited for from now on."""
+        """Take over the settings of the run. A new plan changes how this worker codes updates and waits for them."""
         if settings.plan_number != self.settings.plan_number:
             self.mode = settings.mode()
             self.tuning.change(settings)
         self.settings = settings
 
     def send_buffers(self) -> None:
-        """To the coordinator, which hears those of the live worker with the lowest rank."""
+        """Send the module buffers to the coordinator, which uses those of the live worker with the lowest rank."""
         if packed := self.buffers.packed():
             self.link.buffers(packed, self.sync.buffers_clock)
 
@@ -238,7 +258,16 @@ class Engine:
         return loss
 
     def optimize(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the script's optimizer, along the gradients of all ranks of a group; none where one is not finite."""
+        """Step the script's optimizer along the gradients, in a group along their mean over the ranks.
+
+        If a gradient is not finite, the optimizer takes no step and the parameters stay.
+
+        Args:
+            closure: as torch's closures, or None if the script has done the backward pass.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         if self.slice is not None:
             loss = evaluated(closure)
             if self.reduce():
@@ -246,7 +275,7 @@ class Engine:
             return loss
         again = closure is not None and needs_closure(
             self.inner
-        )  # it may call it again, once it has moved the parameters
+        )  # LBFGS calls the closure again after it has moved the parameters
         before = self.flat.kept() if again else None
         loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure, self._finite)
         if before is not None and self.skips.newest:
@@ -255,11 +284,11 @@ class Engine:
         return loss
 
     def reduce(self) -> bool:
-        """The gradients are those of all ranks of a group. False: one is not finite, and there is none."""
+        """Reduce the gradients over the ranks of a group. Returns False if a gradient of any rank is not finite."""
         if self.slice is None:
             return self._finite()
         if self.slice.reduce():
-            if self.slice.counted:  # the next push weighs as the samples of all ranks
+            if self.slice.counted:  # the next push is weighted by the samples of all ranks
                 self.sync.weigh(self.slice.counted)
             return True
         names = [name.decode() for name in self.slice.group.told(self.skips.newest.encode())]
@@ -269,7 +298,7 @@ class Engine:
     # Gradients that are not finite.
 
     def _finite(self) -> bool:
-        """Whether the gradients of this process are. Those that a GradScaler has scaled are unscaled then."""
+        """Return whether the gradients of this process are finite, and unscale those that a GradScaler has scaled."""
         gradients = [(repr(n), p.grad) for n, p in zip(self.flat.names, self.flat.parameters, strict=True)]
         named = [(name, gradient) for name, gradient in gradients if gradient is not None]
         self.skips.quiet, scale = self.skips.told()
@@ -282,7 +311,14 @@ class Engine:
         return self.looked([*named, *self.tables.gradients()], "some tensor" if self.skips.quiet else "")
 
     def looked(self, gradients: Named, unless: str = "") -> bool:
-        """Whether these gradients of a step are finite; else nothing is left of them. `unless`: that is so where all are."""
+        """Return whether these gradients of a step are finite, and note the first tensor whose gradient is not.
+
+        If they are not, gradients of embedding rows are dropped, and with --dp-noise the others are set to zero.
+
+        Args:
+            gradients: pairs of a tensor's name and its gradient.
+            unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
+        """
         self.skips.newest = first_not_finite(gradients) or unless
         if self.skips.newest:
             self.tables.drop()
@@ -291,8 +327,19 @@ class Engine:
         return not self.skips.newest
 
     def take(self, samples: int, size: int, limit: int) -> tuple[int, int]:
-        """See Taking.take; and how many the next step has now. Raises UsageError for a mode whose updates do not say which
-        samples are in them."""
+        """Take a range of samples, as `SampleClient.take` does.
+
+        Args:
+            samples: samples of an epoch.
+            size: samples of a range; the last range of an epoch may be shorter.
+            limit: a range has a number below this one. Ranges are numbered through all epochs.
+
+        Returns:
+            The number of the range, or -1, and how many ranges the next step has now.
+
+        Raises:
+            UsageError: in this mode an update does not say which samples it was computed on.
+        """
         if not isinstance(self.sync, UpdateStep):
             raise UsageError(
                 "ranges(): under --sync gossip no server knows which updates are in the model: use sampler()"
@@ -307,14 +354,14 @@ class Engine:
         return index, self.sync.taking.fresh
 
     def weigh(self, samples: int) -> None:
-        """The gradient of this step was computed on so many samples."""
+        """Weight this step by the number of samples that its gradient was computed on. Calls add up."""
         if self.slice is not None:
             self.slice.samples += samples
         else:
             self.sync.weigh(samples)
 
     def meet(self, call: str) -> None:
-        """The script has called this, on all ranks of a group."""
+        """Check that all ranks of a group have called `call`, a name of `event_wait.CALLS`."""
         self.waiting.calls(call)
         self.waiting.agree()
 
@@ -330,8 +377,11 @@ class Engine:
     # The shared model and the end.
 
     def finish(self, last: bool = True) -> None:
-        """Send what is left, take the model that all end with, and leave. Not `last`: take the shared model as it is, and wait
-        for no other worker."""
+        """Send the residual, take the model that all workers end with, and leave.
+
+        Args:
+            last: False takes the shared model as it is now, and waits for no other worker.
+        """
         if self.finished:
             return
         self.waiting.poll()
@@ -343,13 +393,17 @@ class Engine:
         self.leave(self.sync.final_clock)
 
     def stopped(self) -> None:
-        """This worker was told to stop before its last step: leave."""
+        """Leave, because this worker was stopped before its last step. Under gossip it hands over its model first."""
         if isinstance(self.sync, GossipStep):
             self.sync.stopped()
         self.leave(-1)
 
     def leave(self, clock: int) -> None:
-        """Tell the coordinator, and wait a little for its answer."""
+        """Tell the coordinator that this worker leaves, and wait up to LEAVE_LIMIT_S for the answer.
+
+        Args:
+            clock: the final clock of this worker; -1: it ends before its last step.
+        """
         self.finished, self.left = True, False
         self.tables.end()
         leads = self.group is None or self.group.leads
@@ -360,4 +414,4 @@ class Engine:
         try:
             self.wait(lambda: self.left, LEAVE_LIMIT_S, "the server to take leave")
         except NarrowsError:
-            return  # its lease will tell
+            return  # the coordinator learns it when this worker's lease expires

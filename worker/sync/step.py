@@ -26,13 +26,17 @@ from narrows.worker.sync.tuning import CodecTuning
 
 
 class SyncStep(Protocol):
-    """The kind of step that a mode has. Its owner hands it events while it waits for something."""
+    """The step of one mode: `UpdateStep`, `GradientStep`, `StreamingStep` or `GossipStep`.
 
-    local_step: int  # since the last clock
+    The engine calls all methods on the main thread. While it waits, it hands the step each event by `begin` or
+    `handle`.
+    """
+
+    local_step: int  # local steps since the last push; below `Mode.local_steps`
     shards: ShardExchanges
-    server_gone: bool  # the workers go on among themselves (gossip)
-    steps: int  # that the script has taken
-    late: int  # rounds that closed without us and that nobody was told of yet (--quorum)
+    server_gone: bool  # the server is lost and the workers go on without it; only under gossip
+    steps: int  # steps that the script has taken; the engine counts them
+    late: int  # rounds that closed without this worker and are not yet reported to ps-worker (--quorum)
 
     @property
     def clock(self) -> int:
@@ -40,54 +44,79 @@ class SyncStep(Protocol):
 
     @property
     def final_clock(self) -> int:
-        """As the server counts it, when this worker is done."""
+        """The clock that this worker sends with its Leave, as the server counts it."""
 
     @property
     def buffers_clock(self) -> int:
-        """So many updates are in the module's buffers; all workers count alike."""
+        """The clock of the module's buffers: how many updates they have seen, counted alike by all workers."""
 
     @property
     def wait_s(self) -> float:
-        """Waited in the newest step."""
+        """Seconds that the newest step has waited."""
 
     @property
     def staleness(self) -> int:
-        """Clocks that the newest step was computed ahead of the state that it was computed on."""
+        """Clocks between this worker and the state that its newest step was computed on."""
 
     @property
     def merging(self) -> dict[str, float]:
-        """For the record: gain and agreement of the updates, once the server knows them, and what is held back of them."""
+        """Figures for the record, each left out until it is known.
+
+        "gain" and "agreement" are those of the mean update. "held_back" is the length of the residual in updates.
+        """
 
     def begin(self, event: e.Started) -> None:
-        """A place in the run, or another one."""
+        """Take a place in the run: at the start, and again after each rejoin. Updates in flight are given up then."""
 
-    def handle(self, event: MemberEffect) -> None: ...
+    def handle(self, event: MemberEffect) -> None:
+        """Handle any other event of the member."""
 
     def ready(self, limit_s: float = ...) -> None:
-        """Wait until the parameters hold what is to be computed on."""
+        """Wait until the parameters hold what the present clock computes on.
+
+        Raises NarrowsError after `limit_s` seconds.
+        """
 
     def weigh(self, samples: int) -> None:
-        """The next push was computed on so many samples more."""
+        """Add `samples` to the weight of the next push."""
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """After backward: one optimizer step of this run. Returns the loss of `closure`, which does the backward."""
+        """Take one optimizer step of the run, and push at the end of a clock.
+
+        Args:
+            closure: evaluates the model and does the backward pass. None: the script has done the backward pass.
+
+        Returns:
+            The closure's loss; None without a closure, or if the worker rejoined and the step was dropped.
+        """
 
     def shared(self) -> Array:
-        """The shared model as it is now."""
+        """Pull the shared model as it is now: float32[keys of this process], where the worker's arrays live."""
 
     def flush(self, last: bool) -> Array:
-        """Send what is left. `last`: wait until all workers have done their last step, and return the model that all end with;
-        else return the shared model as it is then."""
+        """Send the local steps and the residual that are left, and return the model to end with.
+
+        Args:
+            last: True waits until all workers have done their last step, and returns the model that all end with. False
+                returns the shared model as it is after this worker's last push.
+        """
 
     def residual(self) -> FloatArray | None:
-        """A copy of what is still to be sent, float32[size], or None where nothing ever is."""
+        """A copy of the residual of the whole model, float32[total] on the host; None in a mode without residuals."""
 
     def load_residual(self, whole: FloatArray) -> None:
-        """Take over a residual of any number of shards, and show it in the replica."""
+        """Replace the residual, and show it in the parameters.
+
+        Args:
+            whole: float32[total], as `residual` returned it. The number of shards may have changed since.
+
+        Raises:
+            UsageError: the residual is of a model of another size.
+        """
 
 
 class StepEngine(Protocol):
-    """The part of the engine that a step is given. Settings and mode change with the plan of the run."""
+    """The part of the engine that a step uses. `settings` and `mode` change when the run changes its plan."""
 
     link: MemberLink
     settings: Settings
@@ -105,7 +134,7 @@ class StepEngine(Protocol):
 
     @property
     def dense(self) -> torch.optim.Optimizer:
-        """The optimizer of the parameters, without those of tables alone."""
+        """The script's optimizer, without the optimizers that step embedding tables only."""
 
     @property
     def group(self) -> Group | None:
@@ -113,29 +142,37 @@ class StepEngine(Protocol):
 
     @property
     def hides(self) -> bool:
-        """Whether noise is added to all that leaves this worker; nothing else leaves it."""
+        """True if all values that leave this worker get noise (--dp-noise). Then nothing without noise may leave it."""
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """As `EventWait.until`."""
+        """Handle events until `done()` is true; see `EventWait.until`. Raises NarrowsError after `limit_s` seconds."""
 
     def optimize(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the script's optimizer, along the gradients of all ranks of a group; none where one is not finite."""
+        """Step the script's optimizer along the gradients, in a group along their mean over the ranks.
+
+        If a gradient is not finite, the optimizer takes no step. Returns the closure's loss, or None.
+        """
 
     def reduce(self) -> bool:
-        """The gradients are those of all ranks of a group. False: one is not finite, and there is none."""
+        """Reduce the gradients over the ranks of a group. Returns False if a gradient of any rank is not finite."""
 
     def looked(self, gradients: Named, unless: str = "") -> bool:
-        """Whether these gradients of a step are finite; else nothing is left of them. `unless`: that is so where all are."""
+        """Return whether these gradients of a step are finite; if not, the step is skipped.
+
+        Args:
+            gradients: pairs of a tensor's name and its gradient.
+            unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
+        """
 
     def send_buffers(self) -> None:
-        """To the coordinator, which hears those of the live worker with the lowest rank."""
+        """Send the module buffers to the coordinator, which uses those of the live worker with the lowest rank."""
 
 
 class RunEngine(StepEngine, Protocol):
-    """The part of the engine that the shared model and agreements are given."""
+    """The part of the engine that `SharedModel` and `Agreement` use."""
 
     buffers: BufferState
     sync: SyncStep
 
     def meet(self, call: str) -> None:
-        """The script has called this, on all ranks of a group."""
+        """Check that all ranks of a group have called `call`, a name of `event_wait.CALLS`."""

@@ -1,9 +1,26 @@
-"""A worker that pushes updates of its own optimizer, and computes on what comes of them: every mode but those that push
-gradients, merge, or gossip. The main thread owns it.
+"""The step of a worker whose own optimizer steps, and which pushes the updates. The main thread owns it.
+
+Every mode takes this step, except modes that push gradients (gradients.py), merge fragments (streaming.py) or gossip.
+
+How it works
+
+    script       loss.backward()   step()                             step()
+    UpdateStep                     optimize, push c, wait, compose    optimize, push c + 1, wait, compose
+    shards                                  fold c, publish                    fold c + 1, publish
+
+1. `step` waits until the window has room for one more update, if this step ends a clock (`Mode.local_steps`).
+2. If the worker had to rejoin, `resume` composes the replica anew, and a gradient of the old replica is dropped.
+3. `inner_step` steps the script's optimizer on the parameters.
+4. `push` sends what the parameters have moved by since the replica was composed, clipped and with noise if asked for. A
+   clock whose steps were all skipped is closed by an update of weight 0.
+5. `ready` waits for the state that the next clock needs, and composes the replica: pulled state, residual, and own
+   updates that are not in the state.
+6. `flush` sends the residual too, uncoded, and pulls the model that all workers end with.
 
 Rules
-- Right after a push it waits for what the next clock needs; with s >= 1 that has come under the steps before.
-- The replica is composed shard by shard (protocols/member/exchange.py), and then is what the parameters show.
+- Right after a push the worker waits for the state that the next clock needs. With s >= 1 that state has arrived during
+  the steps before.
+- The replica is composed shard by shard (protocols/member/exchange.py), and is then written to the parameters.
 """
 
 from __future__ import annotations
@@ -28,11 +45,11 @@ from narrows.worker.sync.sample_client import SampleClient
 from narrows.worker.sync.shards import ShardExchanges
 from narrows.worker.sync.step import StepEngine
 
-IDLE_S = 0.1  # from one ask for samples to the next, where none are left and nobody waits
+IDLE_S = 0.1  # between two requests for samples, if none are left and no worker waits for this one
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure that is called once, with gradients; None without one."""
+    """Call the closure once, with gradients enabled, and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -46,8 +63,18 @@ def clipped_step(
     closure: Callable[[], Any] | None,
     usable: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all. Where a
-    gradient is not `usable` the optimizer does not step along it."""
+    """Step an optimizer along clipped gradients, and only along usable ones.
+
+    Args:
+        optimizer: the optimizer to step.
+        parameters: the parameters whose gradients are clipped together.
+        norm: the L2 norm to clip to; 0: no clipping.
+        closure: as torch's closures. Each evaluation is checked and clipped.
+        usable: returns False if the present gradients must not be stepped along; the step then ends.
+
+    Returns:
+        What the optimizer's step() returns; if it did not step, the closure's loss or None.
+    """
     if closure is None:
         if not usable():
             return None
@@ -70,22 +97,22 @@ def clipped_step(
 
 
 class UpdateStep:
-    """See `SyncStep`. `arrays` and `shards` are what merging and pushed gradients have in common with it."""
+    """See `SyncStep`. `StreamingStep` and `GradientStep` extend it, and share its `arrays` and `shards`."""
 
     def __init__(self, engine: StepEngine, arrays: WorkerArrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
         self.shards = ShardExchanges(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
         self.local_step = self.steps = 0
-        self.taken = 0  # of the local steps since the last clock, those that were not left out
-        self.samples = 0  # that those were computed on, where the script has said so
+        self.taken = 0  # local steps since the last push that were not skipped
+        self.samples = 0  # samples of those steps, if the script calls step_samples(); else 0
         self.taking = SampleClient(engine, self)
-        self.moved = False  # a step was taken since all of the replica was composed
-        self.composed = 0  # the epoch of the life that the replica is of
-        self.missed = 0  # rounds that closed without us, in this life
-        self.ended_at = -1  # the run's clock of the last model, once it is here
-        self.server_gone = False  # who trains with a server ends with it
-        self.late = 0  # and those that nobody was told of yet
+        self.moved = False  # a local step was taken since the whole replica was composed
+        self.composed = 0  # the epoch in which the replica was composed; another one after each rejoin
+        self.missed = 0  # rounds that closed without this worker, in this epoch
+        self.ended_at = -1  # the run's clock of the final model; -1: not received yet
+        self.server_gone = False  # always: a worker of this mode ends when its server is lost
+        self.late = 0  # of the missed rounds, those not yet reported to ps-worker
 
     @property
     def clock(self) -> int:
@@ -116,25 +143,28 @@ class UpdateStep:
         self.taking.handle(event)
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Wait for what the present clock needs, and compose."""
+        """Wait for the state that the present clock needs, and compose the replica."""
         self.shards.wait_ready(limit_s)
         self.seen_missed()
         self.compose()
 
     def seen_missed(self) -> None:
-        """Count what closed without us up to the states that are here."""
+        """Count the rounds that closed without this worker, as far as the received states show."""
         missed = self.shards.missed if self.engine.group is None else self.engine.waiting.missed
         if self.composed == self.shards.epoch:
             self.late += missed - self.missed
         self.missed = missed
 
     def compose(self) -> None:
-        """The replica, into the parameters."""
+        """Compose the replica, and write it to the parameters."""
         self.arrays.show(self.shards.exchanges)
         self.composed, self.moved = self.shards.epoch, False
 
     def resume(self) -> bool:
-        """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
+        """If this worker had to rejoin since its replica was composed, compose it anew at the run's clock.
+
+        Local steps that were not pushed are dropped. Returns whether the worker had rejoined.
+        """
         if self.composed == self.shards.epoch:
             return False
         self.local_step = self.taken = self.samples = self.shards.samples_pending = 0
@@ -143,7 +173,10 @@ class UpdateStep:
         return True
 
     def drops(self, closure: Callable[[], Any] | None) -> bool:
-        """A step in which this worker joined again is left out: it has a gradient already, or samples that others have now."""
+        """Return whether to drop a step during which this worker rejoined.
+
+        Without a closure the gradient is of the old replica. With `ranges()` the samples were handed to other workers.
+        """
         return closure is None or self.taking.ask is not None
 
     # Steps.
@@ -152,7 +185,7 @@ class UpdateStep:
         pushes = self.local_step + 1 >= self.mode.local_steps
         self.shards.wait_window() if pushes else self.engine.waiting.agree()
         if self.resume() and self.drops(closure):
-            return None  # what p.grad holds was computed on a replica of the life before: it would break the bound
+            return None  # p.grad is of a replica before the rejoin: its staleness may exceed the bound
         loss = self.inner_step(closure)
         if pushes:
             self.push()
@@ -160,8 +193,10 @@ class UpdateStep:
         return loss
 
     def idle(self) -> None:
-        """Take part in the present clock with what there is: local steps so far, or nothing. Where nobody waits for this
-        worker, it waits a little."""
+        """Take part in the present clock without new samples: push the local steps so far, or an update of weight 0.
+
+        Under async no other worker waits for this one, so it only sleeps for IDLE_S.
+        """
         if self.mode.bound is None:
             time.sleep(IDLE_S)
             return
@@ -181,11 +216,17 @@ class UpdateStep:
         return loss
 
     def push(self, dense: bool = False) -> None:
-        """End the present clock: push what the keys whose turn it is have moved by, or an update of weight 0 where all steps
-        were left out. Where noise hides what is pushed, it hides that too."""
+        """End the present clock: push what the keys of this clock's fragment have moved by.
+
+        If all steps of the clock were skipped, the update has weight 0. With --dp-noise it is pushed all the same, with
+        noise, so that the server cannot tell that steps were skipped.
+
+        Args:
+            dense: send the values and the residual uncoded, as at the end of the run.
+        """
         engine, hidden = self.engine, self.local_step and self.engine.hides
         moved = self.taken > 0 or self.mode.streams
-        moved |= engine.group is None and engine.flat.overwritten() != ""  # by the script
+        moved |= engine.group is None and engine.flat.overwritten() != ""  # the script has written to a parameter
         self.local_step = self.taken = self.samples = 0
         if not (moved or hidden or (dense and self.owes)):
             self.shards.skip()
@@ -193,7 +234,9 @@ class UpdateStep:
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         tables = self.engine.tables
-        hyper = pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""  # the last update is no step
+        hyper = (
+            pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""
+        )  # the last update steps no row
         values = [self.arrays.moved(each, turn) for each in keys]
         self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
 
@@ -206,8 +249,20 @@ class UpdateStep:
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
-        """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
-        where one is not finite: its gradients were, so it is the weights or the optimizer's state that are lost."""
+        """Push the values of each shard's keys, clipped and with noise if --dp-clip and --dp-noise ask for it.
+
+        Args:
+            what: "update" or "gradient", for the error.
+            keys: for each shard of this process, the keys [begin, end) of its values.
+            values: for each of these shards, float32[end - begin]. Clipping and noise change them in place.
+            dense: send the values and the residual uncoded.
+            hyper: packed hyper-parameters of the optimizers that the servers step; b"": none.
+            rows: for each shard, coded pieces of embedding rows.
+
+        Raises:
+            NarrowsError: a value is not finite, and nothing was sent. The gradients were finite, so the weights or the
+                optimizer's state are not.
+        """
         clock, privacy = self.shards.clock, self.engine.privacy
         try:
             if privacy is not None:
@@ -228,7 +283,7 @@ class UpdateStep:
         return self.shards.master(last=False, resume=self.shards.wait_ready)
 
     def flush(self, last: bool) -> Array:
-        """Send what is left: local steps and residual."""
+        """Send the local steps and the residual that are left, and return the model to end with."""
         self.shards.wait_window()
         self.resume()
         if self.local_step or self.owes:
@@ -239,8 +294,11 @@ class UpdateStep:
         return self.end(last)
 
     def end(self, last: bool) -> Array:
-        """All is sent: take the shared model. `last`: once all workers have done their last step; the buffers are then of the
-        run's clock."""
+        """Pull the shared model, after all pushes of this worker.
+
+        Args:
+            last: wait until all workers have done their last step. The module buffers then count as of the run's clock.
+        """
         if not last:
             return self.shared()
         self.engine.send_buffers()  # other workers may ask for them while this one waits
@@ -250,7 +308,7 @@ class UpdateStep:
 
     @property
     def owes(self) -> bool:
-        """Something is kept back."""
+        """True if error feedback holds a residual that is not zero."""
         return self.arrays.owes(self.shards.replicas)
 
     @property
@@ -266,5 +324,5 @@ class UpdateStep:
 
     def load_residual(self, whole: FloatArray) -> None:
         self.arrays.load_residual(self.shards.replicas, whole)
-        if not self.local_step and not (self.mode.streams and self.moved):  # else it shows with the next merge
+        if not self.local_step and not (self.mode.streams and self.moved):  # else the next merge shows it
             self.compose()
