@@ -1,4 +1,18 @@
-"""The effects that a machine asks of its runner. A machine returns lists of these; it does nothing itself."""
+"""The effects that machines ask of their runners, and the events that a `Member` gives its owner.
+
+How it works
+1. A runner hands a machine a message or a tick, with the time.
+2. The machine changes its own state and returns a list of effects. It does nothing else.
+3. The runner carries the effects out in their order: it sends messages, writes files, ends the process.
+
+Which effect goes where
+- Send, SendToPeer, Log, Checkpoint, Load, Serve, Stop: a server machine or a standby asks its runner (`ServerEffect`,
+  `CopyEffect`).
+- "Member:" classes: a `Member` gives them to its owner, the engine of a worker or the server of a cluster
+  (`MemberEffect`). Those of `OfRun` are about the place in the run, those of `OfShard` come from a `Session` and go to
+  the `Exchange` with that shard, those of `OfPeers` come from `GossipPeers` and go to `GossipDriver`.
+- "Driver:" classes: a `GossipDriver` asks `GossipPeers` (`PeerSay`).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +25,15 @@ NS = 1_000_000_000  # one second, in the unit of every `now_ns`
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `message` to `peer`: a routing id (bytes) is one of a server's children, a number a shard of the server above."""
+    """Send a message to a child or to a shard of the parent."""
 
-    peer: bytes | int
+    peer: bytes | int  # bytes: the routing id of a child of this server; int: the number of a shard of the parent
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One event for the record and the console of a server: a name and plain values."""
+    """Write one event, a name and plain values, to the record and the console of a server."""
 
     event: str
     values: dict[str, object]
@@ -34,32 +48,34 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Go back to the checkpoint of `clock` before the next message is handled: read it into the store, and drop every
-    later one, which is of a life that is over. -1: there is none to read."""
+    """Go back to the checkpoint of `clock` before the next message is handled.
+
+    The runner reads the checkpoint into the store and deletes all later ones, which are of an earlier generation.
+    `clock` -1: there is none to read.
+    """
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run is over: end the process once what was sent is out. `code` > 0: with this error, one sentence in `text`."""
+    """End the process once all messages are sent: the run is over, or failed."""
 
-    code: int = 0
-    text: str = ""
+    code: int = 0  # exit code; 0: the run is over
+    text: str = ""  # the error in one sentence, if `code` > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """This server serves from now on, in this view; `standby`: the address of who stands by, "": nobody does. The machine is
-    told by an event."""
+    """This server serves from now on. The runner reports it to the machine as an event."""
 
-    view: int
-    standby: str
+    view: int  # in which it serves
+    standby: str  # address of its standby; "": none
 
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """Member: the server is another one from now on: its shards listen on `ports`, on the host of `address`."""
+    """Member: the standby serves from now on. Its shards listen on `ports`, on the host of `address`."""
 
     address: str
     ports: tuple[int, ...]
@@ -67,65 +83,64 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Member: the coordinator knows us."""
+    """Member: the coordinator has answered Hello with a Welcome."""
 
     rank: int
-    world_size: int
-    settings: bytes
-    ports: tuple[int, ...]
+    world_size: int  # number of workers of the run
+    settings: bytes  # of the run, packed (`Settings`)
+    ports: tuple[int, ...]  # of each shard
     hosts: tuple[str, ...] = ()  # as in Welcome
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Member: our place in the run. Comes again, with `again` set, when we had to rejoin: begin anew from `clock`."""
+    """Member: this member has a place in the run, and computes from `clock` on."""
 
     worker: int
     epoch: int
     clock: int
-    ranges: tuple[tuple[int, int], ...]
-    buffers: bytes
-    again: bool
-    settings: bytes = b""  # of the run by now, as in Joined
+    ranges: tuple[tuple[int, int], ...]  # keys [begin, end) of each shard
+    buffers: bytes  # newest module buffers of the run, packed, or b""
+    again: bool  # the member has rejoined: begin anew
+    settings: bytes = b""  # of the run now, as in Joined
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Member: push no update from clock `at` on, -1: push as before. Keys or plan change next. `number`: of the Move."""
+    """Member: push no update from clock `at` on. Keys or plan change next."""
 
-    at: int
-    number: int = 0
+    at: int  # -1: the change is off, push as before
+    number: int = 0  # of the Move
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Member: the keys are cut anew, or the run has another plan (`settings`), and our place is with these shards, in another
-    epoch. All that was pushed before `clock` is in; residuals and the clock stay."""
+    """Member: the keys are cut anew, or the run has another plan. The member goes on with these shards in a new epoch.
+
+    The shards have all updates before `clock`. The residuals and the clock of the member stay.
+    """
 
     worker: int
     epoch: int
     clock: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]  # keys [begin, end) of each shard
     ports: tuple[int, ...]
     hosts: tuple[str, ...]  # as in Welcome
-    settings: bytes  # the same
+    settings: bytes  # of the run from `clock` on, packed
 
 
 @dataclass(frozen=True, slots=True)
 class GiveWeights:
-    """Member: the run has no weights yet, and ours are the first, or in their mean: send them to this shard.
-
-    round: of the model that is meant, which is in a file here (gossip); -1: that which is computed on. rank: of its writer.
-    """
+    """Member: send this member's weights to the shard. The run has no weights, and takes these or a mean with them."""
 
     shard: int
-    round: int = -1
-    rank: int = -1
+    round: int = -1  # of a model in a file here (gossip); -1: the weights that the worker computes on
+    rank: int = -1  # of the worker that wrote that file
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Member: one part of a whole state that is still arriving, for who can use it at once."""
+    """Member: one part of a whole state, before the others are here. `StateArrived` has it again."""
 
     shard: int
     state: State
@@ -133,7 +148,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateArrived:
-    """Member: all parts of one publication, which adds to the one before it or is a whole state."""
+    """Member: all parts of one publication: a difference to the one before it, or a whole state."""
 
     shard: int
     parts: tuple[State, ...]
@@ -141,7 +156,7 @@ class StateArrived:
 
 @dataclass(frozen=True, slots=True)
 class MasterArrived:
-    """Member: all parts of the master copy that was asked for at `clock`."""
+    """Member: all parts of the master copy that a Pull asked for at `clock`."""
 
     shard: int
     clock: int
@@ -150,7 +165,7 @@ class MasterArrived:
 
 @dataclass(frozen=True, slots=True)
 class RowsArrived:
-    """Member: the rows that were asked for, float32[rows, dim] as bytes."""
+    """Member: the rows that RowsAsk `request` asked for, float32[rows, dim] as bytes."""
 
     shard: int
     request: int
@@ -159,7 +174,7 @@ class RowsArrived:
 
 @dataclass(frozen=True, slots=True)
 class MomentsArrived:
-    """Member: the answer to an ask for what the optimizer of a shard keeps; as in `Moments`."""
+    """Member: the answer to MomentsAsk `request`. `clock` and `payload` as in `Moments`."""
 
     shard: int
     request: int
@@ -169,7 +184,7 @@ class MomentsArrived:
 
 @dataclass(frozen=True, slots=True)
 class PushSettled:
-    """Member: update `clock` is in the shard's model."""
+    """Member: the shard has folded update `clock` into its model."""
 
     shard: int
     clock: int
@@ -177,11 +192,11 @@ class PushSettled:
 
 @dataclass(frozen=True, slots=True)
 class LinkSeen:
-    """Member: what its messages told of the link since it was last asked. 0 bytes: nothing was timed that way."""
+    """Member: what its messages show of the link since the last reading. 0 bytes: no message was timed that way."""
 
     round_trip_ns: int
     up_bytes: int
-    up_ns: int
+    up_ns: int  # time that `up_bytes` took
     down_bytes: int
     down_ns: int
 
@@ -193,14 +208,14 @@ class BuffersWanted:
 
 @dataclass(frozen=True, slots=True)
 class BuffersTold:
-    """Member: the module's buffers of the run, packed, or b"" where this worker's own are those."""
+    """Member: the module's buffers of the run, packed; b"": this worker's own are those of the run."""
 
     packed: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RangeTold:
-    """Member: the answer to ask `number` for a range; as in `Range`."""
+    """Member: the answer to RangeAsk `number`. `index` and `over` as in `Range`."""
 
     number: int
     index: int
@@ -209,12 +224,12 @@ class RangeTold:
 
 @dataclass(frozen=True, slots=True)
 class ServerStops:
-    """Member: the server is being stopped, and takes the models of its workers until then (gossip)."""
+    """Member: the user stops the server, and the server takes the workers' models before it ends (gossip)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedTold:
-    """Member: the answer to ask `number` for a value that all agree on."""
+    """Member: the answer to AgreeAsk `number`: the value that all workers get."""
 
     number: int
     value: float
@@ -222,15 +237,15 @@ class AgreedTold:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Member: the session is over. `code` is a `RefuseCode`."""
+    """Member: the session is over, with an error."""
 
-    code: int
-    text: str
+    code: int  # a `RefuseCode`
+    text: str  # one sentence for the user
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Member: the coordinator knows that we are done."""
+    """Member: this member has left the run. The coordinator has acknowledged its Leave, if there is a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +258,14 @@ class SendToPeer:
 
 @dataclass(frozen=True, slots=True)
 class RosterNews:
-    """Member: who may mix with whom from now on."""
+    """Member: a new roster: the peers that may mix from now on."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class OfferArrived:
-    """Member: the whole of a peer's side of an exchange."""
+    """Member: all parts of a peer's side of an exchange."""
 
     peer: int
     parts: tuple[Offer, ...]
@@ -272,15 +287,15 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Member: this peer is given up: it was awaited and has been silent for a lease, or what it says is nonsense."""
+    """Member: this peer is lost. It was awaited and silent for a lease, or it sent a message that is not valid."""
 
     peer: int
-    why: str
+    why: str  # a clause for the log
 
 
 @dataclass(frozen=True, slots=True)
 class PeersSettled:
-    """Member: at the end, every peer has all that was sent to it."""
+    """Member: at the end, every peer has acknowledged all offers of this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +305,7 @@ class ServerGone:
 
 @dataclass(frozen=True, slots=True)
 class SendOffer:
-    """Driver: send these, all parts of our side of one exchange, to the peer that they are for."""
+    """Driver: send all parts of this node's side of one exchange to the peer that they name."""
 
     offers: tuple[Offer, ...]
 
@@ -304,17 +319,17 @@ class AskModel:
 
 @dataclass(frozen=True, slots=True)
 class SayEnded:
-    """Driver: the last step is done; say so until all have done theirs."""
+    """Driver: the last step is done. Tell all peers, again and again, until SayOver."""
 
 
 @dataclass(frozen=True, slots=True)
 class SayOver:
-    """Driver: the last round is mixed; nobody is awaited any more."""
+    """Driver: the last round is mixed. Await no peer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Driver: this peer is not listened to any more."""
+    """Driver: drop all further messages of this peer."""
 
     peer: int
 

@@ -1,25 +1,25 @@
-"""The exchange of a child, a worker or the server of a cluster, with one shard: when it computes, pushes and asks. Pure.
+"""The exchange of a child (a worker or a cluster) with one shard: when the child may compute, pushes and asks. Pure.
 
 How it works
 
-    clock c      may_compute: the state here is settled to c - s
+    clock c      may_compute: the pulled state is settled to c - s
       compute on base():  replica = pulled state + gain * residual + stand-ins of own updates that the state lacks
       push(c)             in flight: at most `window` updates
       Follow              asks for the next state, so that the link's time lies under the next computation
-    PushSettled c         the shard has folded update c: it is in flight no more
+    PushSettled c         the shard has folded update c: update c is no longer in flight
     StateArrived          absorb: the pulled state moves on; own updates that it contains stand in no longer
 
-1. `begin` starts at a place in the run: what was in flight is given up, the residual stays.
-2. A child follows differences from the first one on, and they come as they are made. Whole states (`whole`) are asked
-   for one by one: right after a push, and where the one that came does not do (`need`).
-3. `push` numbers the parts of an update. `part` sends one early, while others are still computed.
-4. `take` handles what the session hands over. It checks a state whole before it takes any of it.
+1. `begin` starts at a place in the run. Updates in flight are given up; the residual stays.
+2. A shard that publishes differences sends each as soon as it is made; one Follow asks for all. Whole states (`whole`)
+   are asked for one by one: right after a push, and again if the state that came is too old (`need`).
+3. `push` numbers the parts of an update. `part` makes one part early, while the others are still computed.
+4. `take` handles the events of the session. It checks all parts of a state before it takes any.
 
 Rules
 - One clock is one update. With staleness s the child computes clock c on a state to which all updates below c - s are
-  settled. With a quorum, which goes on without late members, its own updates below c - s are.
-- The replica rule is read-my-writes (Ho et al. 2013, sec. 3); protocols/member/replica.py has it, and `base` is the
-  one place that applies it.
+  settled. A quorum goes on without late members: then the child's own updates below c - s are settled.
+- The replica rule is read-my-writes (Ho et al. 2013, sec. 3), defined in protocols/member/replica.py. `base` alone
+  applies it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,35 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.replica import A, Replica, stand_in
 
-Says = list[m.Message]  # for the session toward the shard
+Says = list[m.Message]  # messages to send through the session with the shard
 
 
 class Exchange(Generic[A]):
-    """Toward one shard. `whole`: it publishes whole states, not differences. Methods return what is to be said."""
+    """The exchange with one shard. Each method returns the messages to send.
+
+    Args:
+        mode: of the run.
+        replica: the arrays of the shard's keys.
+        whole: the shard publishes whole states; False: differences.
+    """
 
     def __init__(self, mode: Mode, replica: Replica[A], whole: bool) -> None:
         self.mode, self.replica, self.whole = mode, replica, whole
-        self.worker, self.epoch = -1, 0
+        self.worker, self.epoch = -1, 0  # this child's number, and the epoch of its place in the run
         self.clock = 0  # of the next update
-        self.publication = self.min_clock = self.settled = -1  # of the pulled state
-        self.contains: dict[int, float] = {}  # own clocks in it that are not settled, and the weight each was folded at
-        self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # as the pulled state says
-        self.in_flight: set[int] = set()
-        self.held_at = -1  # no update from this clock on may be pushed yet, -1: all may
-        self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # updates as sent that may stand in
-        self.asked = False  # for a whole state, which has not come
-        self.coding = ""  # what published states are to be coded with, where that is ours to say
+        self.publication = self.min_clock = self.settled = -1  # of the pulled state; -1: no state has come
+        self.contains: dict[int, float] = {}  # own updates >= `settled` in the pulled state -> weight of each fold
+        self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # of the pulled state
+        self.in_flight: set[int] = set()  # clocks of updates that the shard has not folded; at most `mode.window`
+        self.held_at = -1  # updates from this clock on must wait for a Move; -1: none must
+        self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # own updates, as sent, that may stand in
+        self.asked = False  # a Follow for a whole state is not yet answered
+        self.coding = ""  # the SPEC in which the shard is to code its states (`auto`); "": the shard's own
         self.shared: A | None = None  # the master copy, once it has come
-        self.shared_clock = -1  # the run's clock that it is of
+        self.shared_clock = -1  # the run's clock of the master copy
 
     def begin(self, worker: int, epoch: int, clock: int) -> Says:
-        """A place in the run, or another one: what was in flight is given up, the residual is not."""
+        """Begin at a first or another place in the run. Updates in flight are given up; the residual stays."""
         self.worker, self.epoch, self.clock = worker, epoch, clock
         self.publication = self.min_clock = self.settled = -1
         self.contains, self.asked, self.shared = {}, False, None
@@ -68,8 +74,16 @@ class Exchange(Generic[A]):
         return self._follow(clock)
 
     def go_on(self, worker: int, epoch: int, clock: int, before: Sequence[Exchange[A]]) -> Says:
-        """A place with a shard that has keys of those before. All that was pushed is in its state; where the states of that
-        clock were all here they are what it shows, so none has to come again."""
+        """Begin at a place with a new shard, after a reshard.
+
+        All that was pushed before is in the new shard's state. If each exchange in `before` had pulled the state of
+        `clock`, the new shard shows just that, and no state has to come again.
+
+        Args:
+            worker, epoch: the new place.
+            clock: at which the keys were cut anew.
+            before: the exchanges with the earlier shards that had these keys.
+        """
         asks, first = self.begin(worker, epoch, clock), before[0]
         if any((x.settled, x.publication, x.whole) != (clock, first.publication, self.whole) for x in before):
             return asks
@@ -80,7 +94,7 @@ class Exchange(Generic[A]):
 
     @property
     def may_compute(self) -> bool:
-        """With the present clock, on the state that is here."""
+        """True if the child may compute its present clock on the pulled state."""
         return self.settled >= 0 and self.mode.allows(self.clock, self.settled)
 
     @property
@@ -88,7 +102,7 @@ class Exchange(Generic[A]):
         return len(self.in_flight) < self.mode.window and not 0 <= self.held_at <= self.clock
 
     def turn(self, clock: int) -> Keys:
-        """The keys that update `clock` carries."""
+        """Return the keys that update `clock` carries: the fragment whose turn it is."""
         replica, mode = self.replica, self.mode
         return fragment(replica.begin, replica.end, mode.fragments, mode.fragment(clock))
 
@@ -100,20 +114,24 @@ class Exchange(Generic[A]):
         return [m.Follow(self.worker, self.epoch, clock, self.publication, credit, self.coding)]
 
     def need(self, settled: int) -> Says:
-        """Ask for a state that is settled to so much, where none is under way and the one here does not do."""
+        """Ask for a whole state settled to `settled`, if the pulled one is older and no ask is unanswered."""
         if not self.whole or self.asked or not 0 <= self.settled < settled:
             return []
         return self._follow(settled + (self.mode.bound or 0))
 
     def ask_shared(self, last: bool) -> Says:
-        """Ask for the master copy; `last`: for the one that all children end with, once all have done their last step."""
+        """Ask for the master copy.
+
+        Args:
+            last: True: for the copy that all children end with, once all have done their last step.
+        """
         self.shared = None
         return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last)]
 
     # Own updates.
 
     def give(self, pieces: Sequence[CodedPiece]) -> Says:
-        """The run has no weights yet, and these are the first. Others may still be missing: what is followed comes then."""
+        """Send the first weights of the run. The first state comes once the shard has all weights that it needs."""
         count = len(pieces)
         return [
             m.FirstWeights(self.worker, self.epoch, i, count, piece.begin, piece.end, piece.codec, piece.payload)
@@ -121,7 +139,14 @@ class Exchange(Generic[A]):
         ]
 
     def part(self, index: int, count: int, piece: CodedPiece, samples: int, hyper: bytes = b"") -> m.Push:
-        """Part `index` of `count` of the update of the present clock."""
+        """Make part `index` of `count` of the update of the present clock.
+
+        Args:
+            index, count: number of the part, from 0 on; number of parts.
+            piece: keys and payload of the part.
+            samples: that the update was computed on.
+            hyper: hyper-parameters of the step, a msgpack map; part 0 carries them.
+        """
         self.in_flight.add(self.clock)
         where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
         return m.Push(self.worker, self.epoch, self.clock, *where, piece.codec, piece.payload)
@@ -134,8 +159,18 @@ class Exchange(Generic[A]):
         hyper: bytes = b"",
         rows: Sequence[CodedPiece] = (),
     ) -> Says:
-        """The whole update of the present clock, as the replica encoded it, and what follows from it. `rows` of tables go
-        along, and are in no replica."""
+        """Push the whole update of the present clock.
+
+        Args:
+            pieces: the update, as the replica encoded it.
+            samples: that the update was computed on.
+            coding: the SPEC that suits this child's link (`auto`); "": none measured.
+            hyper: hyper-parameters of the step, a msgpack map.
+            rows: of embedding tables. They travel as further parts, and are in no replica.
+
+        Returns:
+            The parts, and a Follow if the next state must be asked for.
+        """
         every = [*pieces, *rows]
         parts = [self.part(index, len(every), piece, samples, hyper) for index, piece in enumerate(every)]
         if self.mode.rule is not Rule.OPTIMIZER:
@@ -143,7 +178,7 @@ class Exchange(Generic[A]):
         return [*parts, *self.pushed(coding)]
 
     def pushed(self, coding: str = "") -> Says:
-        """All parts of the update of this clock are on their way."""
+        """Go on to the next clock: all parts of this update were made. Returns a Follow if one is due."""
         self.clock += 1
         changed, self.coding = coding != self.coding, coding
         if changed or (self.whole and not self.asked):
@@ -151,8 +186,7 @@ class Exchange(Generic[A]):
         return []
 
     def skip(self, coding: str) -> Says:
-        """An update without values in the place of that of the present clock; nothing is changed by it. The replica keeps its
-        residual."""
+        """Push an empty update for the present clock: no weight changes, and the replica keeps its residual."""
         self.in_flight.add(self.clock)
         begin, end = self.turn(self.clock)
         push = m.Push(self.worker, self.epoch, self.clock, 0, 1, begin, end, 0, b"", 0, b"")
@@ -161,7 +195,11 @@ class Exchange(Generic[A]):
     # Events that come.
 
     def take(self, event: MemberEffect) -> Says:
-        """Take an event of the session toward the shard. Raises RemoteProtocolError; then nothing has changed."""
+        """Handle an event of the session with the shard.
+
+        Raises:
+            RemoteProtocolError: a state or payload is not valid; then nothing has changed.
+        """
         if isinstance(event, e.PushSettled):
             self.in_flight.discard(event.clock)
         elif isinstance(event, (e.StatePart, e.MasterArrived, e.StateArrived)):
@@ -187,7 +225,10 @@ class Exchange(Generic[A]):
         return [] if self.may_compute else self.need(self.clock - (self.mode.bound or 0))
 
     def _check(self, parts: tuple[m.State, ...]) -> None:
-        """Raise RemoteProtocolError unless `parts` are of one kind and hold the keys that such a state has, each once."""
+        """Raise RemoteProtocolError unless `parts` are all whole or all differences, and cover the right keys once.
+
+        A whole state covers all keys of the shard; a difference covers all keys, or those of one fragment.
+        """
         first, pieces = parts[0], [(part.begin, part.end) for part in parts]
         if any((part.whole, part.add) != (first.whole, first.add) for part in parts) or (first.whole and first.add):
             raise RemoteProtocolError("the server sent a state that is half a difference")
@@ -205,8 +246,12 @@ class Exchange(Generic[A]):
     # The replica.
 
     def base(self, begin: int, end: int, out: A) -> None:
-        """The replica of keys [begin, end), which are whole fragments, into `out`; own updates that no longer stand in are
-        forgotten."""
+        """Write the replica of keys [begin, end) to `out`, and drop own updates that no longer stand in.
+
+        Args:
+            begin, end: borders of fragments.
+            out: float32[end - begin], overwritten.
+        """
         self.replica.base(self._stand_ins(), begin, end, out, self.gain)
         unbound = self.mode.bound is None
         oldest = max(self.settled, self.clock - self.mode.window) if unbound else self.settled

@@ -1,12 +1,17 @@
-"""Which server a member listens to, and when it turns to the standby (ps/replication/replication_primary.py). No I/O.
+"""The server that a member listens to, and when the member turns to the standby. No I/O.
+
+ps/replication/replication_primary.py has the server's side.
 
 Rules
-- A member votes once in a view. While its vote is with the standby, it takes nothing of the server.
-- A member turns where the server was silent for FAILOVER_SILENCE_NS, or once the connections to all of its shards have ended.
-  The end of one connection says nothing: a shard that was killed may be back in a moment.
-- A server that lacks the votes to go on without its standby says so twice a second. After FAILOVER_SILENCE_NS of that, a member
-  asks the standby too, and moves there where that serves. The member stays with the server meanwhile: it may get its votes yet.
-- It comes back where the standby says that the vote does not count, or where the server was elected without it.
+- A member votes once in a view. While its vote is with the standby, it drops all messages of the server but
+  FailoverNotice.
+- A member turns to the standby after FAILOVER_SILENCE_NS without a message of the server, or FAILOVER_CUT_NS after the
+  connections to all shards have ended. The end of one connection says nothing: a killed shard may be back in a moment.
+- A server without the votes to go on without its standby sends its request for votes twice a second. After
+  FAILOVER_SILENCE_NS of such requests a member asks the standby too, and moves to the standby if the standby serves.
+  Until then the member stays with the server, which may still get its votes.
+- A member returns to the server if the standby answers KeepServing (the vote does not count), or if the server was
+  elected without the vote of this member.
 """
 
 from __future__ import annotations
@@ -23,27 +28,32 @@ from narrows.protocols.effects import MemberEffect, Send, SendToPeer, Turned
 
 
 class FailoverView:
-    """The views as one member knows them, whose number is `worker` and whose place is of `epoch`."""
+    """The views as one member knows them.
+
+    Args:
+        worker: number of the member.
+        epoch: of the member's place in the run; 0 before Ready.
+    """
 
     def __init__(self, worker: int, epoch: int) -> None:
         self.worker, self.epoch = worker, epoch
-        self.view, self.standby = 0, ""
-        self.turned = False  # to the standby
+        self.view, self.standby = 0, ""  # number of the newest view; address of its standby, "": none
+        self.turned = False  # the vote is with the standby, and the server is not listened to
         self.undecided = False  # the server has asked for a vote, and was not elected since
-        self.decided_ns = 0  # when that was not so last
-        self.asking = False  # the standby whether it serves, while the server is listened to
-        self.attempt = 0
-        self.said_ns = self.stayed_ns = 0
-        self.cut: dict[int, int] = {}  # shards whose connections have ended, and when
+        self.decided_ns = 0  # the last time at which `undecided` was False
+        self.asking = False  # the member asks the standby whether it serves, and still listens to the server
+        self.attempt = 0  # number of the newest vote for the standby; KeepServing repeats it
+        self.said_ns = self.stayed_ns = 0  # when the last vote went to the standby; when KeepServing came
+        self.cut: dict[int, int] = {}  # shards whose connections have ended -> when
 
     @property
     def listens(self) -> bool:
-        """The standby was asked whether it serves."""
+        """True if the member takes messages of the standby."""
         return self.turned or self.asking
 
     def told(self, view: m.FailoverNotice) -> list[MemberEffect]:
-        """Take the view that the server tells, and answer with a vote."""
-        alone = view.decided and not view.standby and view.view == self.view  # we have voted for it
+        """Handle a FailoverNotice of the server: take over its view, and answer with a vote."""
+        alone = view.decided and not view.standby and view.view == self.view  # elected with the vote of this member
         if self.turned and not (alone or (view.decided and view.view > self.view)):
             return []
         self.undecided = not view.decided
@@ -52,10 +62,16 @@ class FailoverView:
         self.view = max(self.view, view.view)
         return [
             Send(0, m.FailoverVote(self.worker, self.epoch, self.view, 0))
-        ]  # the server may have lost the one before
+        ]  # also if this view has the member's vote already: that message may have been lost
 
     def tick(self, heard_ns: int, shards: int, now_ns: int) -> list[MemberEffect]:
-        """Turn to the standby, where there is one and the server, of so many shards, has been silent for long or is gone."""
+        """Turn to the standby if the server is silent or its connections have ended; repeat the vote for the standby.
+
+        Args:
+            heard_ns: time of the last message of the server.
+            shards: number of shards of the server.
+            now_ns: the time.
+        """
         gone = 1 < shards <= len(self.cut) and now_ns - max(self.cut.values()) > FAILOVER_CUT_NS
         lost = (gone or now_ns - heard_ns > FAILOVER_SILENCE_NS) and now_ns - self.stayed_ns > FAILOVER_STAY_NS
         if self.standby and not self.turned and lost:
@@ -70,12 +86,16 @@ class FailoverView:
         return [SendToPeer(self.standby, m.FailoverVote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
     def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """Take what the standby says: to stay with the server, or that it serves. Either ends `turned`, the latter `asking`."""
+        """Handle a message of the standby.
+
+        KeepServing ends `turned`: the member stays with the server. A FailoverNotice with ports ends `turned` and
+        `asking`: the standby serves.
+        """
         if isinstance(message, m.KeepServing) and (message.view, message.attempt) == (self.view + 1, self.attempt):
             self.turned, self.stayed_ns = False, now_ns
         if not self.listens or not isinstance(message, m.FailoverNotice) or message.view < self.view:
             return []
-        if not message.ports:  # not all of its shards serve yet
+        if not message.ports:  # not all shards of the standby serve yet
             return []
         address, self.turned, self.asking, self.undecided = self.standby, False, False, False
         self.cut.clear()

@@ -1,10 +1,11 @@
-"""The figures that a member sends with its heartbeat, for a user to see. One decision reads them,
-ps/coordinator/replans.py. No I/O.
+"""The figures that a member sends with its heartbeat, for the user. One decision reads them: ps/coordinator/replans.py.
+
+No I/O.
 
 Rules
-- A counter counts from the beginning of its member's life: a summary that is lost costs nothing. A gauge is the newest value.
-- A cluster hands up its own summary and those of all below it, a row each, at most `ROWS_BYTES_MAX`.
-- A row is checked whole before anything is made of it. Who sends one that is none is refused.
+- A counter counts from the start of its member's process, so a lost summary costs nothing. A gauge is the newest value.
+- A cluster sends its parent its own summary and those of all members below it, a row each, at most `ROWS_BYTES_MAX`.
+- A receiver checks all rows of a heartbeat before it uses any. A sender of a row that is not valid is refused.
 """
 
 from __future__ import annotations
@@ -18,67 +19,69 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import CLOCK_MAX
 from narrows.protocols.wire import pack, unpack
 
-ROWS_BYTES_MAX = 32 << 10  # of one heartbeat: about 200 members below a cluster
+ROWS_BYTES_MAX = 32 << 10  # of the rows of one heartbeat: enough for about 200 members below a cluster
 LEVELS_MAX = 8  # of clusters below clusters
-NAME_MAX = 255  # characters of a host, or of what a server runs
-MEASURE_MAX = float(CLOCK_MAX)  # of a figure with a fraction: sums of them over all members of a run stay finite
+NAME_MAX = 255  # characters of a host, or of a summary of settings
+MEASURE_MAX = float(CLOCK_MAX)  # of a float figure: the sum over all members of a run stays finite
 LOSS_MAX = 1e300  # the greatest magnitude of a loss: a mean of losses stays finite
-STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the counts of staleness; the last count has all above
+STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the staleness buckets, in clocks; one more bucket has all beyond 64
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one member. Counters are since the beginning of its life, seconds are of its own clock."""
+    """The figures of one member. Counters run from the start of its process; seconds are of its own system clock."""
 
-    seconds: float = 0.0  # that it has been a member
+    seconds: float = 0.0  # since the first summary of this member
     clock: int = 0
-    steps: int = 0  # counter: of its optimizer; of a cluster: updates pushed
-    updates: int = 0  # counter: pushed
-    samples: int = 0  # counter: of its steps, where the script or its loader has said how many
-    compute_seconds: float = 0.0  # counter, as the next two: the time of all steps is their sum
+    steps: int = 0  # counter: steps of the worker's optimizer; of a cluster: updates pushed
+    updates: int = 0  # counter: updates pushed
+    samples: int = 0  # counter: samples of all steps, if the script or its data loader says how many; else 0
+    compute_seconds: float = 0.0  # counter, as the next two; the time of all steps is the sum of the three
     encode_seconds: float = 0.0
     wait_seconds: float = 0.0
-    bytes_up: int = 0  # counter: whole messages to its server, and to peers
-    bytes_down: int = 0
-    busy_up_seconds: float = 0.0  # counter: its payloads were on their way
+    bytes_up: int = 0  # counter: whole messages sent to the server, and to peers
+    bytes_down: int = 0  # counter: whole messages received
+    busy_up_seconds: float = 0.0  # counter: time in which payloads were on their way up
     busy_down_seconds: float = 0.0
-    rate_up: float = 0.0  # bytes a second while they were, 0: not measured
+    rate_up: float = 0.0  # bytes a second in such time; 0: not measured
     rate_down: float = 0.0
     round_trip_seconds: float = 0.0
-    staleness: int = 0
-    stale: tuple[int, ...] = (0,) * (len(STALE) + 1)  # counters: steps by staleness
+    staleness: int = 0  # in clocks, of the newest step
+    stale: tuple[int, ...] = (0,) * (len(STALE) + 1)  # counters: steps in each bucket of STALE
     held_back: float = 0.0  # length of the residual, in updates
-    dropped: int = 0  # counter: messages that found no room
-    loss: float | None = None  # as record() was given it last
-    left_steps: int = (
-        0  # until the script has taken as many as record() was told of; 0: it has not said, or they are over
-    )
-    skipped: int = 0  # counter: steps that were left out, since their gradient was not finite
-    hidden: int = 0  # members below that found no room in the heartbeat
-    lost: int = 0  # counter: of a cluster, members of its own that went before they were done
+    dropped: int = 0  # counter: messages dropped for lack of room in a queue
+    loss: float | None = None  # the newest loss that the script gave record()
+    left_steps: int = 0  # steps still to take of those that record() announced; 0: not announced, or all taken
+    skipped: int = 0  # counter: steps left out because their gradient was not finite
+    hidden: int = 0  # members below this one whose rows had no room in the heartbeat
+    lost: int = 0  # counter: of a cluster, its own members that left before they were done
 
     def counted(self, staleness: int) -> tuple[int, ...]:
-        """`stale`, with one more step of this staleness."""
+        """Return `stale` with one more step of this staleness."""
         index = sum(staleness > end for end in STALE)
         return (*self.stale[:index], self.stale[index] + 1, *self.stale[index + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """A member in the tree below a server. `path`: its rank there, after those of the clusters that it is below of; () is whose
-    heartbeat it is. `runs`: the settings of a cluster, "" of a worker."""
+    """One member of the tree below a server, with its figures."""
 
-    path: tuple[int, ...]
+    path: tuple[int, ...]  # ranks of the clusters from the sender down, then the member's own; (): the sender itself
     host: str
-    runs: str
+    runs: str  # the settings of a cluster as flags; "" for a worker
     summary: Summary
 
     def below(self, rank: int, host: str) -> SummaryRow:
-        """As the server of its sender sees it, whose rank there this is."""
+        """Return the row as the sender's server sees it.
+
+        Args:
+            rank: of the sender at that server.
+            host: of the sender.
+        """
         return replace(self, path=(rank, *self.path), host=self.host if self.path else host[:NAME_MAX])
 
     def told(self) -> dict[str, Any]:
-        """As a record has it."""
+        """Return the row as a value of a record."""
         return {"path": [*self.path], "host": self.host, "runs": self.runs, **asdict(self.summary)}
 
 
@@ -87,7 +90,7 @@ KINDS = tuple(str(f.type) for f in fields(Summary))
 
 
 def packed(rows: Sequence[SummaryRow]) -> bytes:
-    """For a heartbeat: at least one row. Those that find no room are counted in the first."""
+    """Pack rows for a heartbeat; `rows[0]` is the sender's. `hidden` of that row counts the rows that have no room."""
     first, *others = rows
     size, kept = len(pack(_plain(first))) + 64, list[SummaryRow]()
     for row in others:
@@ -105,7 +108,7 @@ def _plain(row: SummaryRow) -> list[Any]:
 
 
 def _fits(value: Any, kind: str) -> Any:
-    """A figure as it is let in: a worker is not refused for a loss that is not finite."""
+    """Return a figure that passes its check, so that no server refuses a worker for a loss that is not finite."""
     if CHECKS[kind](value := list(value) if type(value) is tuple else value):
         return value
     if kind == "float | None":
@@ -127,7 +130,7 @@ def _is_name(value: object) -> bool:
     return type(value) is str and len(value) <= NAME_MAX and value.isprintable()
 
 
-# One checker for each annotation of a Summary; it uses no other.
+# One check for each annotation of a field of Summary.
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _is_count,
     "float": _is_measure,
@@ -143,7 +146,11 @@ COLUMNS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 def unpacked(packed: bytes) -> tuple[SummaryRow, ...]:
-    """The rows of a heartbeat: () for b"". Raises RemoteProtocolError where they are none."""
+    """Return the rows of a heartbeat; () for b"".
+
+    Raises:
+        RemoteProtocolError: a row is not valid, or the first row is not the only one with an empty path.
+    """
     if not packed:
         return ()
     rows: Any = unpack(packed, ROWS_BYTES_MAX)

@@ -1,9 +1,25 @@
-"""The member machine: joining a run, having a place in it, leaving it, and finding out that the server is gone. No I/O.
+"""The member machine: a child joins a run, takes part in it, leaves it, and finds out that its server is lost. No I/O.
+
+How it works (TRANSITIONS has every phase)
+
+    NEW -join-> HELLO -Welcome-> WELCOME -declare-> DECLARED -Ready-> RUNNING -leave-> LEAVING -LeaveAck-> OVER
+                                                                         |                                  ^
+                                                                         +-server gone (gossip)-> ALONE ----+ leave
+
+1. `join` sends Hello. The coordinator answers Welcome: rank, settings of the run, address of each shard.
+2. `declare` sends the model spec. The coordinator answers Ready: the place in the run. The member makes a `Session` for
+   each shard, and in gossip `GossipPeers`.
+3. RUNNING: the owner of the member hands the messages of its `Exchange` to `say`. `receive` routes an answer of a shard
+   to the session of that shard, and handles the answers of the coordinator itself.
+4. `tick` repeats each request that is not yet answered, sends heartbeats, and finds the server lost after a silence of
+   `Timing.lost_ns`. `FailoverView` decides when the member changes to the standby.
+5. The coordinator sends Move when it cuts the keys anew or changes the plan. The member makes new sessions.
+6. `leave` sends Leave until the coordinator answers LeaveAck.
 
 Rules
-- Join in two steps: Hello, Welcome; Declare, Ready. With Ready there is a place, and a `Session` for each shard.
-- NOT_A_MEMBER for the present epoch means: join again under a new token, and begin anew from the run's clock.
-- Under gossip the server may be gone once peers know each other: then the member is ALONE, and goes on.
+- A Refuse with NOT_A_MEMBER for the present epoch: the member joins again under a new token, and begins anew from the
+  clock of the run.
+- In gossip the run goes on without the server once the peers know each other. The member is then ALONE.
 """
 
 from __future__ import annotations
@@ -29,7 +45,7 @@ from narrows.protocols.member.session import Session
 
 
 class MemberPhase(Enum):
-    """How far a member is."""
+    """The phase of a member, from NEW to OVER."""
 
     NEW = "new"
     HELLO = "hello"
@@ -41,7 +57,7 @@ class MemberPhase(Enum):
     OVER = "over"
 
 
-# An event -> the phases that it happens in -> the phase after it. All else leaves a member as it is.
+# Event -> phases in which it counts -> the phase after it. In every other phase the event changes nothing.
 TRANSITIONS: dict[str, dict[MemberPhase, MemberPhase]] = {
     "join": dict.fromkeys(MemberPhase, MemberPhase.HELLO),
     "Welcome": {MemberPhase.HELLO: MemberPhase.WELCOME},
@@ -55,10 +71,16 @@ TRANSITIONS: dict[str, dict[MemberPhase, MemberPhase]] = {
 
 
 class Member:
-    """Commands and messages in, effects out. `peer` of a Send is the shard's number.
+    """The session of one child, a worker or a cluster, with its server. Commands and messages in, effects out.
 
-    `below`: of a cluster, itself and all below it, a line each. `address`: where peers reach this member, of a cluster one for
-    each shard; whoever runs it sets it before it declares.
+    The `peer` of each Send is the number of a shard; the coordinator is at shard 0.
+
+    Args:
+        token: name of this process, unique among those that join.
+        host: name of the machine, for the user.
+        expect: the flags that the process was started with, a msgpack map. The coordinator refuses a contradiction.
+        timing: limits of the waits.
+        below: returns the tree of a cluster: a line for itself and one for each member below it; "" for a worker.
     """
 
     def __init__(
@@ -72,24 +94,26 @@ class Member:
         self.hello = m.Hello(token, host, expect)
         self.timing, self.below = timing or Timing(), below
         self.attempt, self.phase = 0, MemberPhase.NEW
-        self.asking: m.Message = self.hello  # what is repeated while the server owes an answer to it
+        self.asking: m.Message = self.hello  # the newest request of the join or leave; repeated until it is answered
         self.asked_ns = self.heard_ns = self.beat_ns = 0
         self.ever_heard = False
         self.welcome: m.Welcome | None = None
-        self.settings = Settings()  # the run's, from Welcome on
-        self.epoch = 0  # of our place in it, 0: none
+        self.settings = Settings()  # of the run, from Welcome on
+        self.epoch = 0  # of this member's place in the run; 0: no place
         self.sessions: list[Session] = []
         self.meter, self.figures = LinkMeter(), MemberMetrics()
         self.plan = b""
-        self.again = False  # we had a place before
-        self.address = self.tree = ""  # all levels, as the server above has told last
-        self.models: m.Pairs = ()  # rank, round: of a run before, in files here (gossip); set before it declares
-        self.run_clock, self.waits = 0, ""  # and the run's clock, and for which members it waits
-        self.peers: GossipPeers | None = None  # from Ready on, in a run of gossip
-        self.ended = False  # we have done our last step there
-        self.views = FailoverView(-1, 0)  # of who serves
-        self.copied = False  # a standby has all that is here (clusters)
-        self.move = 0  # number of the newest Move
+        self.again = False  # this member had a place before
+        # address: where peers reach this member, one address for each shard of a cluster; set before `declare`.
+        # tree: all levels of the tree of clusters, from the root down, as the newest HeartbeatAck has them.
+        self.address = self.tree = ""
+        self.models: m.Pairs = ()  # rank, round: models of an earlier run in files here (gossip); set before `declare`
+        self.run_clock, self.waits = 0, ""  # clock of the run; the members that the run waits for, as a clause
+        self.peers: GossipPeers | None = None  # from Ready on, in a gossip run
+        self.ended = False  # this member has done its last step (gossip)
+        self.views = FailoverView(-1, 0)
+        self.copied = False  # of a cluster: its own standby has a copy of all its state
+        self.move = 0  # number of the newest Move that this member has carried out
 
     @property
     def token(self) -> str:
@@ -101,11 +125,11 @@ class Member:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports of the shards; none before a welcome."""
+        """The port of each shard; () before the Welcome."""
         return self.welcome.ports if self.welcome is not None else ()
 
     def _go(self, trigger: str) -> bool:
-        """Whether this happens in the present phase; then on to the next."""
+        """Take the transition of `trigger`. Returns False, and changes nothing, if the present phase has none."""
         after = TRANSITIONS[trigger].get(self.phase)
         self.phase = after or self.phase
         return after is not None
@@ -128,9 +152,9 @@ class Member:
         return self._ask(m.Declare(self.worker, self.welcome.epoch, plan, self.address, self.models), now_ns)
 
     def say(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
-        """Send a shard what an `Exchange` has to say to it."""
+        """Send the messages of an `Exchange` to its shard; drop them if they are of an earlier epoch."""
         if self.phase is not MemberPhase.RUNNING or any(getattr(each, "epoch", 0) != self.epoch for each in messages):
-            return []  # made before a rejoin that its maker has not seen yet
+            return []  # the Exchange made them before it handled the rejoin
         return self.sessions[shard].say(messages, now_ns)
 
     def buffers(self, packed: bytes, clock: int) -> list[MemberEffect]:
@@ -140,17 +164,23 @@ class Member:
         ask = Send(0, m.BuffersAsk(self.worker, self.epoch, clock))
         return [
             ask if self.phase is MemberPhase.RUNNING else e.BuffersTold(b"")
-        ]  # else its own are all that it can have
+        ]  # without a place in the run, the worker keeps its own buffers
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
-        """Go. `clock` >= 0: done, after that many updates; -1: it failed. A server that never answered is told once."""
+        """Leave the run.
+
+        Sends the last figures and a Leave. Repeats the Leave until the LeaveAck, unless the server has never answered.
+
+        Args:
+            clock: the number of updates of a worker that is done; -1: the worker failed.
+        """
         last = [self.beat(now_ns)] if self.phase is MemberPhase.RUNNING and self.figures.rows() else []
         said = [] if self.phase is MemberPhase.ALONE else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
         self._go("leave" if self.ever_heard else "end")
         return [*said, e.Left()] if self.phase is MemberPhase.OVER else said
 
     def end(self, now_ns: int) -> list[MemberEffect]:
-        """The last step is done, and peers are answered until all have done theirs (gossip)."""
+        """Tell server and peers that the last step is done (gossip). Peers are answered until all have done theirs."""
         said, self.ended = self.peers.end(now_ns) if self.peers is not None else [], True
         return [*said, *([self.beat(now_ns)] if self.phase is MemberPhase.RUNNING else [])]
 
@@ -163,29 +193,33 @@ class Member:
         return Send(0, beat)
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
-        """Join once more, under a token of its own; what was in flight is given up."""
+        """Join again, under a new token. Updates in flight are given up."""
         self.attempt, self.views = self.attempt + 1, FailoverView(-1, 0)
         self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
         return self.join(now_ns)
 
     def end_session(self) -> None:
-        """It is over, whatever the server says."""
+        """End the session without a Leave."""
         self._go("end")
 
     def leave_server(self) -> list[MemberEffect]:
-        """Go on without the server where peers know each other (gossip); nothing where they do not."""
+        """Go on without the server if the peers know each other (gossip). Returns [] if they do not."""
         known = self.peers is not None and self.peers.epoch
         return [e.ServerGone()] if known and self._go("server gone") else []
 
     @property
     def _known_by(self) -> int:
-        """The epoch that the server knows us by: of our place, or while we have none, of the life of it that let us in."""
+        """The epoch by which the server knows this member: that of its place, or before Ready that of the Welcome."""
         return self.epoch or (self.welcome.epoch if self.welcome is not None else 0)
 
     # Messages.
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
+        """Handle a message of shard number `shard`.
+
+        Raises:
+            RemoteProtocolError: the message is not valid.
+        """
         turned = self.views.turned
         told = self.views.told(message) if isinstance(message, m.FailoverNotice) else []
         if self.views.turned:
@@ -193,7 +227,7 @@ class Member:
         if turned:
             self._back()
         if now_ns - self.heard_ns > self.timing.silent_ns(self.settings.lease):
-            self.beat_ns = LONG_AGO_NS  # ours may have been lost too, and with them most of a lease
+            self.beat_ns = LONG_AGO_NS  # heartbeats may have been lost too, and most of the lease is over: send one now
         self.heard_ns, self.ever_heard = now_ns, True
         self.views.cut.pop(shard, None)
         match message:
@@ -217,32 +251,37 @@ class Member:
         return self.sessions[shard].receive(message, now_ns) if placed else []
 
     def receive_standby(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """The effects of a message of the standby, or of the server that it has become."""
+        """Handle a message of the standby, or of the server that the standby has become.
+
+        Raises:
+            RemoteProtocolError: the standby has another number of shards than the server.
+        """
         if not self.views.listens:
             return []
         turned = self.views.turned
         if isinstance(message, m.FailoverNotice) and message.ports and len(message.ports) != len(self.sessions):
             raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.sessions)}")
         effects = self.views.hear(message, now_ns)
-        self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
+        self.heard_ns = now_ns if effects else self.heard_ns  # other messages show only that the standby is live
         if effects or (turned and not self.views.turned):
             self._back()
         return effects
 
     def _back(self) -> None:
-        """A server is listened to again: what it said meanwhile was not taken."""
+        """Repeat all requests: the member listens to a server again, and dropped its messages meanwhile."""
         for shard in range(len(self.sessions)):
             self.repeat_soon(shard)
 
     def receive_peer(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
-        """Arguments as of `GossipPeers.receive`."""
+        """Handle a message of a gossip peer. Arguments as of `GossipPeers.receive`."""
         return self.peers.receive(message, now_ns, sender) if self.peers is not None else []
 
     def _welcomed(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
         if message.token != self.token or self.phase is not MemberPhase.HELLO:
             return []
         self.settings, self.welcome = welcomed(message), message
-        self.views = FailoverView(message.worker, 0)  # who has declared may be counted before the Ready is here
+        # The server may ask for this member's vote from Declare on, before the Ready arrives.
+        self.views = FailoverView(message.worker, 0)
         self._go("Welcome")
         joined = e.Joined(message.rank, message.world_size, message.settings, message.ports, message.hosts)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
@@ -260,16 +299,19 @@ class Member:
         return [e.Started(*place, self.settings.packed())]
 
     def _seat(self, epoch: int) -> None:
-        """A session with each shard."""
+        """Make a new session with each shard, in the place of `epoch`."""
         self.epoch, mode = epoch, self.settings.mode()
         self.views.cut.clear()
-        self.meter = LinkMeter(road=self.meter.road)  # the server may have been started anew, with another clock
+        self.meter = LinkMeter(road=self.meter.road)  # a server that was restarted may have another system clock
         hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
         self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
 
     def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
-        """Keys or plan are about to change, or have. A cluster knows once all its shards do, and says so itself (`knows`)."""
+        """Handle a Move: keys or plan are about to change (`place` 0), or have changed.
+
+        A worker acknowledges the hold at once. A cluster calls `knows` itself, once all its shards hold.
+        """
         ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is MemberPhase.RUNNING
         if not ours or move.number <= self.move or self.welcome is None:
             return []
@@ -283,7 +325,7 @@ class Member:
         return [e.Moved(self.worker, self.epoch, move.at, *where), self.knows(move.number, now_ns)]
 
     def knows(self, number: int, now_ns: int) -> Send:
-        """All here do as the Move of this number says."""
+        """Acknowledge the Move of this number, with a heartbeat: all processes of this member carry it out."""
         self.move = number
         return self.beat(now_ns)
 
@@ -293,7 +335,7 @@ class Member:
             self.tree = message.tree or self.tree
             if message.stops:
                 return [e.ServerStops()]
-            if message.echo_ns:  # else it was sent to find out whether we live
+            if message.echo_ns:  # 0: the coordinator sent it without a heartbeat, to test the connection
                 self.run_clock, self.waits = message.clock, message.waits
         return []
 
@@ -303,14 +345,14 @@ class Member:
                 return gone
             self._go("end")
             return [e.Failed(refuse.code, refuse.text)]
-        # While leaving: the coordinator may have forgotten us with a restart, and must still hear that we are done.
+        # Not in LEAVING: a coordinator that was restarted may not know this member, and must still get the Leave.
         joins = self.phase in (MemberPhase.WELCOME, MemberPhase.DECLARED, MemberPhase.RUNNING)
         return self.rejoin(now_ns) if joins and (refuse.worker, refuse.epoch) == (self.worker, self._known_by) else []
 
     # Time.
 
     def repeat_soon(self, shard: int) -> None:
-        """The connection to this shard is another one."""
+        """Repeat all requests to a shard at the next tick: the connection to it is a new one."""
         self.meter.anew()
         if shard < len(self.sessions):
             self.sessions[shard].meter.anew()
@@ -319,12 +361,12 @@ class Member:
             self.asked_ns = self.beat_ns = LONG_AGO_NS
 
     def cut(self, shard: int, now_ns: int) -> None:
-        """The connection to this shard has ended."""
+        """Note that the connection to this shard has ended."""
         if shard < len(self.sessions):
             self.views.cut.setdefault(shard, now_ns)
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
-        """Repeat what is unanswered, beat, and find the server lost."""
+        """Repeat requests that are not yet answered, send a heartbeat that is due, and fail if the server is lost."""
         if self.phase in (MemberPhase.NEW, MemberPhase.OVER):
             return []
         effects = self.peers.tick(now_ns) if self.peers is not None else []

@@ -1,4 +1,4 @@
-"""The figures that a member tells: its own, and those of its link. No I/O."""
+"""The figures that a member sends with each heartbeat: its counters, and those of its link. No I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from narrows.protocols.member.link_meter import LinkMeter
 
 
 class MemberMetrics:
-    """`rows`: of the member and all below it; whoever runs it sets that, and its counters go on at another place."""
+    """The figures of one member.
+
+    The owner of the member sets `rows`: it returns the row of the member and the rows of all members below it. The
+    counters go on when the member takes another place in the run.
+    """
 
     def __init__(self) -> None:
         self.rows: Rows = tuple
-        self.began_ns: int | None = None
+        self.began_ns: int | None = None  # time of the first summary
         self.size = 0  # bytes of the newest summary
 
     def packed(self, meter: LinkMeter, streams: int, now_ns: int) -> bytes:
-        """For a heartbeat. `streams`: of a cluster to the server, of which the meter has seen one; a worker's sees all."""
+        """Return the summary for a heartbeat, packed; b"" without rows.
+
+        Args:
+            meter: of the link to the server.
+            streams: number of shards of the server. A cluster has a connection to each, and `meter` sees one of them:
+                the rates are multiplied. The meter of a worker sees all.
+            now_ns: the time.
+        """
         if not (rows := self.rows()):
             return b""
         first, *others = rows

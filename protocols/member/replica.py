@@ -2,11 +2,15 @@
 
     replica = pulled state + gain * residual + sum over own clocks c of stand_in(c) * u_c,   u_c as sent
 
-An own update stands in for the mean of its clock until that mean is complete: at weight `ahead` while it is not in the pulled
-state, at ahead - w once it was folded with weight w, not at all once every live worker's update of that clock is in. The shard
-says both numbers with each state: `gain` is what the weights of a mean sum up to, `ahead` a little more than it, for the
-others' updates are in flight too.
-docs/design/read-my-writes.md has the figures beside the naive rules.
+An own update stands in for the mean of its clock until that mean is complete:
+
+    not in the pulled state                                    weight `ahead`
+    folded into the pulled state with weight w                 weight ahead - w
+    the update of every live worker for that clock is folded   weight 0
+
+The shard sends `gain` and `ahead` with each state. `gain` is the sum of the weights of a mean. `ahead` is a little more
+than `gain`, because the updates of other workers are in flight too.
+docs/design/read-my-writes.md compares this rule with the naive ones.
 """
 
 from __future__ import annotations
@@ -17,18 +21,24 @@ from typing import Protocol, TypeVar
 from narrows.protocols.config.key_ranges import CodedPiece
 from narrows.protocols.config.modes import Mode, Rule
 
-# With no bound (async) a slow peer would hold own updates at full weight for ever. Among windows 1, 2, 4, 8 and no
-# limit, with one worker 4x slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).
+# Own updates that stand in without a staleness bound (async), in clocks. Without this limit a slow worker would keep
+# the own updates of the others at full weight for ever. Among windows 1, 2, 4, 8 and no limit, with one worker 4x
+# slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).
 STANDS_IN_UNBOUNDED = 1
 
 
 def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float | None, ahead: float = 1.0) -> float:
-    """Weight of own update `clock` in the replica of a worker whose clock is `own_clock`.
+    """Return the weight of own update `clock` in the replica.
 
-    settled: of the pulled state; own updates below it are in, and so are the others' that were folded with them.
-    weight: what it was folded with in the pulled state, None where it is not in it. ahead: as that state says.
+    Args:
+        mode: of the run.
+        clock: of the own update.
+        own_clock: the child's clock now.
+        settled: of the pulled state; it contains all own updates below, and the others' that were folded with them.
+        weight: with which the update was folded into the pulled state; None: the state does not contain the update.
+        ahead: of the pulled state.
     """
-    if mode.rule is Rule.OPTIMIZER or clock < settled:
+    if mode.rule is Rule.OPTIMIZER or clock < settled:  # a gradient is no difference of weights: it cannot stand in
         return 0.0
     if mode.bound is None and clock < own_clock - STANDS_IN_UNBOUNDED:
         return 0.0
@@ -41,30 +51,68 @@ A = TypeVar("A")  # an array: float32 of the host, or of a device
 
 
 class Replica(Protocol[A]):
-    """The arrays of one child for keys [begin, end): the pulled state and the residual. Only payloads leave it."""
+    """The arrays of one child for keys [begin, end): the pulled state and the residual, float32[end - begin] each.
+
+    A replica keeps its arrays to itself. It takes and returns coded pieces; `base` and `master` write to other arrays.
+    """
 
     begin: int
     end: int
 
     def absorb(self, pieces: Sequence[CodedPiece], add: bool) -> None:
-        """Change the pulled state by these pieces, which are added, or values of their keys. Raises ValueError for a payload
-        that is none; then nothing has changed."""
+        """Change the pulled state.
+
+        Args:
+            pieces: each key at most once.
+            add: True: add the pieces to the state; False: the pieces are the new values of their keys.
+
+        Raises:
+            ValueError: a payload is not valid; then nothing has changed.
+        """
 
     def early(self, piece: CodedPiece) -> None:
-        """A piece of a whole state that is not all here: for who has a use for it before `absorb` has them all."""
+        """Take one piece of a whole state while other pieces are still on their way.
+
+        Each piece of a whole state comes here first; `absorb` gets it again, together with all others. An
+        implementation does nothing here, or writes the piece at once and does nothing in `absorb`.
+
+        Raises:
+            ValueError: the payload is not valid.
+        """
 
     def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[CodedPiece]:
-        """Return what is sent of `update`, the keys whose turn `clock` is, and of the residual; the rest is the
-        residual from now on. `dense`: all of it. Raises ValueError for values that cannot be coded; then nothing has
-        changed."""
+        """Encode an update plus the residual. What the pieces leave out is the new residual.
+
+        Args:
+            update: float32, the keys whose turn `clock` is (`Exchange.turn`).
+            clock: of the update.
+            dense: True: leave nothing out.
+
+        Returns:
+            The pieces to send.
+
+        Raises:
+            ValueError: the values cannot be coded, such as NaN; then nothing has changed.
+        """
 
     def give_back(self, pieces: Iterable[CodedPiece], clock: int) -> None:
-        """These pieces, encoded last, were not sent: they are in the residual again."""
+        """Add pieces to the residual again: those of the last `encode`, which were not sent."""
 
     def base(
         self, stand_ins: Iterable[tuple[float, CodedPiece]], begin: int, end: int, out: A, gain: float = 1.0
     ) -> None:
-        """The replica of keys [begin, end), whole fragments, into `out`: pulled + gain * residual + weight * piece."""
+        """Write the replica of keys [begin, end) to `out`: pulled + gain * residual + sum of weight * piece.
+
+        Args:
+            stand_ins: weight and piece of each own update that stands in.
+            begin, end: borders of fragments.
+            out: float32[end - begin], overwritten.
+            gain: of the pulled state.
+        """
 
     def master(self, pieces: Sequence[CodedPiece]) -> A:
-        """The values of these pieces, which are all keys, in an array of their own. Raises ValueError as `absorb`."""
+        """Decode pieces that cover all keys into a new array, float32[end - begin].
+
+        Raises:
+            ValueError: a payload is not valid.
+        """

@@ -1,6 +1,6 @@
-"""Checks where a server says that its shards are, and how it cuts the model, before a member takes any of it over.
+"""Checks of a server's layout, before a member takes it over: the addresses of its shards, and how it cuts the model.
 
-Each raises RemoteProtocolError for a place that is none. `plan`: of the member's model, packed.
+Each check raises RemoteProtocolError for a layout that cannot be. `plan` is the member's `ModelSpec`, packed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from narrows.protocols.errors import RemoteProtocolError
 
 
 def _cut(ranges: m.Sets, plan: bytes, shards: int) -> tuple[Keys, ...] | None:
-    """The ranges of so many shards, None where these are others."""
+    """Return `ranges` as keys if they cut the model for this number of shards as `split` does, else None."""
     right = split(ModelSpec.unpacked(plan).size, shards)
     return tuple(right) if list(ranges) == right else None
 
 
 def welcomed(welcome: m.Welcome) -> Settings:
-    """The settings of the run."""
+    """Check a Welcome. Returns the settings of the run."""
     settings, ports = Settings.unpacked(welcome.settings), welcome.ports
     if len(ports) != settings.shards or not are_addresses(welcome.hosts, ports):
         text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
@@ -29,7 +29,7 @@ def welcomed(welcome: m.Welcome) -> Settings:
 
 
 def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
-    """The keys of each shard."""
+    """Check a Ready. Returns the keys of each shard."""
     ranges = _cut(ready.ranges, plan, shards)
     if ranges is None or not 0 <= ready.clock <= m.CLOCK_MAX:
         text = "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
@@ -38,7 +38,16 @@ def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
 
 
 def moved(move: m.Move, plan: bytes, before: Settings) -> tuple[Settings, tuple[Keys, ...]]:
-    """The settings of the run from this move on, which had those `before`, and the keys of each shard."""
+    """Check a Move.
+
+    Args:
+        move: with a place > 0.
+        plan: the member's `ModelSpec`, packed.
+        before: the settings of the run until this move.
+
+    Returns:
+        The settings of the run from this move on, and the keys of each shard.
+    """
     settings, ranges = Settings.unpacked(move.settings), _cut(move.ranges, plan, len(move.ports))
     placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
     if ranges is None or not placed or not settings.follows(before):

@@ -1,14 +1,28 @@
-"""One member's conversation with one shard: pushes that are not settled, and the publications that it follows. No I/O.
+"""One member's session with one shard: it repeats requests, and puts the parts of states together. No I/O.
+
+How it works
+
+    Exchange --say--> Session --Send--> shard            the session keeps what needs an answer
+    shard --receive--> Session --event--> Exchange       PushSettled, StateArrived, MasterArrived, ...
+    tick --repeat--> Session --Send--> shard             what is not yet answered goes out again
+
+1. `say` sends messages. PREPARE has a function for each kind that needs an answer: a Push is kept in `pushes`, a Follow
+   in `follow`, a Pull in `pull`, a read (RowsAsk, MomentsAsk) in `asks`, a question to the coordinator in `wanted`.
+2. `receive` takes an answer. PushAck HELD stops the repeats of a push, FOLDED settles it.
+3. Parts of a State are kept in `coming` until the state is whole and its turn has come. The session then gives all
+   parts on as one StateArrived, and acknowledges them with a Follow.
+4. `repeat` sends again what was not answered in time (`Timing`).
 
 Rules
-- A push is repeated under the same id until it is answered. HELD stops the repeats; FOLDED, or a state that is settled beyond
-  it, settles it. At most `window` are in flight: a push beyond that is a LocalProtocolError.
-- Publications are numbered. A difference is taken once the one before it is here, a whole state if it is newer; what comes
-  early is kept, what comes twice is dropped. So nothing that arrives is given up, however late it is.
-- Follow says what is here. It is said again where nothing comes for a while; the shard knows what to send again, and when.
-- An ask for rows, or for what an optimizer keeps, is a read: it is repeated until one answer is here.
-- Silence settles nothing, and neither does a refusal: a push in flight when the member must join again may have been folded,
-  and its ack lost. It is given up, never given back, or it could be folded a second time.
+- A push is repeated under the same clock until it is answered. A FOLDED ack settles a push, and so does a state that is
+  settled beyond it. At most `window` pushes are in flight: one more is a LocalProtocolError.
+- Publications are numbered. A difference is taken once the publication before it is here; a whole state is taken if it
+  is newer. Early parts are kept, second copies dropped. So nothing that arrives is wasted, however late it is.
+- A Follow says which publication is here. It is sent again after a silence; the shard knows what to send again, and
+  when.
+- An ask for rows, or for the state of an optimizer, is a read: it is repeated until one answer is here.
+- Neither silence nor a refusal settles a push. A push in flight when the member must join again may have been folded,
+  and its ack lost. The push is given up. It is never given back to the residual, or it could be folded twice.
 """
 
 from __future__ import annotations
@@ -28,62 +42,74 @@ from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.wire import FRAME_BYTES
 
-PULLS_MAX = 64  # requests of one pull whose answers are still taken: those of the first hours
-Parts = dict[int, m.State]  # of one state, by part
+PULLS_MAX = 64  # requests of one pull whose answers are still taken: with growing intervals, those of the first hours
+Parts = dict[int, m.State]  # number of a part -> the part, of one state
 
 
 @dataclass(slots=True)
 class PushRecord:
     """One update on its way to the shard."""
 
-    messages: list[m.Push]
+    messages: list[m.Push]  # its parts
     began_ns: int  # when its first part was sent
-    sent_ns: int
-    held: bool = False
-    bytes: int = 0  # of their payloads
-    repeated: bool = False  # so an ack may be of an earlier copy, and tells nothing of the link
+    sent_ns: int  # when its newest part, or its newest repeat, was sent
+    held: bool = False  # the shard has all parts: no more repeats
+    bytes: int = 0  # of the payloads of all parts
+    repeated: bool = False  # an ack may then answer an earlier copy, and says nothing of the link
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """An ask that is on its way. times: how often it was sent."""
+    """A read that is not yet answered."""
 
     ask: m.RowsAsk | m.MomentsAsk
-    sent_ns: int
-    times: int = 1
+    sent_ns: int  # when it was last sent
+    times: int = 1  # how often it was sent
 
 
 class Session:
-    """The session of a member that has its place in the run. `Exchange` hands it the messages that it is to say."""
+    """The session of one member with one shard, for one epoch of the member's place.
+
+    Args:
+        shard: number of the shard.
+        epoch: of the member's place in the run; answers of another epoch are dropped.
+        mode: of the run; `mode.window` limits `pushes`.
+        timing: when requests are repeated.
+        meter: of the link to the shard's machine; sessions with shards of one machine share it.
+    """
 
     def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
         self.shard, self.epoch, self.mode = shard, epoch, mode
         self.timing, self.meter = timing, meter
-        self.patience = RetryTimer(timing.request)
-        self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
-        self.follow: m.Follow | None = None  # as it was said last
-        self.waits = False  # for the next publication
-        self.lost = False  # what was sent to us does not come any more, and the shard is not told yet
-        self.have = -1  # the newest publication that is here, and all before it
-        self.coming: dict[tuple[bool, int], Parts] = {}  # not all here, or early; by (whole, publication)
-        self.requests = 0
-        self.pull: m.Pull | None = None  # under way, as it was said last
-        self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had
-        self.pull_ns = 0  # when it was last asked for, or a part of it came
-        self.heard_ns = 0  # the same, of the next publication
-        self.asks: dict[tuple[type[m.Message], int], PendingRequest] = {}  # by kind and request
-        self.wanted: dict[type[m.Message], m.RangeAsk | m.AgreeAsk] = {}  # of the coordinator, and not answered yet
-        self.wanted_ns = 0  # when it was last asked
+        self.patience = RetryTimer(timing.request)  # of pushes
+        self.pushes: OrderedDict[int, PushRecord] = OrderedDict()  # by clock; not settled; at most `mode.window`
+        self.follow: m.Follow | None = None  # the newest
+        self.waits = False  # `follow` asks for a publication that has not come
+        self.lost = False  # messages to this member may be lost, and the shard does not know: the next Follow says so
+        self.have = -1  # number of the newest publication taken, and with it all before
+        self.coming: dict[tuple[bool, int], Parts] = {}  # (whole, publication) -> parts: incomplete, or early
+        self.requests = 0  # number of the newest request for the master copy
+        self.pull: m.Pull | None = None  # the newest Pull, while it is not answered
+        self.pulled: dict[int, Parts] = {}  # request -> parts of its answer, for each repeat of `pull`
+        self.pull_ns = 0  # when `pull` was last sent, or a part of its answer came
+        self.heard_ns = 0  # when `follow` was last sent, or a part of a publication came
+        self.asks: dict[tuple[type[m.Message], int], PendingRequest] = {}  # (kind, request) -> a read
+        self.wanted: dict[type[m.Message], m.RangeAsk | m.AgreeAsk] = {}  # unanswered questions to the coordinator
+        self.wanted_ns = 0  # when one of them was last sent
 
     @property
     def at_rest(self) -> bool:
-        """The shard has all that was pushed."""
+        """True if the shard has every update that was pushed."""
         return all(record.held for record in self.pushes.values())
 
     # Commands.
 
     def say(self, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
-        """Send these, and see to it that they are answered."""
+        """Send messages, and keep those that need an answer for `repeat`.
+
+        Raises:
+            LocalProtocolError: a push more than `mode.window`.
+        """
         return [Send(self.shard, self._prepared(message, now_ns)) for message in messages]
 
     def _prepared(self, message: m.Message, now_ns: int) -> m.Message:
@@ -103,7 +129,7 @@ class Session:
         return push
 
     def _follow(self, follow: m.Follow, now_ns: int) -> m.Message:
-        self.have = max(self.have, follow.have)  # of the shards before, where the keys were cut anew
+        self.have = max(self.have, follow.have)  # after a reshard the Exchange has publications of the earlier shards
         self.follow = follow if follow.have == self.have else replace(follow, have=self.have)
         self.waits, self.heard_ns = True, now_ns
         lost, self.lost = self.lost, False
@@ -130,7 +156,7 @@ class Session:
     # Messages.
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """The effects of an answer of the shard; none for one of an earlier epoch."""
+        """Handle an answer of the shard. Answers of another epoch have no effect."""
         if (
             not isinstance(
                 message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Agreed, m.Rows, m.Moments)
@@ -148,7 +174,7 @@ class Session:
             return self._state(message, now_ns)
         if isinstance(message, (m.Rows, m.Moments)):
             return self._read(message, now_ns)
-        # A late one may come to a member that has had a state since.
+        # NeedWeights. A late one may come to a member that has a state by now: no effect.
         return [e.GiveWeights(self.shard, message.round, message.rank)] if self.waits and self.have < 0 else []
 
     def _told(self, told: m.Range | m.Agreed) -> list[MemberEffect]:
@@ -196,7 +222,7 @@ class Session:
         return [*early, *self._taken(now_ns)]
 
     def _taken(self, now_ns: int) -> list[MemberEffect]:
-        """All that is here whole and in its turn."""
+        """Take each publication that is complete and whose turn has come, in order."""
         effects: list[MemberEffect] = []
         while parts := self._next():
             state = parts[-1]
@@ -207,7 +233,7 @@ class Session:
                 effects.append(e.PushSettled(self.shard, clock))
             effects.append(e.StateArrived(self.shard, parts))
         if effects and self.follow is not None:
-            # Whole states are asked for one by one; differences come as they are made, and are acknowledged.
+            # The Exchange asks for whole states one by one. Differences come as they are made: acknowledge them here.
             self.waits = self.follow.credit > 1
             if self.waits:
                 effects += self.say([self.follow], now_ns)
@@ -233,7 +259,7 @@ class Session:
         return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
 
     def _read(self, read: m.Rows | m.Moments, now_ns: int) -> list[MemberEffect]:
-        """One answer is taken to each ask."""
+        """Handle the answer to a read. Further answers to the same read are dropped."""
         kind: type[m.Message] = m.RowsAsk if isinstance(read, m.Rows) else m.MomentsAsk
         if self.asks.pop((kind, read.request), None) is None:
             return []
@@ -245,7 +271,10 @@ class Session:
     # Time.
 
     def repeat_soon(self) -> None:
-        """The connection is another one, or nothing was taken for a while: what was not answered may be lost, either way."""
+        """Repeat all that is not answered at the next tick.
+
+        For a new connection, or a time in which this member took no messages: either way messages may be lost.
+        """
         for record in self.pushes.values():
             record.sent_ns = LONG_AGO_NS
         for asked in self.asks.values():
@@ -254,7 +283,7 @@ class Session:
         self.lost = True
 
     def repeat(self, now_ns: int) -> list[MemberEffect]:
-        """Say once more what was not answered in time."""
+        """Send again what was not answered in time."""
         effects: list[MemberEffect] = []
         for record in self.pushes.values():
             if not record.held and self.patience.due(record.sent_ns, now_ns, record.bytes):
@@ -263,13 +292,13 @@ class Session:
         if self.follow is not None and self.waits and self.timing.request.due(self.heard_ns, now_ns):
             effects += self.say([self.follow], now_ns)
         for asked in self.asks.values():
-            # Each answer may be a frame, and at a barrier it waits for the slowest: from one ask to the next it has longer.
+            # An answer may be a frame, and at a barrier it waits for the slowest worker: the interval grows each time.
             if self.timing.request.due(asked.sent_ns, now_ns, FRAME_BYTES, asked.times):
                 asked.sent_ns, asked.times = now_ns, asked.times + 1
                 effects.append(Send(self.shard, asked.ask))
         if self.wanted and self.timing.join.due(self.wanted_ns, now_ns):
             effects += self.say([*self.wanted.values()], now_ns)
-        # Each copy of the answer is a model: from one to the next it is waited for longer.
+        # Each answer is a whole model: the interval grows each time.
         if self.pull is not None and self.timing.request.due(self.pull_ns, now_ns, FRAME_BYTES, len(self.pulled)):
             effects += self.say([self.pull], now_ns)
         return effects
