@@ -14,6 +14,7 @@ from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = {"README.md": 130, "docs/architecture.md": 200, "docs/glossary.md": 150}
+CHARACTERS_MAX = {"README.md": 140}  # of a line
 PRODUCT = ("protocols", "compression", "ps", "worker")
 OTHERS = {"LOCAL_RANK"}  # names of other programs on the page of the glossary
 NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architecture.md that name files
@@ -91,6 +92,12 @@ def unnamed(text: str, names: set[str]) -> list[str]:
 def test_a_page_is_not_too_long(path: str) -> None:
     lines = len((ROOT / path).read_text("utf-8").splitlines())
     assert lines <= LINES_MAX[path], f"{path} has {lines} lines, of at most {LINES_MAX[path]}"
+
+
+@pytest.mark.parametrize("path", CHARACTERS_MAX)
+def test_a_line_is_not_too_long(path: str) -> None:
+    lines = (ROOT / path).read_text("utf-8").splitlines()
+    assert [line for line in lines if len(line) > CHARACTERS_MAX[path]] == []
 
 
 @pytest.mark.parametrize("heading", NAMING)
