@@ -1,4 +1,11 @@
-"""A number that all workers agree on at one step (ps/coordinator/agreements.py). The main thread owns it."""
+"""The worker's side of agree(): one number for all workers at one step (ps/coordinator/agreements.py).
+
+The main thread owns it.
+
+    worker                                 coordinator
+    AgreeAsk(number, step, value)   ──>    waits for each live worker that is not past this step
+    AgreedTold(number, mean)        <──    answers all of them with the mean
+"""
 
 from __future__ import annotations
 
@@ -15,17 +22,25 @@ DOUBLE = struct.Struct("<d")
 
 
 class Agreement:
-    """The calls of one worker, or of all ranks of a group."""
+    """The calls of agree() of one worker. In a group, all ranks call together and the group's mean is sent."""
 
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
-        self.ask: m.AgreeAsk | None = None  # the newest
-        self.told: e.AgreedTold | None = None
-        self.at, self.calls = -1, 0  # calls at this step of the script so far
-        self.alone = False  # it was said that no server is left to agree by
+        self.ask: m.AgreeAsk | None = None  # the newest request
+        self.told: e.AgreedTold | None = None  # the newest answer
+        self.at, self.calls = -1, 0  # the script's step, and earlier calls at this step
+        self.alone = False  # the user was told that no server is left to agree by
 
     def agree(self, value: float, step: int) -> float:
-        """Return the mean of the values of all workers that call at this step. Raises NarrowsError."""
+        """Return the mean of the values of all workers that call agree() at this step.
+
+        Args:
+            value: this worker's value.
+            step: the step of the script, alike in all workers.
+
+        Raises:
+            NarrowsError: the other workers have not called within WAIT_LIMIT_S.
+        """
         engine = self.engine
         engine.waiting.poll()
         engine.meet("agree()")
@@ -44,9 +59,9 @@ class Agreement:
         return value
 
     def _say(self, value: float) -> int:
-        """Ask, and return the place in the run that it was asked in. A worker that has to join again asks at its new clock."""
+        """Send the request, and return the epoch in which it was sent. A rejoined worker asks at its new clock."""
         shards, number = self.engine.sync.shards, 1 + (self.ask.number if self.ask is not None else 0)
-        # Under gossip the server counts rounds, for it sees no updates.
+        # Under gossip the server sees no updates, and counts rounds.
         clock = max(shards.clock, self.engine.sync.clock)
         self.ask = m.AgreeAsk(shards.worker, shards.place, number, self.at, self.calls, clock, value, 1)
         self.engine.link.ask_agreed(self.ask)
@@ -60,7 +75,7 @@ class Agreement:
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.AgreedTold):
             self.told = event
-        elif isinstance(event, e.Moved) and self.ask is not None:  # its answer may be of the place before
+        elif isinstance(event, e.Moved) and self.ask is not None:  # the answer may have been for the place before
             ask = self.ask
             again = (ask.number, ask.at, ask.call, ask.clock, ask.value, ask.weight)
             self.engine.link.ask_agreed(m.AgreeAsk(event.worker, event.epoch, *again))

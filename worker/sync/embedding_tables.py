@@ -1,10 +1,25 @@
-"""The embedding tables of a worker's model, which the servers hold: which rows are asked for, and what is pushed of them. The
-main thread owns it; gradients of rows may come from autograd's threads.
+"""The worker's side of embedding tables, whose rows the servers hold: pulls the rows of a batch, and pushes their gradients.
+
+The main thread owns it; autograd's threads may hand in gradients of rows.
+
+How it works
+
+    Embedding.forward    EmbeddingTables                       shards (row r is on shard r % shards)
+    indices         ──>  look_up: RowsAsk to each shard   ──>  answer once the staleness bound allows
+    rows            <──  float32[n, dim], rows rising     <──
+    backward        ──>  collect(rows, gradient)
+    step            ──>  pieces: sums by row, coded       ──>  part of the push; the shard steps these rows
+
+1. The constructor finds the tables of the model and the optimizer of each, and makes their `TableSpec`.
+2. `prefetch` may ask for the rows of the next clock before step(). `look_up` uses them if they hold all rows it needs
+   and the clock is as expected; else it asks anew.
+3. If the worker rejoins while it waits for rows, `look_up` asks again in the new epoch.
 
 Rules
 - No worker holds a table. A forward pass looks its rows up in a small tensor, whose gradient is that of these rows.
-- Rows are asked for at the clock that is computed with, and the shard answers once its bound allows that: the rule of a state.
-- Gradients that were collected since the last push go along with the next one, summed by row.
+- Rows are asked for at the clock that computes on them. The shard answers once its staleness bound allows that clock,
+  as with a state.
+- The gradients that were collected since the last push leave with the next push, summed by row.
 """
 
 from __future__ import annotations
@@ -34,37 +49,37 @@ from narrows.worker.model.flat import FloatArray, dtype_of
 from narrows.worker.model.optimizers import as_one, each_of
 from narrows.worker.sync.shards import ShardExchanges, ShardWait
 
-Numbers = npt.NDArray[np.int64]  # of rows of a table
+Numbers = npt.NDArray[np.int64]  # row numbers of a table, int64[n]
 
 
 @dataclass(frozen=True, slots=True)
 class RowsLookup:
-    """Rows of one shard that were asked for, `at` these places of the rows that are looked up."""
+    """One request for rows, to one shard."""
 
     shard: int
-    request: int
-    at: Numbers
+    request: int  # number of the request, from 1
+    at: Numbers  # positions of its rows among the rows that are looked up, int64[n]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
-    """Rows that are on their way, for the place in the run and the clock that they are asked for."""
+    """Rows that were asked for and have not been used yet."""
 
-    place: tuple[int, int]  # epoch, clock
-    numbers: Numbers  # rising
+    place: tuple[int, int]  # epoch and clock for which they were asked
+    numbers: Numbers  # all rows of the requests, rising
     asks: tuple[RowsLookup, ...]
 
 
 class EmbeddingTables:
-    """Raises UsageError for a table that cannot be trained by the server."""
+    """The embedding tables of one worker's model. Raises UsageError for a table that the server cannot train."""
 
     def __init__(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
         self.modules = [module for _, module in named]
         self.weights = {id(module.weight) for module in self.modules}
         of = {id(p): (each, g) for each in each_of(inner) for g in each.param_groups for p in g["params"]}
-        self.groups: list[dict[str, Any]] = []  # of each table's optimizer
-        self.rounded: list[str] = []  # weights that float32 rows do not hold exactly
+        self.groups: list[dict[str, Any]] = []  # for each table the parameter group of its weight
+        self.rounded: list[str] = []  # names of weights that float32 does not hold exactly
         self.specs: list[TableSpec] = []
         for name, module in named:
             if id(module.weight) not in of or not module.weight.requires_grad:
@@ -87,16 +102,18 @@ class EmbeddingTables:
             shape = (module.num_embeddings, module.embedding_dim)
             self.specs.append(TableSpec(f"{name}.weight", *shape, module.seed, module.std, kind))
         self._wait_until: ShardWait | None = None
-        self._shards: ShardExchanges | None = None  # while the run lasts
-        self.up = self.down = 0  # what rows are coded with, of rows.CODINGS: gradients, and values
-        self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
-        self.ahead: dict[int, PendingRows] = {}  # by table
-        self.wanted: dict[tuple[int, int], Buffer | None] = {}  # by shard and request; None: not here yet
+        self._shards: ShardExchanges | None = None  # None before and after the run
+        self.up = self.down = 0  # codings of rows, keys of rows.CODINGS: of gradients, and of values
+        self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [
+            [] for _ in self.specs
+        ]  # gradients since the last push
+        self.ahead: dict[int, PendingRows] = {}  # prefetched rows, by table
+        self.wanted: dict[tuple[int, int], Buffer | None] = {}  # answers by (shard, request); None: not received yet
         self.requests = 0
-        self.rates()  # raises
+        self.rates()  # raises UsageError for hyper-parameters that no row can be stepped with
 
     def check(self, group: bool, overlap: bool, max_grad_norm: float) -> None:
-        """Raise UsageError where this worker does what rows cannot follow."""
+        """Raise UsageError if this worker uses a feature that embedding tables do not support."""
         reasons = (
             (group, "processes of a --group cut the parameters, and a table has none of them"),
             (overlap, "with overlap=True gradients leave before it is known which rows have one"),
@@ -109,7 +126,13 @@ class EmbeddingTables:
                 )
 
     def begin(self, shards: ShardExchanges, wait: ShardWait, settings: Settings) -> None:
-        """The run has begun: rows can be asked for. `wait`: handles events until something is done."""
+        """Start to serve the modules: the run has begun.
+
+        Args:
+            shards: the exchanges with all shards.
+            wait: waits for an event; see `ShardWait`.
+            settings: the settings of the run; their SPECs say how rows are coded.
+        """
         self._shards, self._wait_until = shards, wait
         self.up, self.down = (coding_of(spec) for spec in (settings.compress, settings.compress_down))
         for number, module in enumerate(self.modules):
@@ -125,13 +148,24 @@ class EmbeddingTables:
         return self._shards
 
     def end(self) -> None:
-        """This worker has no part in the run any more: no row can be asked for."""
+        """Stop to serve the modules: this worker has left the run."""
         self._shards = None
 
     # Looking up.
 
     def look_up(self, number: int, numbers: Numbers) -> FloatArray:
-        """Rows of table `number`, float32[n, dim]; `numbers` rise. Raises NarrowsError after WAIT_LIMIT_S."""
+        """Pull rows of a table, and wait for them.
+
+        Args:
+            number: the table, counted in the order of the model's modules.
+            numbers: rows, int64[n], rising and distinct.
+
+        Returns:
+            float32[n, dim].
+
+        Raises:
+            NarrowsError: the rows have not come within WAIT_LIMIT_S.
+        """
         spec, out = self.specs[number], np.empty((numbers.size, self.specs[number].dim), np.float32)
         while True:
             epoch, coming = self.shards.epoch, self._ahead(number, numbers)
@@ -150,7 +184,10 @@ class EmbeddingTables:
                 return out
 
     def prefetch(self, number: int, numbers: Numbers) -> None:
-        """Ask for rows of the next step. More than a shard keeps asks for are left to the step itself."""
+        """Ask for rows of the next step, int64[n] rising, and return at once.
+
+        If they need more requests than a shard keeps, nothing is asked for, and the step itself pulls the rows.
+        """
         before = self.ahead.pop(number, None)
         if before is not None:
             self._forget(before)
@@ -158,7 +195,7 @@ class EmbeddingTables:
             self.ahead[number] = self._ask(number, numbers, self.shards.clock + 1)
 
     def _ahead(self, number: int, numbers: Numbers) -> PendingRows | None:
-        """The rows asked for before, where these are among them and the clock is the same; else None."""
+        """Return the prefetched rows of this table if they hold all of `numbers` and are of this clock; else None."""
         coming, shards = self.ahead.get(number), self.shards
         if coming is None or coming.place[1] > shards.clock:
             return None
@@ -170,7 +207,7 @@ class EmbeddingTables:
         return None
 
     def _ask(self, number: int, numbers: Numbers, clock: int) -> PendingRows:
-        """Ask all shards for these rows."""
+        """Send each shard the requests for its rows of these."""
         shards, spec, asks = self.shards, self.specs[number], []
         for shard in range(shards.count):
             ours = np.flatnonzero(numbers % shards.count == shard)
@@ -188,7 +225,7 @@ class EmbeddingTables:
             self.wanted[event.shard, event.request] = event.payload
 
     def _wait(self, asked: PendingRows, spec: TableSpec) -> None:
-        """Until all are here, or the place that they were asked for is no more."""
+        """Wait until all answers are received, or until this worker has rejoined."""
         shards, missing = self.shards, [(ask.shard, ask.request) for ask in asked.asks]
 
         def done() -> bool:
@@ -201,7 +238,7 @@ class EmbeddingTables:
         self._wait_until(done, WAIT_LIMIT_S, what)
 
     def _take(self, asked: PendingRows, out: FloatArray) -> bool:
-        """The rows that have come, into float32[n, dim]; False where they have not all."""
+        """Decode the received rows into `out`, float32[n, dim]. Returns False if an answer is missing."""
         found = [self.wanted.pop((ask.shard, ask.request)) for ask in asked.asks]
         for ask, payload in zip(asked.asks, found, strict=True):
             if payload is None:
@@ -220,28 +257,30 @@ class EmbeddingTables:
     # Pushing.
 
     def collect(self, number: int, numbers: Numbers, gradient: torch.Tensor) -> None:
-        """The gradient of these rows, of one forward pass."""
+        """Keep the gradient, float[n, dim], of the rows of one forward pass until the next push."""
         self.touched[number].append((numbers, gradient))
 
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that were collected since the last push, each with the name of its table."""
+        """The gradients that were collected since the last push, each with the name of its table."""
         each = zip(self.specs, self.touched, strict=True)
         return [(repr(spec.name), gradient) for spec, touched in each for _, gradient in touched]
 
     def pending(self) -> list[tuple[int, Numbers]]:
-        """For each table, how many rows it has, and which of them have a gradient: int64[n], rising."""
+        """For each table its number of rows, and the rows that have a gradient: int64[n], rising."""
         none = np.empty(0, np.int64)
         each = [[numbers for numbers, _ in touched] for touched in self.touched]
         return [(s.rows, np.unique(np.concatenate([none, *found]))) for s, found in zip(self.specs, each, strict=True)]
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients that were collected since the last push."""
         for touched in self.touched:
             touched.clear()
 
     def rates(self) -> bytes:
-        """Hyper-parameters of each table's optimizer, packed; b"" without tables. Raises UsageError for those that no row
-        can be stepped with."""
+        """Pack the hyper-parameters of each table's optimizer; b"" without tables.
+
+        Raises UsageError for a hyper-parameter that a step of single rows does not allow, such as a weight decay.
+        """
         said = []
         for spec, group in zip(self.specs, self.groups, strict=True):
             rule = ROWWISE[spec.optimizer]
@@ -255,7 +294,7 @@ class EmbeddingTables:
         return pack(said) if said else b""
 
     def pieces(self) -> list[list[Piece]]:
-        """For each shard, what it is to step; from then on, nothing is."""
+        """Code the collected gradients for each shard, summed by row, and forget them."""
         made: list[list[Piece]] = [[] for _ in range(self.shards.count)] if self.specs else []
         for number, (spec, touched) in enumerate(zip(self.specs, self.touched, strict=True)):
             terms, touched[:] = [*touched], []
@@ -272,26 +311,29 @@ class EmbeddingTables:
 
 
 def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: EmbeddingTables) -> torch.optim.Optimizer:
-    """Without the optimizers that step tables alone."""
+    """Return `inner` without the optimizers that step embedding tables only."""
     each = each_of(inner)
     kept = [o for o in each if any(id(p) not in tables.weights for g in o.param_groups for p in g["params"])]
     return inner if len(kept) in (0, len(each)) else as_one(kept, model)
 
 
 def coding_of(spec: str) -> int:
-    """How rows are coded in a run of this SPEC: by its value coding, rounded to the nearest, where it keeps every value."""
+    """Return the coding of rows in a run of this SPEC, a key of rows.CODINGS.
+
+    It is the SPEC's value coding, rounded to the nearest, if the SPEC keeps every value; else float32.
+    """
     chain = None if spec.startswith("auto") else parse(spec)
     dense = isinstance(chain, Chain) and chain.reducer is None
     return chain.value_coding.wire_id if dense and chain.value_coding.wire_id in rows.CODINGS else 0  # type: ignore[union-attr]
 
 
 def _local(spec: TableSpec, numbers: Numbers, shard: int, shards: int) -> tuple[int, npt.NDArray[np.uint32]]:
-    """How many rows the shard has, and where it has these."""
+    """Return how many rows of the table the shard has, and the positions of these rows there, uint32[n]."""
     return rows_of(spec.rows, shard, shards), (numbers // shards).astype(np.uint32)
 
 
 def _summed(terms: Sequence[tuple[Numbers, torch.Tensor]]) -> tuple[Numbers, FloatArray]:
-    """Rows that differ and rise, and float32[n, dim]: the sum of their gradients."""
+    """Return the distinct rows of all terms, rising, and the sums of their gradients, float32[n, dim]."""
     found = [gradient.to("cpu", torch.float32).numpy() for _, gradient in terms]
     if len(found) == 1:
         return terms[0][0], found[0]

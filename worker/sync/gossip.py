@@ -1,9 +1,25 @@
-"""A worker of a gossip run: local steps, and between two of them the exchanges with peers. The main thread owns it.
+"""The step of a worker of a gossip run: local steps, and after each round of them exchanges with peers.
+
+The main thread owns it.
+
+How it works
+
+    main thread   GossipStep ── step, finish ──> GossipDriver        decides: phases, rounds, mixes
+                       │  <── messages to send ──    ▲
+                       ▼                             │ events
+    I/O thread    GossipPeers ── sends to peers, receives from peers ──> events
+
+1. `ready` waits for a model to begin with (from the server, or in a run under way from a peer) and for the first peers.
+2. `step` takes a local step. After `Mode.local_steps` of them `_round` gives the driver what the parameters have moved
+   by, waits until the driver lets the next steps begin, and writes the mixed model to the parameters.
+3. `flush` mixes with peers until all workers are done. Then each has the mean of all models, and the worker with the
+   lowest id gives it to the server.
+4. A worker that is stopped earlier gives its own model to the server, if the server has none yet.
 
 Rules
-- The server gives the first weights and introduces the peers. From then on it is not needed, but for who joins later.
-- `GossipDriver` (protocols/gossip/driver.py) decides; `GossipPeers`, on the I/O thread, says what the driver hands it.
-- After a rejoin our steps stay, only the pairs are new.
+- The server gives the first weights and introduces the peers. After that only workers that join later need it.
+- `GossipDriver` (protocols/gossip/driver.py) decides. `GossipPeers`, on the I/O thread, sends what the driver returns.
+- After a rejoin this worker's steps stay in its model; only the pairs begin anew.
 """
 
 from __future__ import annotations
@@ -35,8 +51,8 @@ from narrows.worker.runtime.launcher_pipe import complain
 from narrows.worker.sync.shards import ShardExchanges
 from narrows.worker.sync.step import StepEngine
 
-HAND_OVER_LIMIT_S = 60.0  # the last model is on the server within this, where there is one
-STOPPED_LIMIT_S = 8.0  # and that of a worker that is stopped: ps-worker waits twice as long
+HAND_OVER_LIMIT_S = 60.0  # wait for the server to take the last model
+STOPPED_LIMIT_S = 8.0  # the same for a worker that is stopped: ps-worker kills it after twice this time
 
 
 class GossipStep:
@@ -51,15 +67,15 @@ class GossipStep:
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
         self.local_step = self.steps = 0
-        self.taken = 0  # of the local steps of this round, those that were not left out
+        self.taken = 0  # local steps of this round that were not skipped
         self.wait_s = 0.0
         self.staleness = 0
-        self.kept: Array | None = None  # our model, while the first weights are on their way to us again
+        self.kept: Array | None = None  # this worker's model, while it receives the first weights again
         self.finishing = self.server_gone = False
-        self.checkpoints: GossipCheckpoints | None = None  # from the plan on
+        self.checkpoints: GossipCheckpoints | None = None  # this worker's files, once `plan` was called
 
     def _gain(self) -> GossipGain | None:
-        """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
+        """Make the gain for rounds of one step; None for rounds of several, which are averaged as under `local`."""
         if self.mode.local_steps > 1:
             return None
         return GossipGain(
@@ -78,7 +94,7 @@ class GossipStep:
 
     @property
     def clock(self) -> int:
-        """The round that is computed."""
+        """The round that this worker computes."""
         return self.driver.round
 
     @property
@@ -87,7 +103,10 @@ class GossipStep:
 
     @property
     def buffers_clock(self) -> int:
-        """1 once all have done their last step, else 0. No server counts steps, and only one worker hands the model over."""
+        """1 once all workers have done their last step, else 0.
+
+        No server counts steps under gossip, and only one worker gives the model to the server.
+        """
         return int(self.driver.phase is GossipPhase.OVER)
 
     @property
@@ -97,12 +116,12 @@ class GossipStep:
         return {"gain": round(self.gain.factor, 4), "agreement": round(self.gain.agreement, 4)}
 
     def weigh(self, samples: int) -> None:
-        """Who mixes has no weight."""
+        """Do nothing: a mix has no weights by samples."""
 
     # Events.
 
     def begin(self, event: e.Started) -> None:
-        """Our place in the run, or another one: then all pairs begin anew, and the model stays."""
+        """Take a place in the run. After a rejoin all pairs begin anew, and the model stays."""
         before, self.driver = self.driver, self._driver(event.worker, self.driver.round)
         self.shards.begin(event, follow=event.clock == 0)
         if event.clock == 0:
@@ -143,11 +162,14 @@ class GossipStep:
                 self.engine.link.call(partial(_to_peers, say))
 
     def _wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Until `done`; time goes by for the driver too."""
+        """Wait until `done()`, and tick the driver meanwhile.
+
+        Raises NarrowsError after `limit_s` seconds, or if the driver has a fault.
+        """
 
         def now() -> bool:
             self._say(self.driver.go_on(self._now()))
-            if self.finishing and self.driver.may_step:  # at a new place
+            if self.finishing and self.driver.may_step:  # after a rejoin
                 self._say(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
             if self.driver.trouble:
                 raise NarrowsError(f"rank {self.engine.skips.rank}: {self.driver.trouble}")
@@ -158,7 +180,7 @@ class GossipStep:
     # Steps.
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Wait for the model that this worker begins with, and for its peers."""
+        """Wait for the model that this worker begins with, and for the other workers."""
         self._wait(lambda: self.driver.has_model, limit_s, "a model to begin with")
         self._wait(lambda: self.driver.phase is not GossipPhase.READY, START_LIMIT_S, "the other workers")
         self._compose()
@@ -168,14 +190,18 @@ class GossipStep:
     # Checkpoints.
 
     def plan(self, packed: bytes) -> None:
-        """The model that this worker declares: which of a run before are in files here?"""
+        """Look for models of an earlier run in this worker's files, and offer their rounds to the server.
+
+        Args:
+            packed: the packed `ModelSpec` of this worker; only files of the same model count.
+        """
         member = getattr(self.engine.link, "member", None)
         if member is not None and member.welcome is not None:
             self.checkpoints = GossipCheckpoints.of(self.engine.settings, member.welcome.rank, packed)
             member.models = self.checkpoints.models()
 
     def _give_weights(self, event: e.GiveWeights) -> None:
-        """Give this shard its keys of the model of a round of the run before."""
+        """Send a shard its keys of the model that this worker has in a file, as of a round of the earlier run."""
         model = self.checkpoints.read(event.rank, event.round) if self.checkpoints is not None else None
         if model is None:
             raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
@@ -184,7 +210,7 @@ class GossipStep:
         self.shards.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
 
     def _keep(self, last: bool = False) -> None:
-        """Write the model of the round that is done, where that is due. `last`: this worker ends."""
+        """Write the model to a file if a checkpoint is due after this round, or if this worker ends (`last`)."""
         checkpoints = self.checkpoints
         if checkpoints is not None and (last or checkpoints.due(self.driver.round)):
             checkpoints.write(self.driver.round, self.engine.home.host(self._with_steps()).copy())
@@ -192,12 +218,12 @@ class GossipStep:
             checkpoints.end()
 
     def _compose(self) -> None:
-        """The model, into the parameters."""
+        """Write the mixed model to the parameters."""
         self.engine.home.copy(self.driver.mixing.model, self.arrays.base)
         self.arrays.show(())
 
     def _moved(self) -> Array:
-        """Return what the parameters have moved by since they were composed."""
+        """Return what the parameters have moved by since they were composed, float32[size]."""
         moved = self.engine.home.empty(self.engine.flat.size)
         self.engine.flat.read_keys(0, moved)
         moved -= self.arrays.start
@@ -218,7 +244,7 @@ class GossipStep:
 
     def _round(self) -> None:
         before, number = time.monotonic(), self.driver.round
-        moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # it may be the script that has
+        moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # or the script has written
         self._say(self.driver.step(moved, self._now()))
         self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
         self.wait_s = time.monotonic() - before
@@ -230,11 +256,15 @@ class GossipStep:
     # The shared model and the end.
 
     def shared(self) -> Array:
-        """Under gossip each worker has a model of its own: that, as last mixed."""
+        """This worker's own model as last mixed: under gossip there is no other shared model."""
         return self.driver.mixing.model
 
     def flush(self, last: bool) -> Array:
-        """Mix with whoever asks until all are done, then take the mean of all models; not `last`: keep this worker's own."""
+        """Mix with each peer that asks until all workers are done, and return the mean of all models.
+
+        Args:
+            last: False returns this worker's own model, and waits for no other worker to end.
+        """
         if not last:
             self._wait(self._going, START_LIMIT_S, "the other workers")
             return self._with_steps()
@@ -249,26 +279,31 @@ class GossipStep:
         return self.driver.mixing.model
 
     def _with_steps(self) -> Array:
-        """A copy of this worker's model, with the steps since the last round."""
+        """Return a copy of this worker's model, with the local steps since the last round."""
         model = self.engine.home.empty(self.engine.flat.size)
         self.engine.home.copy(self.driver.mixing.model, model)
-        if self.driver.may_step and not self.finishing:  # else these steps are in it
+        if self.driver.may_step and not self.finishing:  # else the model has these steps already
             model += self._moved()
         return model
 
     def stopped(self) -> None:
-        """This worker is stopped before its last step: hand over its model, which nobody else has."""
+        """Give the server the model of this worker, which is stopped before its last step: no other process has it."""
         self._keep(last=self._going())
-        if self._going() and not self.shards.clock:  # else the server had asked for it
+        if self._going() and not self.shards.clock:  # else the server has asked for it before
             self._give(self._with_steps(), m.HandOver.STOPPED, STOPPED_LIMIT_S)
 
     def _hand_over(self) -> None:
-        """The last model, to the server: by the one with the lowest id, for all."""
+        """Give the server the final model, which is the same in all workers, if this worker has the lowest id."""
         if not any(peer < self.shards.worker for peer in self.driver.exchanges.pairs):
             self._give(self.driver.mixing.model, m.HandOver.LAST, HAND_OVER_LIMIT_S)
 
     def _push(self, model: Array, kind: m.HandOver) -> None:
-        """Give the server this model, where it is still there."""
+        """Send the server this model, unless the server is gone.
+
+        Args:
+            model: float32[size], where the worker's arrays live.
+            kind: why the model is sent; it travels in the field for samples.
+        """
         if self.server_gone or any(not exchange.may_push for exchange in self.shards.exchanges):
             return
         self.shards.samples_pending = kind
@@ -281,7 +316,7 @@ class GossipStep:
         self.shards.handed_over()
 
     def _give(self, model: Array, kind: m.HandOver, limit_s: float) -> None:
-        """Give the server this model, and wait until it has it."""
+        """Send the server this model, and wait until the server has it; after `limit_s` print that it has not."""
         epoch = self.shards.epoch
         self._push(model, kind)
 
@@ -295,11 +330,11 @@ class GossipStep:
             self._tell(f"{error}; it is here only")
 
     def residual(self) -> FloatArray | None:
-        """Nothing is kept back: what a compressor left out is in the model, and comes later."""
+        """None: what a compressor leaves out of a mix stays in the model, and later mixes carry it."""
         return None
 
     def load_residual(self, whole: FloatArray) -> None:
-        """Drop it: it is of another mode, and has no place here."""
+        """Ignore a residual, which is of another mode."""
 
 
 def _to_peers(say: PeerSay, member: Member, now_ns: int) -> list[MemberEffect]:

@@ -1,9 +1,21 @@
-"""A worker that pushes gradients, for the server's optimizer to step. The main thread owns it, but for parts that leave early.
+"""The step of a worker that pushes gradients, along which the server's optimizer steps.
+
+The main thread owns it. With overlap, autograd's threads send parts of a gradient.
+
+How it works
+
+    without overlap    backward ........ step(): reduce, push gradient, wait for the state | next forward
+    with overlap       backward ........ step(): first part of each shard, wait            | next forward
+                        parts leave
+1. `step` calls the step hooks of the script's optimizer before the push and after the new state has come. The optimizer
+   itself never steps here.
+2. Each push carries the hyper-parameters of the parameter groups, and names the tensors without a gradient.
+3. Where a gradient is not finite, an update of weight 0 is pushed. With --dp-noise it is noise.
 
 Rules
-- The parameters are the pulled state; the script's optimizer never steps here, and its hyper-parameters go along.
-- With a bound of 0 nothing changes the parameters but a state that step() waits for, and gradients stay as they are until
-  their push is folded. So neither needs a copy of ours (`WorkerArrays.direct`).
+- The parameters are the pulled state.
+- With a staleness bound of 0 only a state that step() waits for changes the parameters, and gradients stay in place
+  until their push is folded. So neither parameters nor gradients need a copy (`WorkerArrays.direct`).
 """
 
 from __future__ import annotations
@@ -36,7 +48,7 @@ UNUSED = (
     "load_state_dict(): where gradients are pushed the servers' state of the optimizer holds, and what was loaded is not used; "
     "go on with their checkpoints by --resume, or use --push update"
 )
-ONCE = "initial_accumulator_value"  # Adagrad has it once, for all of its groups
+ONCE = "initial_accumulator_value"  # one value for all groups of an Adagrad
 
 
 def _plain(value: Any) -> Any:
@@ -44,9 +56,13 @@ def _plain(value: Any) -> Any:
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
-    """Plain hyper-parameters of each group. Raises UsageError naming one that is not plain."""
+    """Pack the hyper-parameters of each parameter group.
+
+    Tensors of one element count as numbers. Values that the optimizer's constructor does not take, such as those that a
+    scheduler adds, are left out. Raises UsageError with the name of a hyper-parameter that is not a plain value.
+    """
     groups = []
-    known = inspect.signature(type(each_of(optimizer)[0]).__init__).parameters  # several are of one class
+    known = inspect.signature(type(each_of(optimizer)[0]).__init__).parameters  # all optimizers are of one class here
     for group in optimizer.param_groups:
         values: dict[str, Any] = {}
         for name, value in group.items():
@@ -61,7 +77,7 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def rebuilt_by(inner: torch.optim.Optimizer) -> str:
-    """The name that the server rebuilds this optimizer by. Raises UsageError where it cannot."""
+    """Return the name of the class by which the server rebuilds this optimizer. Raises UsageError if it cannot."""
     each = each_of(inner)
     kinds = list(dict.fromkeys(type(optimizer) for optimizer in each))
     reasons = [why for kind in kinds if (why := why_whole(kind))]
@@ -77,8 +93,16 @@ def rebuilt_by(inner: torch.optim.Optimizer) -> str:
 
 
 class GradientStep(UpdateStep):
-    """See `SyncStep`. `overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at
-    step()."""
+    """See `SyncStep`.
+
+    Args:
+        engine: the engine of this worker.
+        arrays: arrays in which the pulled state is what the worker computes on (`shared`).
+        overlap: backward passes of a step, if gradients leave during the last of them; 0: gradients leave at step().
+
+    Raises:
+        UsageError: overlap together with --dp-clip, or with a SPEC that codes all gradients at once.
+    """
 
     def __init__(self, engine: StepEngine, arrays: WorkerArrays, overlap: int) -> None:
         super().__init__(engine, arrays)
@@ -116,7 +140,7 @@ class GradientStep(UpdateStep):
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         super().ready(limit_s)
-        if self.overlap is not None:  # backward may begin: its parts need a free place in the window
+        if self.overlap is not None:  # parts that leave in backward need room in the window
             self.shards.wait_window()
             self.overlap.open(self.arrays.landing(self.shards.clock))
 
@@ -141,7 +165,7 @@ class GradientStep(UpdateStep):
         if self.overlap is not None:
             self._hooks(after=False)
             self._close(self.overlap)
-        elif self.engine.reduce() or self.engine.hides:  # where noise hides what is pushed, it hides a step without
+        elif self.engine.reduce() or self.engine.hides:  # --dp-noise: a skipped step is pushed as noise too
             self._hooks(after=False)
             self._push()
         else:
@@ -152,13 +176,13 @@ class GradientStep(UpdateStep):
         return loss
 
     def _hooks(self, after: bool) -> None:
-        """Call the step hooks of the script's optimizers, which see the gradients that leave and the weights that come."""
+        """Call the step hooks of the script's optimizers, before the push or after the new state has come."""
         cut = self.engine.slice
         with cut.stepped() if cut is not None else nullcontext():
             call_step_hooks(self.engine.inner, after)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """A state was loaded into one of the script's optimizers."""
+        """Warn that a state loaded into the script's optimizer is not used, since the servers step."""
         if optimizer.state:
             complain(UNUSED)
 
@@ -174,14 +198,14 @@ class GradientStep(UpdateStep):
         self.shards.pushed()
 
     def _landed(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray) -> None:
-        """A part is on the host, and may leave."""
+        """Send a part of the gradient that is on the host now."""
         (piece,) = raw_pieces(values, keys[0], [keys])
         self.shards.send_part(shard, part, count, piece)
 
     def _push(self) -> None:
         clock, absent = self.shards.clock, self.arrays.flat.absent()
         if self.engine.hides:
-            absent = []  # a tensor without a gradient gets noise as well: which these are may depend on the data
+            absent = []  # these get noise too: which tensors have no gradient may depend on the data
         tables = self.engine.tables
         hyper = pack([hyper_of(self.engine.dense), absent, *([rates] if (rates := tables.rates()) else [])])
         rows = tables.pieces() or [[] for _ in self.shards.ours]
@@ -192,7 +216,7 @@ class GradientStep(UpdateStep):
         for shard, ours, more in zip(self.shards.ours, keys, rows, strict=True):
             cuts = list(parts(*ours))
             count = len(cuts) + len(more)
-            for part, cut in enumerate(cuts):  # each as soon as it is read
+            for part, cut in enumerate(cuts):  # each part leaves as soon as it is read
                 (piece,) = self.arrays.home.raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])
                 self.shards.send_part(shard, part, count, piece, hyper)
             for part, piece in enumerate(more, len(cuts)):
@@ -200,11 +224,11 @@ class GradientStep(UpdateStep):
         self.shards.pushed()
 
     def flush(self, last: bool) -> Array:
-        """No gradient is left, and residuals of gradients are nothing to end with."""
+        """Pull the model to end with. No gradient is left to send, and a residual of gradients is not sent."""
         self.shards.wait_window()
         self.resume()
         return self.end(last)
 
     def load_residual(self, whole: FloatArray) -> None:
-        if not self.shards.tuning.up_lossless:  # else it is of another mode: an update is no gradient
+        if not self.shards.tuning.up_lossless:  # else the residual is of a mode that pushes updates
             super().load_residual(whole)

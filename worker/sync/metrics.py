@@ -1,5 +1,7 @@
-"""The counters of a worker, for its record and for the summary that its heartbeats carry. The main thread counts; the
-I/O thread reads at each heartbeat, so a step costs no more than the counting."""
+"""The counters of a worker, for its record and for the summary that its heartbeats carry.
+
+The main thread counts. The I/O thread reads the counters at each heartbeat, so that a step only pays for the counting.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,21 @@ from narrows.worker.runtime.member_link import MemberLink
 if TYPE_CHECKING:
     from narrows.worker.sync.engine import Engine
 
-# Updates: of what is known to train a GPT holds back 17 (docs/results.md). The digits of README hold back 20, and 60 at their
-# end, where the rate falls and updates are short.
+# Unit: updates, as the length of the residual over that of one update. Of the runs that are known to train, a GPT holds
+# back 17 (docs/results.md). The digits of README hold back 20, and 60 at their end, where the learning rate falls and
+# updates are short.
 HELD_BACK_MAX = 100.0
-HELD_BACK_OF = 64  # pushes that the median is taken of: a single update may be short
-SHOWN = ("loss", "total_steps")  # of what record() is given, what a summary has
+HELD_BACK_OF = 64  # pushes of which the median is taken: a single update may be short
+SHOWN = ("loss", "total_steps")  # the values of record() that a summary carries
 
 
 class WorkerMetrics:
-    """The figures of one engine's steps."""
+    """The counters of one engine's steps, since this worker began."""
 
     def __init__(self, engine: Engine, link: MemberLink) -> None:
         self.engine, self.link = engine, link
         self.steps = self.updates = 0
-        self.samples = 0  # that loaders have given for these steps
+        self.samples = 0  # samples of these steps, as loaders gave them
         self.clock = engine.sync.clock
         self.staleness = 0
         self.stale = [0] * (len(STALE) + 1)
@@ -35,17 +38,24 @@ class WorkerMetrics:
         self.held = deque[float](maxlen=HELD_BACK_OF)
         self.warned = False
         self.shown: dict[str, float] = {}
-        self.spent = (0.0, 0.0)  # on waiting and encoding, up to the newest step
+        self.spent = (0.0, 0.0)  # seconds of waiting and of encoding, until the newest step
         self.began_s = self.stepped_s = time.monotonic()
         self.before = engine.tuning.spent_s
 
     def stepped(self, batch: int) -> dict[str, float]:
-        """One more step, of so many samples in each process of a group, 0: nobody has said; its seconds, for the record."""
+        """Count one step.
+
+        Args:
+            batch: samples of the step in each process of the group; 0: unknown.
+
+        Returns:
+            "step_seconds" and "encode_seconds" of the step, for the record.
+        """
         now_s, before_s, before = time.monotonic(), self.stepped_s, self.spent
         sync = self.engine.sync
         self.steps += 1
         self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
-        self.updates += sync.clock > self.clock  # one, also where rounds went by without it
+        self.updates += sync.clock > self.clock  # at most one a step, also if rounds closed without this worker
         self.clock, self.merging = sync.clock, sync.merging
         self.staleness = max(0, sync.staleness)
         self.stale[sum(self.staleness > end for end in STALE)] += 1
@@ -55,7 +65,7 @@ class WorkerMetrics:
         return {name: round(value, 6) for name, value in seconds.items()}
 
     def warning(self) -> str:
-        """Once, after a step: a sentence where compression holds back more than is known to train, else ""."""
+        """Return a sentence, once, if compression holds back more than in any run that is known to train; else ""."""
         self.held.append(self.merging.get("held_back", 0.0))
         held = statistics.median(self.held)
         if held <= HELD_BACK_MAX or len(self.held) < HELD_BACK_OF or self.warned:

@@ -1,11 +1,15 @@
 """Gradients that leave while backward still runs, part by part, from autograd's own threads.
 
+    backward:  gradient of tensor 9 ── 8 ── 7 ── 6 ── ... ── 0        step()
+    parts:          part 3 of shard 1 leaves ─┘    part 2 ─┘            part 0 of each shard, with hyper-parameters
+
 Rules
-- A part leaves once every tensor in it has its gradient of the last backward of the step. The first part of each shard
+- A part leaves once each tensor in it has its gradient of the step's last backward pass. The first part of each shard
   is empty and leaves at step(): it carries the hyper-parameters and names the tensors that got no gradient.
-- Between backward and step() nothing may touch p.grad, since it has left: that is found by the tensor's version counter.
-- Where the arrays live on a device, gradients are copied to pinned memory beside the backward pass. A part leaves once its last
-  copy has landed; that is looked at when the next gradient comes, so backward waits for none.
+- Between backward and step() nothing may change p.grad, since it has left. `close` finds a change by the tensor's
+  version counter.
+- If the arrays live on a device, gradients are copied to pinned memory beside the backward pass. A part leaves once its
+  last copy has landed. The hook of the next gradient checks that, so backward waits for no copy.
 """
 
 from __future__ import annotations
@@ -23,16 +27,24 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import FRAME_VALUES
 from narrows.worker.model.flat import Array, FlatModel, FloatArray, real
 
-PARTS_AIM = 32  # parts of a shard: the more, the earlier each leaves
-PART_VALUES_MIN = 1 << 18  # 1 MiB: a message of less costs more than the bytes in it
+PARTS_AIM = 32  # parts of a shard's keys: more parts leave earlier
+PART_VALUES_MIN = 1 << 18  # values of a part, 1 MiB: a smaller message costs more than its bytes
 
-SAMPLE = 256  # values of a gradient that are looked at again: scaling or clamping one changes some of them
+SAMPLE = 256  # values of a gradient that close() compares: scaling or clamping changes some of them
 
 SendPart = Callable[[int, int, int, Keys, FloatArray], None]  # shard, part, parts, and the values of these keys
 
 
 class GradientOverlap:
-    """Hooks on every parameter of `flat`; `accumulate` backward passes make one step. `home`: see Arrays."""
+    """Hooks on every parameter, which send its gradient during the last backward pass of a step.
+
+    Args:
+        flat: the parameters.
+        ranges: the keys [begin, end) of each shard.
+        accumulate: backward passes of a step.
+        send: sends one part; autograd's threads call it.
+        home: where the worker's arrays live.
+    """
 
     def __init__(
         self,
@@ -45,14 +57,14 @@ class GradientOverlap:
         self.flat, self.accumulate, self.send, self.home = flat, accumulate, send, home
         self.lock = threading.Lock()
         self.target: FloatArray | None = None
-        self.pid = os.getpid()  # a backward pass in a forked process is no part of a step
-        self.sent_early = 0  # parts that left during the last backward: for traces
+        self.pid = os.getpid()  # in a forked process the hooks do nothing
+        self.sent_early = 0  # parts that left during the last backward pass, for traces
         self.cut(ranges)
         for tensor, parameter in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(tensor))
 
     def cut(self, ranges: list[tuple[int, int]]) -> None:
-        """The parts of each of these shards; between two steps."""
+        """Cut the keys of each shard into parts. It is called between two steps only."""
         flat, self.cuts = self.flat, list[list[Keys]]()
         for begin, end in ranges:
             values = min(FRAME_VALUES, max(PART_VALUES_MIN, (end - begin) // PARTS_AIM))
@@ -72,9 +84,9 @@ class GradientOverlap:
         self.calls = [0] * len(self.flat.parameters)
         self.versions: list[tuple[int, int]] = [(0, -1)] * len(self.flat.parameters)
         self.gone: set[tuple[int, int]] = set()
-        self.landing: deque[tuple[int, int, Landing]] = deque()  # parts on their way to the host
-        self.copied: list[torch.Tensor] = []  # what they are copied from
-        self.last: Landing = Landed()  # once it is done, all are
+        self.landing: deque[tuple[int, int, Landing]] = deque()  # shard, part and its copy
+        self.copied: list[torch.Tensor] = []  # keeps the sources of these copies alive
+        self.last: Landing = Landed()  # the newest copy: when it is done, all are
 
     def _hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
@@ -106,7 +118,7 @@ class GradientOverlap:
             numbers = real(gradient)
             torch.from_numpy(out).view(numbers.shape).copy_(numbers)
             return Landed()
-        flat = real(gradient.detach()).reshape(-1).float()  # a copy, where it is not float32 or not contiguous
+        flat = real(gradient.detach()).reshape(-1).float()  # a copy, if not float32 or not contiguous
         self.copied.append(flat)
         return self.home.land(flat, out)
 
@@ -122,11 +134,15 @@ class GradientOverlap:
         self.send(shard, part, len(self.cuts[shard]), keys, self.target[slice(*keys)])
 
     def _touched(self, tensor: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is not what left: by its version counter, and by a sample, for `p.grad.data` has no counter."""
+        """Return whether a gradient was changed after it left.
+
+        Its version counter shows most changes. A sample of its values shows those through `p.grad.data`, which has no
+        counter.
+        """
         if (id(gradient), gradient._version) != self.versions[tensor]:
             return True
         if gradient.device.type != "cpu":
-            return False  # looking would wait for the device
+            return False  # a comparison would wait for the device
         assert self.target is not None
         numbers = real(gradient.detach()).reshape(-1)
         stride = 1 + numbers.numel() // SAMPLE
@@ -135,19 +151,29 @@ class GradientOverlap:
         return not bool(((sent == now) | sent.isnan()).all())
 
     def open(self, target: FloatArray) -> None:
-        """The next backward may fill and send `target`, which stays untouched until its push is settled."""
+        """Let the next backward pass fill and send `target`, float32[size].
+
+        No other code changes `target` until its push is settled.
+        """
         with self.lock:
             self.target = target
 
     def drop(self) -> None:
-        """Forget the step under way: its gradients count for nothing."""
+        """Forget the gradients of the step in progress."""
         with self.lock:
-            self.last.wait()  # this memory is filled again
+            self.last.wait()  # the next step fills the same memory
             self.target = None
             self._begin()
 
     def close(self) -> tuple[FloatArray, list[int]]:
-        """At step(): send all parts but the first of each shard. Returns the gradients and the tensors without any."""
+        """Send the parts that have not left, except the first of each shard, which the caller sends.
+
+        Returns:
+            The gradients, float32[size], and the indices of the tensors without a gradient.
+
+        Raises:
+            UsageError: a gradient was changed since backward, or the number of backward passes is not `accumulate`.
+        """
         with self.lock:
             assert self.target is not None
             self.sent_early = len(self.gone)

@@ -1,11 +1,18 @@
-"""The ranges of samples that the coordinator hands out to a worker, and what becomes of them here. The main thread owns it.
+"""The worker's side of `ranges()`: takes ranges of samples from the coordinator. The main thread owns it.
+
+How it works
+
+    for batch in ranges(...):  take ── RangeAsk(clock, holds) ──>  coordinator leases a range for the update of this
+        clock loss.backward()             <── range ── optimizer.step()       the update of this clock holds the ranges
+        that were taken for it
 
 Rules
-- A range is asked for right before it is computed on, with the clock of the update that will hold it.
-- A gradient that step() drops, since this worker had to join again, is of ranges that are no longer ours: the next ask gives
-  back what was handed out for a clock and is in no step of it.
-- Where there is none, the worker takes part in the clocks of the others with updates that have no values, for one of these may
-  die. It does not while the script has gradients that no step() has taken: then the loop ends, and the script steps.
+- The worker asks for a range right before it computes on it, with the clock of the update that will hold the range.
+- If step() drops a gradient because this worker had to rejoin, its ranges no longer belong to this worker. Each request
+  says how many ranges of its clock the update will hold (`holds`); the coordinator takes the others back.
+- If no range is left, the worker takes part in the clocks of the others with updates of weight 0, because one of the
+  other workers may die and its ranges come back. It does not while the script has gradients that no step() has taken:
+  then the loop ends, so that the script steps.
 """
 
 from __future__ import annotations
@@ -21,40 +28,52 @@ from narrows.worker.sync.step import StepEngine
 
 
 class SamplingStep(Protocol):
-    """The part of a step that ranges of samples are taken for."""
+    """The part of a `SyncStep` that `SampleClient` uses."""
 
     shards: ShardExchanges
-    steps: int  # that the script has taken
-    composed: int  # the epoch of the life that the replica is of
+    steps: int  # steps that the script has taken
+    composed: int  # the epoch in which the replica was composed
 
     def resume(self) -> bool:
-        """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
+        """If this worker had to rejoin since its replica was composed, compose it anew. Returns whether it had."""
 
     def idle(self) -> None:
         """Take part in the present clock without samples."""
 
 
 class SampleClient:
-    """Takes ranges for `sync`, in a mode with a server."""
+    """Takes ranges of samples for the steps of `sync`, in a mode with a server."""
 
     def __init__(self, engine: StepEngine, sync: SamplingStep) -> None:
         self.engine, self.sync = engine, sync
-        self.ask: m.RangeAsk | None = None  # the newest
-        self.told: e.RangeTold | None = None
-        self.steps = -1  # that the script had taken when the newest range was handed out
-        self.holds, self.life = 0, (0, 0)  # ranges that are to be in the update of this life and clock
-        self.fresh = 0  # those since the newest step
+        self.ask: m.RangeAsk | None = None  # the newest request
+        self.told: e.RangeTold | None = None  # the newest answer
+        self.steps = -1  # the script's steps when the newest range was handed out
+        self.holds, self.life = 0, (0, 0)  # ranges of the update of this (epoch, clock)
+        self.fresh = 0  # of these, ranges that were taken since the newest step
 
     @property
     def unstepped(self) -> bool:
-        """The script may have gradients that no step() has taken."""
+        """True if the script has taken a range since its newest step(): it may have gradients that no step has."""
         return self.steps == self.sync.steps
 
     def take(self, samples: int, size: int, limit: int) -> int:
-        """The next range before `limit`, -1: all are done, or this script is to step first. Raises NarrowsError."""
+        """Take the next range.
+
+        Args:
+            samples: samples of an epoch.
+            size: samples of a range; the last range of an epoch may be shorter.
+            limit: the range has a number below this one. Ranges are numbered through all epochs.
+
+        Returns:
+            The number of the range; -1 if all ranges are done, or if the script must step first.
+
+        Raises:
+            NarrowsError: no answer within WAIT_LIMIT_S.
+        """
         while True:
             if not self.unstepped:
-                self.sync.resume()  # else what is computed now would be dropped
+                self.sync.resume()  # else the next gradient would be dropped
             told = self._answer(samples, size, limit)
             if told is None:
                 continue
@@ -67,13 +86,13 @@ class SampleClient:
             self.sync.idle()
 
     def give_back(self) -> None:
-        """The script ends here: ranges that no step() has taken are not done."""
+        """Give back the ranges that no step() has taken, at the end of the script."""
         if self.ask is not None and self.unstepped:
             self.holds = max(0, self.holds - self.fresh)
             self._answer(self.ask.samples, self.ask.size, 0)
 
     def _answer(self, samples: int, size: int, limit: int) -> e.RangeTold | None:
-        """None: this worker had to join again, and there is none."""
+        """Send a request, and return its answer; None if this worker had to rejoin meanwhile."""
         self.engine.waiting.calls("ranges()")
         self.engine.waiting.poll()
         shards = self.sync.shards
@@ -92,7 +111,7 @@ class SampleClient:
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.RangeTold):
             self.told = event
-        elif isinstance(event, e.Moved) and self.ask is not None:  # its answer may be of the place before
+        elif isinstance(event, e.Moved) and self.ask is not None:  # the answer may have been for the place before
             self.engine.link.ask_range(m.RangeAsk(event.worker, event.epoch, *_rest(self.ask)))
 
 

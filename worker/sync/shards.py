@@ -1,8 +1,22 @@
-"""One worker's exchanges with all shards of its server: what it waits for, and what it says to them. The main thread owns it.
+"""One worker's exchanges with all shards of its server: its waits and its pushes. The main thread owns it.
+
+How it works
+
+    SyncStep            ShardExchanges                             shards
+    wait_window    ──>  room in every Exchange's window?
+    push           ──>  encode for every shard, then send     ──>  fold, publish
+    wait_ready     <──  every Exchange may compute            <──  states
+
+1. `begin` takes a place in the run, and makes one `Exchange` and one replica for each shard.
+2. `push` first encodes the update for all shards, and sends only if all its values are finite. So one update is sent to
+   every shard or to none.
+3. `handle` gives each event of a shard to the shard's exchange, and sends the messages that the exchange returns.
+4. If the run moves keys or changes its plan, `_moved` makes new exchanges. Residuals move with their keys.
+5. `master` pulls the shared model, once the shards have folded this worker's updates.
 
 Rules
-- One clock is one push to every shard; their exchanges go along together.
-- Messages of the exchanges go to the I/O thread, in the order in which they were said.
+- One clock is one push to every shard; the exchanges advance together.
+- The I/O thread sends the messages of all exchanges in the order in which `say` was called.
 """
 
 from __future__ import annotations
@@ -29,7 +43,7 @@ from narrows.worker.sync.tuning import CodecTuning
 
 
 class ShardWait(Protocol):
-    """Waiting.until."""
+    """`EventWait.until`: handle events until `done()`. Raises NarrowsError after `limit_s` seconds."""
 
     def __call__(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None: ...
 
@@ -39,8 +53,16 @@ def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
 
 
 class ShardExchanges:
-    """`wait`: handles events until something is done; raises NarrowsError where that takes too long. `group`: of which this
-    process is one rank, and exchanges the shards of its slice alone."""
+    """The exchanges of one process. In a group it exchanges only with the shards of its slice.
+
+    Args:
+        link: sends messages to the shards, on its I/O thread.
+        mode: the mode of the run.
+        arrays: the worker's arrays, of which the replicas are made.
+        tuning: has the compressors of the present plan, and measures what clocks cost.
+        wait: waits for an event; see `ShardWait`.
+        group: the group in which this process is one rank, if any.
+    """
 
     def __init__(
         self,
@@ -54,30 +76,30 @@ class ShardExchanges:
         self.link, self.mode, self.arrays, self.tuning, self.wait, self.group = link, mode, arrays, tuning, wait, group
         self.exchanges: list[Exchange[Array]] = []
         self.replicas: list[ArrayReplica[Array]] = []
-        self.ours = range(0)  # the shards that these exchanges are with: all of them, but for a rank of a group
-        self.count = 0  # of all shards
+        self.ours = range(0)  # the shards of these exchanges: all shards, or those of this rank's slice
+        self.count = 0  # number of all shards; 0: no place in the run yet
         self.clock = 0
         self.worker, self.epoch = -1, 0
-        self.plan = tuning.plan  # that the exchanges are of
-        self.place = 0  # our epoch at the server: as long as this life goes on, another one after each move of keys
-        self.samples = 1 if group is None else group.size  # of a push
-        self.samples_pending = 0  # and of the next one alone
-        self.wait_s = 0.0  # in the newest step
-        self.pulls: bool | None = None  # the master copy is awaited, and whether it is the last one
+        self.plan = tuning.plan  # the plan number of the exchanges
+        self.place = 0  # this worker's epoch at the server; it changes with each rejoin and each move of keys
+        self.samples = 1 if group is None else group.size  # the weight of a push by default
+        self.samples_pending = 0  # the weight of the next push; 0: the default
+        self.wait_s = 0.0  # seconds that the newest step has waited
+        self.pulls: bool | None = None  # the `last` of the pull in progress; None: no pull
 
     @property
     def whole(self) -> bool:
-        """States come whole, not as differences."""
+        """True if the shards publish whole states, not differences."""
         return self.tuning.down_lossless and self.mode.fragments == 1
 
     @property
     def _each(self) -> list[tuple[int, Exchange[Array]]]:
-        """The exchanges, with the number of each one's shard."""
+        """Pairs of a shard's number and its exchange."""
         return list(zip(self.ours, self.exchanges, strict=True))
 
     @property
     def missed(self) -> int:
-        """Rounds that closed without an update of ours, at this place (--quorum)."""
+        """Rounds that closed without an update of this worker since it took its place (--quorum)."""
         return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.group is None else m.CLOCK_MAX)
 
     @property
@@ -86,7 +108,7 @@ class ShardExchanges:
 
     @property
     def merging(self) -> dict[str, float]:
-        """The means over the shards of what the states here say, and of what is held back."""
+        """Means over the shards: gain and agreement of the newest states, and updates that replicas hold back."""
         held = [each.held_back for each in self.replicas if each.held_back]
         figures = {"held_back": round(sum(held) / len(held), 3)} if held else {}
         known = [x for x in self.exchanges if x.agreement]
@@ -100,8 +122,14 @@ class ShardExchanges:
     # Events.
 
     def begin(self, event: e.Started, follow: bool = True) -> None:
-        """A place in the run, or another one: what was in flight is given up, the residuals are not. `follow`: what the server
-        publishes is wanted."""
+        """Take a place in the run, the first one or another after a rejoin.
+
+        Updates in flight are given up; the residuals are kept.
+
+        Args:
+            event: the place: worker id, epoch, clock and key ranges of the shards.
+            follow: ask the shards to publish their states to this worker.
+        """
         if not event.again or len(event.ranges) != self.count or self.plan != self.tuning.plan:
             self._cut(event)
         self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
@@ -111,7 +139,7 @@ class ShardExchanges:
             self.say(shard, begun if follow else [])
 
     def _cut(self, event: e.Started | e.Moved) -> None:
-        """An exchange with each of these shards. The residuals go along with their keys."""
+        """Make an exchange and a replica for each shard of this event. Residuals move with their keys."""
         before, first = self.replicas, not self.count
         if self.plan != self.tuning.plan:
             self.plan, self.mode = self.tuning.plan, self.tuning.mode
@@ -122,7 +150,7 @@ class ShardExchanges:
             self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
             for shard, (begin, end) in list(enumerate(event.ranges))[slice(self.ours.start, self.ours.stop)]
         ]
-        if kept is not None:  # other processes may have had our keys; what was pulled of them comes again
+        if kept is not None:  # another rank may have had these keys; their state is pulled again
             self.arrays.load_residual(self.replicas, kept)
         else:
             for replica in self.replicas:
@@ -130,7 +158,10 @@ class ShardExchanges:
         self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
 
     def _moved(self, event: e.Moved) -> None:
-        """The keys are cut anew, or coded otherwise. All that was pushed is in: nothing is given up, and this life goes on."""
+        """Go on with new key ranges or a new plan.
+
+        The server moves keys only between two clocks, with all pushes folded. So no update is given up.
+        """
         before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:
@@ -145,11 +176,11 @@ class ShardExchanges:
 
     @property
     def master_clock(self) -> int:
-        """The run's clock of the master copy that is here."""
+        """The run's clock of the master copy that was pulled last."""
         return max((x.shared_clock for x in self.exchanges), default=0)
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
-        """One for each fragment. They may share a seed: the clocks that they encode at differ."""
+        """Make the error feedback of each fragment. They may share a seed, since they encode at different clocks."""
         count = self.mode.fragments
         cuts = [fragment(begin, end, count, index) for index in range(count)]
         home, compressor = self.arrays.home, self.tuning.compressor
@@ -181,23 +212,23 @@ class ShardExchanges:
     # Waiting.
 
     def wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Until every shard's state may be computed on with the present clock."""
+        """Wait until the present clock may compute on every shard's state."""
         before = time.monotonic()
         ready = lambda: self.count > 0 and all(x.may_compute for x in self.exchanges)  # noqa: E731
         self.wait(ready, limit_s, f"a state for clock {self.clock}")
         self.wait_s = time.monotonic() - before
 
     def wait_window(self) -> None:
-        """Until one more update may be in flight to every shard."""
+        """Wait until the window of every shard has room for one more update in flight."""
         self.wait(lambda: all(x.may_push for x in self.exchanges), WAIT_LIMIT_S, "updates in flight")
 
     def need(self, settled: int) -> None:
-        """Ask every shard whose state lacks updates before this clock for its next one, as soon as there is one."""
+        """Ask each shard whose state lacks updates before clock `settled` to publish its next state at once."""
         for shard, exchange in self._each:
             self.say(shard, exchange.need(settled))
 
     def wait_settled(self, settled: int) -> None:
-        """Until every shard's state has all updates before this clock, or this worker had to join again."""
+        """Wait until every shard's state has all updates before clock `settled`, or until this worker has rejoined."""
         before, epoch = time.monotonic(), self.epoch
 
         def done() -> bool:
@@ -216,24 +247,33 @@ class ShardExchanges:
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
-        """Send the update of the present clock: of each shard, the keys whose turn it is, and after them `rows` of tables.
-        Raises NonFiniteError, with nothing sent and nothing changed, for values that are not finite; GroupEndedError where they
-        are another rank's."""
+        """Encode the update of the present clock, and send it to every shard.
+
+        Args:
+            updates: for each exchange, float32[keys of this clock's fragment], where the worker's arrays live.
+            dense: send the values and the residual uncoded.
+            hyper: packed hyper-parameters; b"": none.
+            rows: for each shard, coded pieces of embedding rows, sent after the update's own.
+
+        Raises:
+            NonFiniteError: a value is not finite. No part was sent, and the residuals are as before.
+            GroupEndedError: a value of another rank of the group is not finite.
+        """
         began = time.monotonic()
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
             for exchange, update in zip(self.exchanges, updates, strict=True):
-                if self.tuning.up_lossless and not self.arrays.home.finite(update):  # else the coder looks
+                if self.tuning.up_lossless and not self.arrays.home.finite(update):  # a lossy coder checks by itself
                     raise NonFiniteError("it has values that are NaN or infinite")
-                encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before the first leaves
+                encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before any is sent
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
         if self.group is not None:
             finite = bool(self.group.least(finite)[0])
         if not finite:
-            # A lossless coder has kept nothing back.
+            # A lossless coder has changed no residual.
             for exchange, pieces in zip(self.exchanges, [] if self.tuning.up_lossless else encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
             raise error
@@ -246,26 +286,35 @@ class ShardExchanges:
     def send_part(
         self, shard: int, index: int, count: int, piece: CodedPiece, hyper: bytes = b"", counts: bool = True
     ) -> None:
-        """One part of the update of the present clock; under overlap from autograd's threads. The first part says whether the
-        update `counts`: one of no samples does not, whatever its other parts hold."""
+        """Send one part of the update of the present clock. Under overlap autograd's threads call it.
+
+        Args:
+            shard: the shard of the part.
+            index: the number of the part, below `count`.
+            count: parts of the update to this shard.
+            piece: the coded values.
+            hyper: packed hyper-parameters; b"": none.
+            counts: False gives the update weight 0, so that the shard ignores its values. The shard reads it from the
+                first part only.
+        """
         samples = (self.samples_pending or self.samples) if counts else 0
         self.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
+        """End the present clock, once `send_part` has sent all parts."""
         coding = self._next_coding()
         for shard, exchange in self._each:
             self.say(shard, exchange.pushed(coding))
         self._said()
 
     def handed_over(self) -> None:
-        """The model of this worker is on its way in the place of an update, and nothing of the server is asked for (gossip)."""
+        """End the present clock under gossip: the model was sent in place of an update, and no state is awaited."""
         for exchange in self.exchanges:
             exchange.clock += 1
         self.clock, self.samples_pending = self.clock + 1, 0
 
     def skip(self) -> None:
-        """An update without values: this worker takes part in the present clock, and has computed nothing, or nothing that
-        may count."""
+        """Send an update without values, of weight 0: this worker takes part in the present clock, but adds no step."""
         self.samples_pending = 0
         coding = self._next_coding()
         for shard, exchange in self._each:
@@ -273,7 +322,7 @@ class ShardExchanges:
         self.clock += 1
 
     def _next_coding(self) -> str:
-        """Return the coding of published states after this clock; updates may change their compressor here too."""
+        """Return the SPEC for published states after this clock. A switch of `auto` changes the compressor too."""
         if self.tuning.pushed(self.clock + 1, self.group):
             for replica in self.replicas:
                 for _, feedback in replica.feedbacks:
@@ -290,8 +339,15 @@ class ShardExchanges:
     # The shared model.
 
     def master(self, last: bool, resume: Callable[[], object]) -> Array:
-        """The server's own state, whole; `last`: once all workers have done their last step. `resume` is called where this
-        worker had to join again meanwhile."""
+        """Pull the master copy of the whole model.
+
+        Args:
+            last: wait until all workers have done their last step.
+            resume: called if this worker had to rejoin meanwhile; then the pull begins again.
+
+        Returns:
+            float32[keys of these shards], where the worker's arrays live.
+        """
         while True:
             epoch = self.epoch
 

@@ -1,4 +1,4 @@
-"""Sets what the module of a worker holds: what the worker computes on, or the shared model. The main thread owns it."""
+"""Switches the module of a worker between its own parameters and the shared model. The main thread owns it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import complain as say
 from narrows.worker.sync.step import RunEngine
 
-BUFFERS_LIMIT_S = 10  # a worker shows its own module buffers where the run's have not come within this
-ASK_S = 1.0  # they are asked for again after this: who asked may lead by now
-HEARD_LIMIT_S = 60.0  # and all processes of a group have asked as often within this
+BUFFERS_LIMIT_S = 10  # after this wait for the run's module buffers a worker shows its own
+ASK_S = 1.0  # between two requests for them: this worker may be the one with the lowest rank by now
+HEARD_LIMIT_S = 60.0  # all processes of a group have made a request within this
 
 
 class SharedModel:
-    """kept: own parameters and buffers, while the shared model is shown."""
+    """The shared model in the module of one worker.
+
+    Attributes:
+        changes: finds what the script has changed of its model.
+        kept: this worker's own parameters and buffers while the shared model is shown; else None.
+        asks: a request for the run's module buffers is open.
+        told: the answer to that request has arrived.
+    """
 
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
-        self.changes = WeightEditCheck(engine.flat, engine.tables.weights, engine.settings)  # that the script makes
+        self.changes = WeightEditCheck(engine.flat, engine.tables.weights, engine.settings)
         self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
-        self.asks = self.told = False  # the run's module buffers are asked for; they are here
+        self.asks = self.told = False
 
     def show(self) -> None:
-        """The shared model, until `put_back`. After the run it is there for good."""
+        """Show the shared model until `put_back`. After the run the module holds it anyway."""
         engine = self.engine
         if engine.finished or self.kept is not None:
             return
@@ -38,7 +45,7 @@ class SharedModel:
         self.kept = kept
 
     def put_back(self) -> None:
-        """Parameters and buffers are what they were before `show`."""
+        """Put back the parameters and buffers that the module had before `show`."""
         if self.kept is None:
             return
         (parameters, buffers), self.kept = self.kept, None
@@ -49,18 +56,23 @@ class SharedModel:
         self.changes.ours()
 
     def end(self, model: Array, own: bool) -> None:
-        """The model that this worker ends with; `own` as in `_set`."""
+        """Write the model that this worker ends with to the module; `own` as in `_set`."""
         self.put_back()
         self._set(model, own)
 
     def heard(self, packed: bytes) -> None:
-        """These are the run's module buffers; b"": this worker's own are."""
-        if self.asks or self.kept is not None:  # else they come late: this worker computes on its own again
+        """Load the run's module buffers from the coordinator; b"" if this worker's own are the run's."""
+        if self.asks or self.kept is not None:  # else the answer is late: this worker computes on its own buffers again
             self.engine.buffers.load(packed)
             self.told = True
 
     def _set(self, model: Array, own: bool = False) -> None:
-        """`own`: this is a model of this worker alone, whose own buffers go with it."""
+        """Write `model`, float32[keys of this process], to the parameters of the module.
+
+        Args:
+            model: the values, where the worker's arrays live.
+            own: the model is this worker's own, so the module keeps this worker's buffers.
+        """
         if self.engine.slice is not None:
             self.engine.slice.spread(model)
         else:

@@ -1,12 +1,17 @@
-"""A worker that goes on computing while its update is exchanged, and merges what comes of it (Streaming DiLoCo, 2501.18512,
-alg. 2). The main thread owns it.
+"""The step of a worker that computes while its update is exchanged (Streaming DiLoCo, 2501.18512, alg. 2).
+
+Then it merges the global values of the fragment into its local ones. The main thread owns it.
+
+    inner steps    ... (c + 1) h ............... (c + 1) h + merge_delay ...
+    worker         push update c, go on          wait for the state of clock c, merge its fragment
+    shards                       fold, publish
 
 Rules
-- Update c is of one fragment, and is pushed after inner step (c + 1) h of the run. `merge_delay` inner steps later the worker
-  waits for the state with that clock in it, and takes global values G = the replica of that fragment into its local ones L:
-  L = a L + (1 - a) G. The next update of the fragment is L - G.
-- At the end each fragment has its turn once more, dense. How many turns that are follows from the settings and the clock: each
-  worker must take part in the same ones.
+- Update c is of one fragment. The worker pushes it after inner step (c + 1) h of the run. `merge_delay` inner steps
+  later the worker waits for the state that has clock c, and merges the global values G (the replica of the fragment)
+  into its local values L: L = a L + (1 - a) G. The next update of the fragment is L - G.
+- At the end of the run each fragment is pushed once more, uncoded. The number of these turns follows from the settings
+  and the clock alone, because all workers must take part in the same turns.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from narrows.worker.sync.updates import UpdateStep
 class StreamingStep(UpdateStep):
     """See `SyncStep`."""
 
-    unmerged: deque[int]  # own clocks whose state is not in the parameters yet
+    unmerged: deque[int]  # clocks that were pushed and whose fragment is not merged yet, rising
 
     def begin(self, event: e.Started) -> None:
         self.unmerged = deque()
@@ -31,7 +36,7 @@ class StreamingStep(UpdateStep):
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         if self.unmerged:
-            self.shards.need(self.unmerged[-1] + 1)  # so that it comes under this step too
+            self.shards.need(self.unmerged[-1] + 1)  # the state may then arrive during this step
         pushes = self.local_step + 1 >= self.mode.local_steps
         self.shards.wait_window() if pushes else self.engine.waiting.agree()
         if self.resume() and self.drops(closure):
@@ -57,7 +62,7 @@ class StreamingStep(UpdateStep):
         self.seen_missed()
 
     def _merge_due(self) -> bool:
-        """Merge the clocks whose delay is over. False where this worker had to join again."""
+        """Merge the fragments of all clocks whose delay is over. Returns False if this worker had to rejoin."""
         steps, delay = self.mode.local_steps, self.mode.merge_delay
         while self.unmerged and self.shards.clock * steps + self.local_step >= (self.unmerged[0] + 1) * steps + delay:
             if not self._merge():
@@ -65,7 +70,7 @@ class StreamingStep(UpdateStep):
         return True
 
     def _merge(self) -> bool:
-        """Merge the fragment of the oldest clock, once its round is folded. False where this worker had to join again."""
+        """Wait until the oldest clock is folded, and merge its fragment. Returns False if this worker had to rejoin."""
         self.shards.wait_settled(self.unmerged[0] + 1)
         if self.resume():
             return False
@@ -78,12 +83,12 @@ class StreamingStep(UpdateStep):
         self.resume()
         while self.unmerged and self._merge():
             pass
-        # Nothing is left of the fragment pushed last, unless some of it was kept back or mixed.
+        # The fragment that was pushed last has nothing left to send, unless a residual or a merge has left some.
         kept = not self.shards.tuning.up_lossless or self.mode.merge_alpha > 0 if self.mode.streams else self.owes
         turns = self.mode.fragments
         for _ in range(turns if self.local_step or kept else turns - 1):
             self.shards.wait_window()
             self.push(dense=True)
             self.shards.wait_settled(self.shards.clock)
-            self.resume()  # what was in flight is given up, as ever; the residuals are not
+            self.resume()  # after a rejoin updates in flight are given up, the residuals are kept
         return self.end(last)

@@ -1,8 +1,9 @@
-"""Measures what the clocks of one engine cost, from which `auto` chooses a SPEC. The engine's thread owns it.
+"""Measures what the clocks of one engine cost; from these costs `auto` chooses a SPEC. The engine's thread owns it.
 
 Rules
-- A clock ends when its update is pushed. Its time is waiting, encoding, or computing, which is all that is neither.
-- A run without `auto` has ladders of one rung: nothing is ever chosen, and the link is not asked for.
+- A clock ends when its update is pushed. Its time is waiting, encoding and computing; computing is the rest of the
+  time.
+- In a run without `auto` each ladder has one rung: nothing is chosen, and the link is not measured.
 """
 
 from __future__ import annotations
@@ -19,23 +20,29 @@ from narrows.worker.group.group import Group
 
 
 class CodecTuning:
-    """The present compressor of an engine, and the switches to be reported."""
+    """The present compressor of an engine, and the switches of `auto` that are not yet reported.
+
+    Args:
+        settings: the settings of the run.
+        count: values of one update.
+        now_s: the time in seconds.
+    """
 
     def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self.count, self.now_s = count, now_s
-        self.waited_s = self.encode_s = 0.0  # of this clock
-        self.spent_s = (0.0, 0.0)  # on waiting and on encoding, since this worker began
-        self.sampled = 0  # samples of all that it pushed, as step_samples() was told
-        self.ended_s: float | None = None  # when the last clock ended
-        self.seen: list[LinkSeen] = []  # of this clock
-        self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out
+        self.waited_s = self.encode_s = 0.0  # seconds of this clock
+        self.spent_s = (0.0, 0.0)  # seconds of waiting and of encoding, since this worker began
+        self.sampled = 0  # samples of all pushes, as step_samples() gave them
+        self.ended_s: float | None = None  # when the newest clock ended; None: before the first push
+        self.seen: list[LinkSeen] = []  # measurements of the link in this clock
+        self.switches: list[tuple[int, Switch]] = []  # and the first clock of each; the session takes them out
         self.change(settings)
 
     def change(self, settings: Settings) -> None:
-        """From the present clock on the run has this plan."""
+        """Begin anew with the compressors of the plan that the run has from the present clock on."""
         self.plan, self.mode = settings.plan_number, settings.mode()
         mode = self.mode
-        # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
+        # A sparse or late gradient costs far more loss than an update (README.md, "Results"): `auto` chooses none.
         sparse = mode.rule is not Rule.OPTIMIZER
         up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
         self.auto = Auto(up, down, self.count, mode.window)
@@ -53,12 +60,17 @@ class CodecTuning:
 
     @property
     def coding(self) -> str:
-        """The SPEC that published states are to be coded with; "" where that is not ours to say, or not known yet."""
+        """The SPEC for published states; "" if this worker does not choose it, or has not chosen yet."""
         return self.auto.down if self.chooses_down and self.auto.chosen else ""
 
     def pushed(self, clock: int, group: Group | None = None) -> bool:
-        """The update before `clock` is pushed. Whether `compressor` or `coding` is another one from now on; the first rank of a
-        group chooses for all."""
+        """Note that the update of the clock before `clock` was pushed, and let `auto` choose.
+
+        In a group the first rank chooses for all ranks.
+
+        Returns:
+            True if `compressor` or `coding` has changed.
+        """
         now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
         cost = Clock(
             compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
@@ -71,7 +83,7 @@ class CodecTuning:
         )
         self.ended_s, self.waited_s = now_s, 0.0
         if before_s is None or not self.chooses:
-            return False  # what came before the first push is no clock: imports, data, the first weights
+            return False  # the time before the first push is no clock: imports, data, first weights
         self.seen = []
         switch = self.auto.clock(cost) if group is None or group.leads else None
         if group is not None:
