@@ -1,1 +1,1 @@
-"""The path of a push through one shard: assembled, folded, published, reported."""
+"""The path of a push through one shard: assemble, fold, publish, report."""

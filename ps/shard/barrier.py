@@ -25,11 +25,12 @@ from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.update_gain import GONE, Gain
 
 Shares = tuple[float, ...]
-Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
+# of the mean of a clock: the factor that clips it, None until the norm over all shards is known
+Clip = Callable[[Terms, int], float | None]
 
 
 class FoldAtBarrier:
-    """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
+    """Folds the sets that the ledger names."""
 
     def __init__(
         self,
@@ -40,11 +41,22 @@ class FoldAtBarrier:
         gain: Gain,
         screen: UpdateFilters,
     ) -> None:
+        """A barrier that holds no update.
+
+        Args:
+            mode: The mode of the run.
+            inbox: The assembler, which knows the members.
+            turn: Gives the keys [begin, end) that are exchanged at a clock.
+            mean: The store's mean, whose sums `early` may take before the clock closes.
+            gain: The gain of the shard.
+            screen: The filters that each update of a set passes.
+        """
         self.mode, self.inbox, self.turn, self.mean, self.gain, self.screen = mode, inbox, turn, mean, gain, screen
-        self.held: dict[int, dict[int, PushedUpdate]] = {}  # update -> worker
-        self.closing: dict[int, tuple[Terms, Shares]] = {}  # clock -> its set, which waits for the norm
-        self.hyper_differs = False  # between workers of one set; said once
-        self.samples = 0  # of the newest set
+        self.held: dict[int, dict[int, PushedUpdate]] = {}  # update's clock -> worker -> update; no entry is empty
+        # clock -> its set, while the norm over all shards is awaited
+        self.closing: dict[int, tuple[Terms, Shares]] = {}
+        self.hyper_differs = False  # True once workers of one set have named different hyper-parameters; logged once
+        self.samples = 0  # samples of the newest set
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         self.held.setdefault(seat.clock, {})[seat.worker] = update
@@ -57,9 +69,10 @@ class FoldAtBarrier:
         return ()
 
     def early(self, part: int) -> None:
-        """Take the mean of one part as soon as all live members have sent it, while other parts are still on their way.
+        """Sum one part as soon as all live members have sent it, while other parts are still on their way.
 
-        Most likely they are the set that the clock is closed over; the store looks whether they were, and else begins anew.
+        The live members are most likely the set that the clock closes over. The store checks this when it needs the
+        sum, and sums again if the set is another one.
         """
         pieces: dict[int, m.Push] = {}
         for _, seat in sorted(self.inbox.seats.items()):
@@ -72,6 +85,7 @@ class FoldAtBarrier:
         self.mean.early(list(zip(shares, pieces.values(), strict=True)))
 
     def _take(self, worker: int, update: int) -> PushedUpdate:
+        """Remove a held update and return it."""
         by_worker = self.held[update]
         taken = by_worker.pop(worker)
         if not by_worker:
@@ -79,13 +93,22 @@ class FoldAtBarrier:
         return taken
 
     def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
-        """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
+        """Close a clock over the set that the ledger names.
+
+        Args:
+            clock: The clock.
+            pairs: The (worker, update) of the set, in the order of worker ids.
+            clip: Gives the factor that clips the mean.
+
+        Returns:
+            The changes of the store, or None while the norm over all shards is awaited.
+        """
         if clock not in self.closing:
             self.closing[clock] = self._terms(clock, list(pairs))
         terms, shares = self.closing[clock]
         changes: list[Change] = []
         if self.mode.rule is Rule.OPTIMIZER:
-            shrink = clip(terms, clock)  # where nothing is left here too: the other shards wait for our norm
+            shrink = clip(terms, clock)  # called without terms too: the other shards wait for our norm
             if shrink is None:
                 return None
             changes = [Step(terms, *self._hyper(terms), shrink=shrink, rates=self._rates(terms))] if terms else []
@@ -101,7 +124,12 @@ class FoldAtBarrier:
         return Fold(scaled, tuple(zip(seated, shares, strict=True)), self._rates(terms))
 
     def _terms(self, clock: int, pairs: list[m.Pair]) -> tuple[Terms, Shares]:
-        """Return the updates of a set that count, each with its weight; and their shares before any was shortened."""
+        """Take a set out of the barrier.
+
+        Returns:
+            (share * filter factor, update) of each update that counts, and the shares alone, as they were before a
+            filter shortened an update.
+        """
         missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
         assert not missing, f"updates {missing} of the set of clock {clock} are not here"
         updates = [self._take(worker, update) for worker, update in pairs]
@@ -119,17 +147,20 @@ class FoldAtBarrier:
         return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
 
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
-        """Hyper-parameters that most agree with, and the tensors that no one has a gradient of."""
+        """Return the hyper-parameters that most of the set agree with, and the tensors of which no worker has a
+        gradient.
+        """
         values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
         absent = tuple(sorted(set.intersection(*(set(absent) for _, absent, _ in values))))
         return self._agreed([hyper for hyper, *_ in values]), absent
 
     def _rates(self, terms: Terms) -> bytes:
-        """Hyper-parameters of rows that most agree with, b"": nobody has named any."""
+        """Return the rows' hyper-parameters that most of the set agree with; b"" if no update names any."""
         said = [rates for _, update in terms if (rates := rates_of(update))]  # type: ignore[arg-type]
         return self._agreed(said) if said else b""
 
     def _agreed(self, said: list[bytes]) -> bytes:
+        """Return the packed hyper-parameters that most agree with; note if any differ."""
         self.hyper_differs |= any(hyper != said[0] for hyper in said)
         return said[most_agreed(said)]
 

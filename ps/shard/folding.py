@@ -54,7 +54,11 @@ FAR_OFF = (
 
 
 def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
-    """(packed groups, tensors without a gradient, packed hyper-parameters of rows or b"")."""
+    """Unpack the `hyper` of a push.
+
+    Returns:
+        (packed parameter groups, tensors without a gradient, packed hyper-parameters of embedding rows or b"").
+    """
     match unpack(packed):
         case [bytes(groups), list(absent), *more] if all(type(tensor) is int for tensor in absent):
             match more:
@@ -68,41 +72,64 @@ def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
 
 
 def rates_of(update: PushedUpdate) -> bytes:
-    """The hyper-parameters of rows that came with an update, b"": none did."""
+    """Return the hyper-parameters of embedding rows that came with an update, b"" for none."""
     return unpack_hyper(update[0].hyper)[2] if update[0].hyper else b""
 
 
 class Folding(Protocol):
-    """A way in which a shard folds updates."""
+    """How a shard folds whole updates: at once or at a barrier. A Folding returns changes and touches no array."""
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
-        """Update `seat.clock` is here whole; the next publication is `publication`."""
+        """Take the next whole update of a member.
+
+        Args:
+            seat: The member. Its update is number `seat.clock`; the caller raises that clock afterwards.
+            update: The update.
+            publication: The number of the next publication, the first that may contain the update.
+
+        Returns:
+            The changes to apply to the store now.
+        """
 
     def weight(self, seat: PushSequence, clock: int) -> float | None:
-        """Return the weight of accepted update `clock`: None while it is held, 0 where it is not known any more."""
+        """Return the weight that accepted update `clock` was folded with.
+
+        None while the update is held at the barrier. 0 if it was left out, is too old to be known, or is settled at a
+        barrier.
+        """
 
     def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
-        """Updates of this member from `clock` on that are in publication `publication`, each with its weight."""
+        """Return (clock, weight) of each of this member's updates from `clock` on that the given publication
+        contains.
+        """
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-        """Forget what is held and not to be kept; (worker, update) of each."""
+        """Drop what belongs to members that have left. The caller iterates to the end: a Folding may drop as it yields.
+
+        Args:
+            keep: Called with (worker, update); True if that held update must stay.
+
+        Yields:
+            (worker, update) of each update that is dropped.
+        """
 
 
 class FoldAtOnce:
-    """Folds each update as it comes. `keys`: of the shard."""
+    """Folds each update when it arrives. `keys`: the range [begin, end) of the shard."""
 
     def __init__(self, mode: Mode, inbox: PushAssembler, keys: Keys, gain: Gain, screen: UpdateFilters) -> None:
         self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
-        self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
-        self.hypers, self.rates = HyperparameterVote(), HyperparameterVote()  # of keys, and of rows
-        self.stopped = 0  # workers that were stopped and have handed over their model (gossip)
+        # worker -> its newest updates as (clock, weight, first publication that contains it)
+        self.folded: dict[int, deque[tuple[int, float, int]]] = {}
+        self.hypers, self.rates = HyperparameterVote(), HyperparameterVote()  # of the keys, and of embedding rows
+        self.stopped = 0  # gossip: stopped workers that have handed over their model
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
         samples = self.inbox.samples(seat.samples)
         share = self.screen.shares(samples)[samples.index((seat.worker, seat.samples))]
         weight = share * self.gain.factor * factor if self.mode.rule is Rule.ADD else share * factor
-        # A few more than may be in flight: those that some child's state lacks.
+        # A few more than may be in flight: updates that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
         if not factor:
@@ -111,6 +138,7 @@ class FoldAtOnce:
         return [self._change(seat, update, weight, share, factor)]
 
     def _change(self, seat: PushSequence, update: PushedUpdate, weight: float, share: float, factor: float) -> Change:
+        """Return the change that folds this update, by the rule of the mode."""
         rule = self.mode.rule
         said = rates_of(update)
         rates = self._hold(self.rates, seat, said) if said else b""
@@ -122,11 +150,16 @@ class FoldAtOnce:
             return self._handed_over(seat, update)
         said, absent, _ = unpack_hyper(update[0].hyper)
         hyper = self._hold(self.hypers, seat, said)
-        # The optimizer's state sees what is shortened.
+        # The factor scales the gradient, so the optimizer's state sees the shortened one; the share scales the learning
+        # rate.
         return Step(((factor, update),), hyper, absent, scale=share, rates=rates)
 
     def _handed_over(self, seat: PushSequence, update: PushedUpdate) -> SetFirstWeights | MergeStoppedModels:
-        """The last model, of one worker for all, or that of a worker that is stopped: of these, the mean."""
+        """Take a model at the end of a gossip run: the last model, which one worker gives for all, or that of a stopped
+        worker.
+
+        The models of stopped workers are averaged.
+        """
         last = update[0].samples >= m.HandOver.LAST
         self.stopped += not last
         told: dict[str, object] = {"worker": seat.worker, "shard": self.screen.index}
@@ -134,7 +167,9 @@ class FoldAtOnce:
         return SetFirstWeights(update) if last or self.stopped == 1 else MergeStoppedModels(update, self.stopped)
 
     def _hold(self, hypers: HyperparameterVote, seat: PushSequence, said: bytes) -> bytes:
-        """Those that this update is stepped with; it is told where they are not its own."""
+        """Return the hyper-parameters that this update is stepped with; log it once for each worker if they are not its
+        own.
+        """
         hyper = hypers.hold(seat.worker, said)
         if hyper != said and seat.worker not in hypers.struck:
             hypers.struck.add(seat.worker)

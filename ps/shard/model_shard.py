@@ -1,15 +1,26 @@
-"""A shard that knows its model: the store, what folds into it, what is shown of it, and the clock of the shard. No I/O.
+"""A shard that has a model: its weights, the folding of updates, the publications, and the clock. No I/O.
 
-The clock of a shard goes through stages, and whatever comes goes on from the stage where it stands:
+How it works
 
-    FOLD        what the ledger closed is folded, where there is a barrier; else it was when it came
-    SEND_UP     what the run above is owed leaves
-    REBASE      the weights stand on what has come from above
-    PUBLISH     min_clock advances, and the state of it is published
-    CHECKPOINT  it is written, where the ledger asks for it, before anything of the next clock is folded
+A clock of the shard goes through these stages, in this order (`ClockStage`, `STAGES`). Each event resumes the clock at
+the stage where it stands, and each stage says whether the next one may begin:
+
+    FOLD        fold the set of updates that the ledger names (barrier); without a barrier updates were folded on
+    arrival SEND_UP     push to the parent what this cluster owes it REBASE      move the weights onto the parent's
+    newest state PUBLISH     advance min_clock and publish the state CHECKPOINT  write the state if the ledger asks for
+    it, before an update of the next clock is folded
+
+1. The first weights come in parts from the worker that the ledger names (under gossip from several workers, one after
+   another, whose models are averaged), or from a checkpoint (`begin`), or from the parent.
+2. `accept` takes each whole update. Without a barrier it is folded at once; with a barrier it is held.
+3. `run` advances the clock while the ledger's min_clock is ahead. In async mode no clock publishes: the shard publishes
+   after as many folds as it has members.
+4. Between two clocks a cluster takes its seat in the parent's run (`seat`), and finishes there when all workers are
+   done.
 
 Rules
-- The ledger is obeyed, never second-guessed.
+- The shard obeys the ledger and never second-guesses it.
+- All changes of the weights go through `apply`.
 """
 
 from __future__ import annotations
@@ -57,7 +68,7 @@ from narrows.ps.store.update_gain import Gain
 
 
 class ClockStage(Enum):
-    """The next thing to be done for the present clock."""
+    """What a shard does next with its present clock."""
 
     FOLD = "fold"
     SEND_UP = "send up"
@@ -72,10 +83,19 @@ NEXT = dict(zip(ClockStage, [*list(ClockStage)[1:], ClockStage.FOLD], strict=Tru
 
 @dataclass(frozen=True)
 class MeanFactory:
-    """The means that a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`:
-    whether views of the store may still be read. `child`: the cluster is a member of a run above. In process 0 `member`
-    is that one, whose first session is this shard's, and `coordinator` is the one beside this shard. `host`: as in
-    Report."""
+    """What only the runner of a shard can give it.
+
+    Attributes:
+        optimizer: Makes the server's optimizer from a model spec and the key range [begin, end); None unless workers
+        push
+            gradients.
+        lent: True while a message that is still on its way may read the store's arrays.
+        child: True if the cluster has a parent.
+        member: In process 0 of a cluster: its member of the parent's run. The member's first session is this shard's.
+        coordinator: In process 0: the coordinator of the cluster.
+        timing: The limits of every wait.
+        host: The `host` of this shard's reports.
+    """
 
     optimizer: Callable[[ModelSpec, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
@@ -87,18 +107,31 @@ class MeanFactory:
 
 
 class ModelShard:
-    """Shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
+    """Shard `index` in one generation."""
 
     def __init__(
         self, index: int, settings: Settings, plan: ModelSpec, inbox: PushAssembler, clock: int, means: MeanFactory
     ) -> None:
+        """A shard at `clock` without weights.
+
+        Args:
+            index: The number of this shard, from 0.
+            settings: The settings of the run in this generation.
+            plan: The model spec of the whole model.
+            inbox: The assembler of the members' pushes.
+            clock: The clock at which this generation begins.
+            means: What only the runner can give.
+
+        Raises:
+            LocalProtocolError: Workers push gradients and the runner gives no optimizer.
+        """
         self.plan, self.inbox, self.means = plan, inbox, means
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
         down = ladder(settings.compress_down, sparse=mode.rule is not Rule.OPTIMIZER)
         if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
-        self.finite = not down.lossless  # the first weights must be, or they could not be published
+        self.finite = not down.lossless  # a lossy downlink can only code first weights that are finite
         gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
         self.store = store = Store(
             begin,
@@ -128,35 +161,47 @@ class ModelShard:
         self.publications.begin(clock)
         self.upward = ParentSlot(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
-        self.weights_from = -1  # whose are here whole
-        self.given: dict[int, int] = {}  # under gossip, workers whose models are in the mean of the first weights
-        self.given_round = -1  # and of which round
+        self.weights_from = -1  # the worker whose first weights are complete here, -1 for none
+        # gossip: worker -> how many models the mean of the first weights had once its own was in
+        self.given: dict[int, int] = {}
+        self.given_round = -1  # the `source_round` of the ledger that `given` belongs to
         self.stage = ClockStage.FOLD
         self.min_clock = clock
-        self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
-        self.folds = 0  # since the last publication, where clocks publish nothing (async)
+        # by clock: the squared norm of this shard's part of a mean, until the norm over all shards is known
+        self.norms: dict[int, float] = {}
+        self.folds = 0  # async: updates folded since the newest publication
         self.written = -1  # the clock of the newest checkpoint
-        self.asked = -1  # and of the newest that the runner was asked for
-        self.saved: m.Pairs = ()  # worker, clock: what of it is in that one, where updates are folded at once
-        self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
+        self.asked = -1  # clock of the newest checkpoint that the runner was asked for
+        # without a barrier: (worker, clock) of each member; the checkpoint `asked` has its updates below that clock
+        self.saved: m.Pairs = ()
+        self.writes = False  # True while a checkpoint holds back the fold of the next clock; the next tick clears it
 
     @property
     def above(self) -> ParentLink:
+        """The link to the parent, idle if there is none."""
         return self.upward.above
 
     def turn(self, clock: int) -> Keys:
-        """The keys whose turn this clock is."""
+        """Return the keys [begin, end) of the fragment that is exchanged at this clock."""
         return fragment(*self.store.whole, self.mode.fragments, self.mode.fragment(clock))
 
     def apply(self, changes: list[Change]) -> None:
-        """Change the store; where that begins anew, publications do too."""
+        """Apply changes to the store. A change that replaces all weights also begins the publications anew."""
         for change in changes:
             self.store.apply(change)
             if isinstance(change, (SetFirstWeights, MergeStoppedModels, LoadArrays)):
                 self.publications.begin(self.min_clock)
 
     def begin(self, load: LoadArrays, recut: bool = False) -> None:
-        """Go on from a checkpoint; `recut`: its files are of other shards, and are not written anew. Raises NarrowsError."""
+        """Continue from a checkpoint.
+
+        Args:
+            load: The arrays of the checkpoint.
+            recut: True if its files are of other shards. Then the files of this shard count as written already.
+
+        Raises:
+            NarrowsError: The checkpoint holds another number of keys.
+        """
         keys, held = self.store.size, load.arrays["x"].size
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
@@ -165,26 +210,32 @@ class ModelShard:
         self.written = self.min_clock if recut else -1
 
     def go_on(self, before: ModelShard) -> None:
-        """From what this one has, which came to the same clock under another plan. A standby has that too, but not the
-        disk of the server. `upward` stays: a checkpoint does not have it."""
+        """Continue with the arrays of `before`, which has reached the same clock under other settings (replanning).
+
+        The arrays come from memory and not from the checkpoint: a standby has them too, but not the disk of its
+        primary. `upward` comes along, since no checkpoint holds it.
+        """
         self.upward = before.upward
         self.begin(LoadArrays(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
-        """Return what a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above,
-        for nothing is pushed any more. An earlier one has not: what was pushed after it would count twice."""
+        """Return what a checkpoint holds: views of the keys' arrays, and copies of embedding rows.
+
+        A cluster's last checkpoint also holds what the cluster owes its parent, since nothing is pushed after it. An
+        earlier checkpoint does not: updates that are pushed after it would count twice when a run resumes from it.
+        """
         arrays = self.store.arrays() | self.store.tables.arrays()
         if self.upward.child and ledger.over and not ledger.above:
             arrays[OWED] = self.above.kept.owes(self.store.x)
         return arrays
 
-    # The stages. Each returns its effects, and whether the next one may follow.
+    # The stages. Each returns its effects, and True if the next stage may begin.
 
     def run(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """Go on from the present stage, as far as the ledger and the run above let it."""
+        """Run the stages from the present one, as far as the ledger and the parent allow."""
         effects: list[ServerEffect] = []
         if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
-            self.weights_from = ledger.initialiser  # a source that had not given its own is gone
+            self.weights_from = ledger.initialiser  # a worker that still owed its model has left
         self.apply(self.above.first(self.store.x, self.store.publication + 1))
         while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
@@ -201,7 +252,7 @@ class ModelShard:
         return effects
 
     def _between(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
-        """Between two clocks: take a place, and finish where all workers are done. False where that must wait."""
+        """Between two clocks: take a seat in the parent's run, finish there if all workers are done. False: wait."""
         seated = self.seat(ledger, now_ns)
         finished, done = self.upward.finish(ledger, self.min_clock, self.store.x, now_ns)
         return [*seated, *finished], done
@@ -228,7 +279,10 @@ class ModelShard:
         return effects, True
 
     def _clip(self, norms: dict[int, float]) -> Callable[[Terms, int], float | None]:
-        """By how much the mean of a clock is shrunk to the plan's norm; None while the norm over all shards is not known."""
+        """Return a function that gives the factor by which `max_grad_norm` shrinks the mean of a clock.
+
+        The function returns None while the norm over all shards is not known.
+        """
 
         def clip(terms: Terms, clock: int) -> float | None:
             if self.plan.max_grad_norm <= 0:
@@ -247,7 +301,7 @@ class ModelShard:
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         if not self.upward.placed(ledger):
-            return [], True  # the run above has lost us, or we it
+            return [], True  # this cluster has no seat in the parent's run at present
         if not self.above.may_publish():
             return [], False
         self.apply(self.above.rebase())
@@ -259,6 +313,7 @@ class ModelShard:
         return [*(self.publish() if self.mode.bound is not None else [])], True
 
     def publish(self) -> list[Log]:
+        """Publish the state, and count the folds anew."""
         self.folds = 0
         keys = self.turn(self.min_clock - 1) if self.mode.fragments > 1 else None
         return self.publications.make(keys, self.min_clock)
@@ -272,7 +327,7 @@ class ModelShard:
         return [self._checkpoint()], not self.writes
 
     def has_written(self) -> None:
-        """The checkpoint is out of the way: the clocks after it may be folded."""
+        """Let the clocks after the checkpoint be folded."""
         self.writes = False
 
     def _checkpoint(self) -> Checkpoint:
@@ -281,17 +336,18 @@ class ModelShard:
         self.saved = tuple((seat.worker, seat.clock) for seat in seats)
         return Checkpoint(self.min_clock)
 
-    # The run above.
+    # The parent.
 
     def seat(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """Begin at the place that the ledger names, where the clocks before it are done."""
+        """Take the seat in the parent's run that the ledger names, once the clocks before it are done."""
         place = self.upward.wanted(ledger)
         if place is None:
             return []
         if (said := self.upward.keep(place, ledger, now_ns)) is not None:
             return said
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
-            self.min_clock, self.stage = place.at, ClockStage.FOLD  # the run above has gone on without us
+            # no worker here has a state: go to where the parent's run is
+            self.min_clock, self.stage = place.at, ClockStage.FOLD
             self.publications.begin(place.at)
             self.upward.renew()
         if self.stage is not ClockStage.FOLD or self.min_clock < place.at:
@@ -299,7 +355,7 @@ class ModelShard:
         return self.upward.take_place(place, ledger, now_ns)
 
     def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """Hand up the first weights, once all shards have those of one worker, or a checkpoint."""
+        """Give the parent its first weights, once all shards have those of one worker, or a checkpoint."""
         decided = self.weights_from < 0 or ledger.weights == self.weights_from
         if not self.above.wants_weights or self.store.publication < 0 or not decided:
             return []
@@ -308,7 +364,10 @@ class ModelShard:
     # Weights and updates.
 
     def next_source(self, ledger: m.Ledger) -> int:
-        """The worker whose first weights are awaited, -1: all are here. One after the other: nobody holds the models of all."""
+        """Return the worker whose first weights the shard waits for, -1 if all are here.
+
+        The workers give their models one after another, so that a shard never holds all of them.
+        """
         if not ledger.sources:
             return ledger.initialiser if self.weights_from != ledger.initialiser else -1
         if self.given_round != ledger.source_round:
@@ -316,7 +375,14 @@ class ModelShard:
         return min(dict(ledger.sources).keys() - self.given.keys(), default=-1)
 
     def first_weights(self, message: m.FirstWeights, ledger: m.Ledger) -> bool:
-        """One part of the first weights; whether they are whole now. Raises RemoteProtocolError; then nothing has changed."""
+        """Take one part of a worker's first weights.
+
+        Returns:
+            True if the first weights of that worker are complete now.
+
+        Raises:
+            RemoteProtocolError: The part does not fit this shard. Nothing has changed.
+        """
         if check_part(message, self.store.whole) == math.inf and self.finite:
             raise RemoteProtocolError("the first weights hold NaN or infinity, which --compress-down cannot code")
         ours = {part: piece for part, piece in self.first.items() if piece.worker == message.worker}
@@ -334,13 +400,14 @@ class ModelShard:
         return whole
 
     def accept(self, seat: PushSequence, update: PushedUpdate) -> list[ServerEffect]:
-        """The next update of this member is here whole."""
+        """Take the next whole update of a member: fold it or hold it, and raise the member's clock."""
         changes = self.folding.accept(seat, update, self.store.publication + 1)
         self.apply(changes)
         if changes:
             self.above.moved()
         if self.mode.rule is Rule.MIX:
-            self.written = -1  # no clock closes, and the checkpoint of this one has the model before
+            # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
+            self.written = -1
         seat.clock += 1
         told = self.screen.take()
         if self.mode.bound is not None:
@@ -350,7 +417,7 @@ class ModelShard:
 
 
 def pairs(row: m.Ints) -> list[m.Pair]:
-    """The (worker, update) of one row of a ledger's sets."""
+    """Return the (worker, update) pairs of one row of a ledger's `sets`, whose first number is the clock."""
     return list(zip(row[1::2], row[2::2], strict=True))
 
 

@@ -47,40 +47,42 @@ from narrows.ps.store.update_gain import PLAIN, MergeFactors
 
 @dataclass(slots=True)
 class SentPublication:
-    """A publication on its way to a child."""
+    """A publication that was sent to a child and is not yet acknowledged."""
 
     bytes: int
-    first_ns: int
-    sent_ns: int  # the last time
+    first_ns: int  # when it was sent first
+    sent_ns: int  # when it was sent last
 
 
 @dataclass(slots=True)
 class PublicationChild:
-    """One child: the publications that it follows, and those that it has been sent."""
+    """One child: its newest Follow, and the publications that the shard has sent it."""
 
     follow: m.Follow
     patience: RetryTimer
-    sent: dict[int, SentPublication] = field(default_factory=dict)  # publications that it has not acknowledged
-    again: dict[int, SentPublication] = field(default_factory=dict)  # those of them that are to be sent once more
-    asks: dict[int, m.RowsAsk] = field(default_factory=dict)  # for rows, not answered yet, by request
-    pull: m.Pull | None = None  # of the master copy, not answered yet
-    request: int = 0  # the newest of those
-    doubt: bool = False  # what was sent may not have left
-    peer: bytes = b""  # where it was when it spoke last
-    asked: bool = False  # for the first weights, since it said what it follows
+    sent: dict[int, SentPublication] = field(default_factory=dict)  # publications sent and not yet acknowledged
+    again: dict[int, SentPublication] = field(default_factory=dict)  # publications to send once more
+    # requests for rows that are not yet answered, by request number
+    asks: dict[int, m.RowsAsk] = field(default_factory=dict)
+    pull: m.Pull | None = None  # request for the master copy that is not yet answered
+    request: int = 0  # number of the newest Pull
+    doubt: bool = False  # True if what was sent may be lost: the next Follow counts as a repeated one
+    peer: bytes = b""  # routing id of its newest Follow
+    asked: bool = False  # True if the shard has asked this child for the first weights since its newest Follow
 
     @property
     def newest(self) -> int:
-        """The newest publication that it has or that was sent."""
+        """Number of the newest publication that the child has or was sent."""
         return max(self.sent, default=self.follow.have)
 
     def repeat_soon(self) -> None:
+        """Treat all that was sent to this child as lost: its next Follow makes the shard send it again."""
         self.doubt = True
         for sent in self.sent.values():
             sent.sent_ns = LONG_AGO_NS
 
     def said(self, follow: m.Follow, now_ns: int) -> None:
-        """The newest word of the child; the same one again asks for what has not come."""
+        """Take the newest Follow of this child. The same Follow again asks for what has not arrived."""
         if follow.lost:
             self.repeat_soon()
             follow = replace(follow, lost=False)
@@ -97,7 +99,13 @@ class PublicationChild:
 
 @dataclass(frozen=True, slots=True)
 class PublicationDifference:
-    """A publication. `late`: of members that are settled to less than its min_clock, to what."""
+    """What the shard keeps of one publication.
+
+    Attributes:
+        min_clock: The min clock of the published state.
+        late: worker -> settled clock, of workers whose updates below min_clock are not all in this state (barrier).
+        merging: How a child merges its own updates into this state.
+    """
 
     min_clock: int
     late: dict[int, int]
@@ -106,7 +114,7 @@ class PublicationDifference:
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """The fields that all parts of one state share; as in `State`."""
+    """The fields that all parts of one state share; each has the meaning that it has in `State`."""
 
     request: int
     whole: bool
@@ -119,7 +127,7 @@ class PublishedModel:
 
 
 class Publications:
-    """The publications of one store. `codings`: the SPECs that the downlink may be coded with, densest first."""
+    """The publications of one store and the children that follow them."""
 
     def __init__(
         self,
@@ -131,24 +139,43 @@ class Publications:
         codings: Sequence[str],
         timing: Timing,
     ) -> None:
+        """No publications and no children.
+
+        Args:
+            index: The number of the shard.
+            mode: The mode of the run.
+            store: The store whose state is published.
+            inbox: The assembler, which knows the members.
+            folding: The folding, which knows the updates that each publication contains.
+            codings: The SPECs that the downlink may be coded with, densest first.
+            timing: The limits of every wait.
+        """
         self.index, self.mode, self.store, self.inbox, self.folding = index, mode, store, inbox, folding
         self.codings, self.timing = codings, timing
-        self.children: dict[tuple[int, int], PublicationChild] = {}  # worker, epoch
-        self.lasts: set[int] = set()  # workers whose pull is of the last model
-        self.made: dict[int, PublicationDifference] = {}
+        self.children: dict[tuple[int, int], PublicationChild] = {}  # by (worker, epoch)
+        self.lasts: set[int] = set()  # workers that wait for the last model
+        self.made: dict[int, PublicationDifference] = {}  # by publication number, for the newest CREDIT_MAX
 
     def begin(self, min_clock: int) -> None:
-        """The store begins anew at this clock: it has a first publication, or one of a checkpoint, or none yet."""
+        """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""
         self.made = {self.store.publication: PublicationDifference(min_clock, {}, self._merging())}
 
     def members(self) -> None:
-        """Forget the children that left."""
+        """Forget the children that are no member any more."""
         live = {(seat.worker, seat.epoch) for seat in self.inbox.seats.values()}
         self.children = {who: child for who, child in self.children.items() if who in live}
         self.lasts &= {worker for (worker, _), child in self.children.items() if child.pull is not None}
 
     def make(self, keys: Keys | None, min_clock: int) -> list[Log]:
-        """Publish the state of `min_clock`, which has changed at `keys`, None: anywhere."""
+        """Publish the state of `min_clock`.
+
+        Args:
+            keys: The range [begin, end) that has changed since the publication before; None if any key may have.
+            min_clock: The min clock of the state.
+
+        Returns:
+            A log line if the coding of the downlink changes.
+        """
         before, worker, after = self._asked_for()
         self.store.apply(Publish(keys, after if after != before else ""))
         late = {
@@ -167,8 +194,12 @@ class Publications:
         return self.store.gain.merging(len(self.inbox.seats))
 
     def _asked_for(self) -> tuple[str, int, str]:
-        """The coding up to now, and the next one with the worker who asks for it: one residual for all children, so the slowest
-        link decides. Who does not know its link yet is content with what is."""
+        """Return the present coding, the worker whose wish decides, and the coding for the next publication.
+
+        All children share one residual, so one coding serves all: the sparsest that a child asks for, which is the wish
+        of the child with the slowest link. A child that has not measured its link yet is content with the present
+        coding.
+        """
         before = self.store.down.spec
         asked = [
             (self.codings.index(child.follow.coding), worker)
@@ -182,14 +213,14 @@ class Publications:
     # Messages of children.
 
     def child(self, seat: PushSequence) -> PublicationChild:
-        """One that has said nothing yet follows nothing."""
+        """Return the entry of this member. A new entry follows no publication until the first Follow."""
         who = (seat.worker, seat.epoch)
         if who not in self.children:
             self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing.request))
         return self.children[who]
 
     def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:
-        """Raises RemoteProtocolError for one that no child says; then nothing has changed."""
+        """Take a Follow. Raises RemoteProtocolError if its numbers cannot be right; then nothing has changed."""
         if follow.coding and follow.coding not in self.codings:
             raise RemoteProtocolError(
                 f"worker {seat.worker} asks for states coded with {follow.coding[:60]!r}; --compress-down is "
@@ -200,33 +231,36 @@ class Publications:
                 f"worker {seat.worker} has publication {follow.have} and takes {follow.credit} more: none has come so far"
             )
         child = self.child(seat)
-        if child.peer not in (b"", seat.peer):  # another process has its place, and not what was sent to the one before
+        # another process has the seat now, without what the earlier one was sent
+        if child.peer not in (b"", seat.peer):
             child.repeat_soon()
         child.peer, child.asked = seat.peer, False
-        if follow.clock >= child.follow.clock and follow.have >= child.follow.have:  # else overtaken by a newer one
+        # else a newer Follow has overtaken this one
+        if follow.clock >= child.follow.clock and follow.have >= child.follow.have:
             child.said(follow, now_ns)
 
     def pull(self, seat: PushSequence, pull: m.Pull) -> None:
+        """Take a Pull of the master copy, unless a newer one has arrived before."""
         child = self.child(seat)
         if pull.request > child.request:
             child.pull, child.request = pull, pull.request
             (self.lasts.add if pull.last else self.lasts.discard)(seat.worker)
 
     def repeat_soon(self) -> None:
-        """Publications that were sent may not have left: each child is sent its own again when it speaks next."""
+        """Treat publications on their way as lost: each child gets its own again after its next Follow."""
         for child in self.children.values():
             child.repeat_soon()
 
     def unreached(self, peer: bytes) -> None:
-        """Nobody is connected under this name: what was sent there is lost."""
+        """Treat what was sent to this peer as lost: no connection has its name."""
         for seat in self.inbox.seats.values():
             if seat.name == m.name_of(peer):
                 self.child(seat).repeat_soon()
 
-    # Messages to them.
+    # Messages to children.
 
     def serve(self, seat: PushSequence, now_ns: int) -> list[Send]:
-        """All publications that this child may be sent now."""
+        """Return all publications that this child may be sent now."""
         child, effects = self.child(seat), list[Send]()
         if not child.follow.credit or self.store.publication < 0:
             return effects
@@ -242,20 +276,29 @@ class Publications:
         return effects
 
     def _whole(self, seat: PushSequence, child: PublicationChild) -> list[tuple[int, Keys | None, bytes | None]]:
-        """The newest state, where it is to be sent."""
+        """Return the newest state as the only publication to send, if the child needs it and may compute on it."""
         number, follow = self.store.publication, child.follow
         if child.sent or number <= follow.have or not self.mode.allows(follow.clock, self._settled(seat, number)):
             return []
         return [(number, None, None)]
 
     def _settled(self, seat: PushSequence, number: int) -> int:
+        """Return the clock below which publication `number` has all updates of this member."""
         made = self.made[number]
         return made.late.get(seat.worker, made.min_clock)
 
     def _publication(
         self, seat: PushSequence, number: int, keys: Keys | None, payload: bytes | None, now_ns: int
     ) -> list[m.State]:
-        """`keys`: what it changed, None: it is to be sent whole; `payload`: the change, None: the values are in p."""
+        """Return the parts of one publication for this child.
+
+        Args:
+            seat: The child.
+            number: The number of the publication.
+            keys: The range that the publication changed; None to send the whole state.
+            payload: The coded difference; None to send the values of these keys in p.
+            now_ns: The time now.
+        """
         store, settled = self.store, self._settled(seat, number)
         begin, end = keys or store.whole
         if payload is not None:
@@ -270,7 +313,7 @@ class Publications:
         return _states(seat, pieces, shown, now_ns)
 
     def master(self, seat: PushSequence, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
-        """Answer the pull of this child with the values of `array`, float32[size]."""
+        """Answer this child's Pull with the values of `array`, float32[size]."""
         child = self.child(seat)
         pieces = codecs.raw_pieces(array, self.store.begin, parts(*self.store.whole))
         settled = seat.settled if self.mode.barrier else min_clock

@@ -38,26 +38,37 @@ from narrows.ps.store.changes import PushedUpdate
 
 @dataclass(slots=True)
 class PushSequence:
-    """One member on this shard. `clock`: updates of it accepted here."""
+    """The pushes of one member on this shard. `clock`: the number of its updates that this shard has accepted."""
 
     worker: int
     epoch: int
     clock: int
-    taken: int  # updates of it below are in x (barrier)
-    settled: int  # and below this in the published state, or min_clock is here, before which it was no member
-    name: bytes = b""  # of its routing ids
-    peer: bytes = b""
-    samples: int = -1  # of its newest update, -1: it has made none
-    news: int = 0  # the first report that tells of its last update
+    taken: int  # at a barrier: all updates of this member below this clock are folded into x
+    settled: int  # all its updates below this clock are in the published state (for a newcomer: min_clock or less)
+    name: bytes = b""  # the name in the member's routing ids
+    peer: bytes = b""  # routing id of the member's newest message
+    samples: int = -1  # samples of its newest update, -1 before the first
+    news: int = 0  # version of the first report that contains its present clock
+    # by clock, the parts received of an update that is not complete; by part number
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
     squared: dict[tuple[int, int], float] = field(
         default_factory=dict
-    )  # of each update and part in `partial`, its norm
+    )  # by (clock, part): the squared L2 norm of a part in `partial`
 
 
 def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
-    """Raise RemoteProtocolError unless it is a part of values of these keys; their squared norm, inf: not all are finite,
-    or there are none."""
+    """Check one part of an update or of the first weights.
+
+    Args:
+        message: The part as received.
+        keys: The key range [begin, end) of this shard.
+
+    Returns:
+        The squared L2 norm of the part's values; inf if a value is not finite or the push has no samples.
+
+    Raises:
+        RemoteProtocolError: The keys are outside the shard's range, or the payload does not decode to that many values.
+    """
     inside = keys[0] <= message.begin <= message.end <= keys[1]
     if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
         raise RemoteProtocolError(
@@ -65,7 +76,7 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
             f"this shard's [{keys[0]}, {keys[1]})"
         )
     if isinstance(message, m.Push) and not message.samples:
-        return math.inf  # there is no update
+        return math.inf  # a push without samples has no values
     try:
         return codecs.check(message, finite=True)
     except NonFinitePayloadError:
@@ -75,17 +86,18 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
 
 
 class PushAssembler:
-    """The inbox of shard `index`."""
+    """The assembler of shard `index`: one PushSequence for each member."""
 
     def __init__(self, index: int, mode: Mode) -> None:
         self.index, self.mode = index, mode
         self.epoch = 0
         self.seats: dict[int, PushSequence] = {}
-        self.gone: dict[int, PushSequence] = {}  # of which the coordinator does not know yet how far they came
-        self.discarded = 0
+        # members that left and whose last clock the coordinator does not know yet
+        self.gone: dict[int, PushSequence] = {}
+        self.discarded = 0  # updates that were dropped so far
 
     def members(self, ledger: m.Ledger, min_clock: int) -> list[Log]:
-        """Go by the ledger's members; say what is discarded of those that left."""
+        """Take over the members of the ledger; return a log line for each incomplete update of a member that left."""
         if ledger.epoch == self.epoch:
             return []
         self.epoch = ledger.epoch
@@ -102,21 +114,31 @@ class PushAssembler:
         return logs
 
     def discard(self, worker: int, clock: int, why: str) -> Log:
+        """Count one dropped update and return its log line."""
         self.discarded += 1
         return Log("discarded", {"worker": worker, "clock": clock, "shard": self.index, "why": why})
 
     def settle(self, min_clock: int) -> None:
-        """The updates that are in x are in the published state too."""
+        """Mark the updates that are folded into x as published: the state of `min_clock` has them."""
         for seat in self.seats.values():
             seat.settled = min(seat.taken, min_clock)
 
     def samples(self, newest: int) -> list[tuple[int, int]]:
-        """Each worker with its last known samples; unknown ones count as `newest`."""
+        """Return (worker, samples of its newest update) of each member; one without an update counts as `newest`."""
         return [(worker, seat.samples if seat.samples >= 0 else newest) for worker, seat in self.seats.items()]
 
     def add(self, seat: PushSequence, push: m.Push, keys: Keys, squared: float = 0.0) -> None:
-        """Take one part of an update that is not accepted yet, and carries these keys; `squared`: its norm. Raises
-        RemoteProtocolError; then nothing has changed."""
+        """File one part of an update that is not accepted yet.
+
+        Args:
+            seat: The member's sequence.
+            push: The part.
+            keys: The key range [begin, end) that the whole update carries.
+            squared: The squared norm of the part, from `check_part`.
+
+        Raises:
+            RemoteProtocolError: The update is beyond the window, or its parts do not cover `keys`. Nothing has changed.
+        """
         if push.clock >= seat.clock + self.mode.window:
             raise RemoteProtocolError(
                 f"update {push.clock} of worker {seat.worker}, whose clock is {seat.clock}: "
@@ -131,7 +153,7 @@ class PushAssembler:
         seat.partial[push.clock], seat.squared[push.clock, push.part] = pieces, squared
 
     def next(self, seat: PushSequence) -> PushedUpdate | None:
-        """The next update of this member, if all its parts are here."""
+        """Return the member's next update, or None if a part is missing."""
         pieces = seat.partial.get(seat.clock)
         if pieces is None or len(pieces) < next(iter(pieces.values())).parts:
             return None

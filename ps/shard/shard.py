@@ -1,10 +1,27 @@
-"""The shard machine: one key range of a cluster's model. It obeys the ledger, takes what members push, shows them its
-publications, and reports what it has seen and done. No I/O.
+"""The shard machine: one key range of a cluster's model. No I/O.
+
+How it works
+
+    ledger of the coordinator ──> handle_ledger ─┐
+    Push, Follow, Pull of a member ───> handle ──┤      ┌─> State, PushAck to members
+    message of the parent ────────> from_above ──┼─> ModelShard.run
+    message of another cluster ─────────> hear ──┤      └─> Report to the coordinator
+    tick ────────────────────────────────────────┘
+
+1. A shard begins with a list of members and without a model. Its first ledgers name the members.
+2. The first ledger with a model spec makes a `ModelShard` (weights, folding, publications, link to the parent) and its
+   `ShardRequests` (answers to members).
+3. A member's message passes the epoch check in `handle`. ShardRequests answers it: a Push may fold, a Follow asks for
+   publications, a Pull for the master copy.
+4. After each event that may unblock the clock, `_go_on` runs the stages of the clock (`ModelShard.run`) and sends each
+   member what it may have now.
+5. Whatever the coordinator must know goes into a `Report`. A tick repeats a report that is not acknowledged.
+6. A ledger of a new generation drops the members and the model. The shard returns to the checkpoint that the ledger
+   names, or keeps its arrays where only the settings have changed (replanning).
 
 Rules
-- The ledger is obeyed, never second-guessed.
-- Until a model is declared there is nothing but members; all else is `ModelShard`, and the `ShardRequests` of members that goes
-  with it, made anew in each generation.
+- The shard obeys the ledger and never second-guesses it.
+- `ModelShard` and `ShardRequests` live for one generation; `Shard` lives as long as its process.
 """
 
 from __future__ import annotations
@@ -27,7 +44,7 @@ UNDECIDED = m.Ledger(0, 0, -1, 0, False, -1, (), 0, (), (), (), -1, False, -1, b
 
 
 class Shard:
-    """Messages of workers and ledgers in, effects out. `checkpoints`: clocks that are on its disk."""
+    """One shard: messages of members, ledgers and ticks in, effects out."""
 
     def __init__(
         self,
@@ -38,33 +55,46 @@ class Shard:
         checkpoints: tuple[int, ...],
         means: MeanFactory,
     ) -> None:
+        """A shard without members and without a model.
+
+        Args:
+            index: The number of this shard, from 0.
+            settings: The settings of the run, until a ledger brings newer ones.
+            incarnation: The number of this life of the shard's machine.
+            port: The TCP port that members reach this shard at.
+            checkpoints: Clocks of the checkpoints on this shard's disk.
+            means: What only the runner can give, such as the server's optimizer.
+        """
         self.index, self.settings, self.mode, self.means = index, settings, settings.mode(), means
         self.incarnation, self.port = incarnation, port
         self.checkpoints = list(checkpoints)
-        self.tried, self.wrote_ns = -1, 0  # the newest checkpoint that was tried, and how long it took
+        # clock of the newest checkpoint that the runner finished, written or failed; and how long the write took, in ns
+        self.tried, self.wrote_ns = -1, 0
         self.ledger = UNDECIDED
         self.inbox = PushAssembler(index, self.mode)
         self.planned: ModelShard | None = None
-        self.service: ShardRequests | None = None  # of `planned`
+        self.service: ShardRequests | None = None  # answers members; None without `planned`
         self.trouble = ""
-        self.moved = (0, 0)  # bytes to and from above, as its runner has counted them
+        self.moved = (0, 0)  # bytes sent to and received from the parent, as the runner counts them
         self.reports = Reports(self._report_of)
-        self.told: tuple[object, ...] = ()  # `_standing` as of the newest report
-        self.owed: FloatArray | None = None  # to the run above, by the generation before
-        self.saved = (-1, 0)  # the newest checkpoint that was begun, and the first report that tells what is in it
+        self.told: tuple[object, ...] = ()  # `_standing` at the time of the newest report
+        self.owed: FloatArray | None = None  # residual that the previous generation owed to the parent, float32[size]
+        # clock of the newest checkpoint that was begun, and the first report that says what it contains
+        self.saved = (-1, 0)
 
     @property
     def above(self) -> ParentLink:
+        """The link to the parent; an idle one while there is no model."""
         return self.planned.above if self.planned is not None else ParentLink()
 
     @property
     def min_clock(self) -> int:
-        """The folded state has all updates below it, and so has the published one."""
+        """The clock below which the folded and the published state contain all updates."""
         return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, which are nearly all of the shard."""
+        """Bytes of the shard's arrays, which are nearly all of its memory."""
         if self.planned is None:
             return 0
         store = self.planned.store
@@ -72,12 +102,12 @@ class Shard:
 
     @property
     def retired(self) -> bool:
-        """The keys are with other shards."""
+        """True if a reshard gave this shard's keys to other shards."""
         return self.index >= self.settings.shards
 
     @property
     def writing(self) -> int:
-        """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
+        """Clock of the checkpoint that the runner is still writing, -1 for none."""
         asked = self.planned.asked if self.planned is not None else -1
         return asked if asked != self.tried else -1
 
@@ -86,14 +116,14 @@ class Shard:
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Obey the newest decisions of the coordinator."""
         if ledger.generation < self.ledger.generation:
-            return []  # of a coordinator before this one: its versions count for nothing
+            return []  # a ledger of an earlier coordinator: its versions cannot be compared with ours
         self.reports.has_seen(ledger.report_seen)
         if (ledger.generation, ledger.version) <= (self.ledger.generation, self.ledger.version):
             return []
         effects: list[ServerEffect] = []
         if ledger.generation != self.ledger.generation:
             if ledger.restart_clock >= 0 and not ledger.plan:
-                return effects  # it comes with the next ledger
+                return effects  # the model spec comes with the next ledger
             effects += self._restart(ledger)
         before, self.ledger = self.ledger, ledger
         if ledger.decides_as(before):
@@ -109,7 +139,7 @@ class Shard:
         return [*effects, *self._go_on(now_ns), self.report(now_ns)]
 
     def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
-        """A new generation: forget every member and all of the store, and go back to its checkpoint."""
+        """Begin a new generation: drop all members and the store, and return to the checkpoint of the ledger."""
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
         self.owed = self.above.kept.residual if self.planned is not None else self.owed
@@ -120,11 +150,11 @@ class Shard:
         self.tried = -1
         if self.retired:
             return effects
-        if reached > clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
+        if reached > clock:  # each shard logs this: a restarted coordinator does not know how far the shards were
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
             text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
             effects.append(Log("lost", where | {"text": text}))
-        # That clock is there for all: who has no part of it reads those of others.
+        # All shards have the checkpoint of restart_clock: a shard without a part of its own reads the others' parts.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
         if planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
@@ -133,11 +163,13 @@ class Shard:
         return [*effects, Load(ledger.restart_clock)]
 
     def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
+        """Make the ModelShard of this model spec, and its ShardRequests."""
         self.planned = ModelShard(self.index, self.settings, plan, self.inbox, clock, self.means)
         self.service = ShardRequests(self.planned)
         return self.planned
 
     def _members(self) -> list[Log]:
+        """Take over the members of the ledger; drop what members that left had sent and no shard will fold."""
         known, seats = self.inbox.gone, self.inbox.seats.copy()
         logs, planned = self.inbox.members(self.ledger, self.min_clock), self.planned
         self.inbox.gone = {
@@ -157,7 +189,7 @@ class Shard:
         return [*logs, *planned.screen.take()]
 
     def _go_on(self, now_ns: int) -> list[ServerEffect]:
-        """All that can be done now that something has come: of the ledger, from above, from another cluster."""
+        """Run the clock's stages as far as ledger and parent allow, then send each member what it may have now."""
         if self.planned is None or self.service is None:
             return []
         effects = self.planned.run(self.ledger, now_ns)
@@ -166,67 +198,79 @@ class Shard:
         return effects
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int = 0) -> None:
-        """The runner wrote it, or could not; `kept` are the clocks now on disk. The next tick reports it."""
-        begun = (
-            self.ledger.restart_clock
-        )  # from files of other shards, it may be: those are there until all have newer ones
+        """Record that the runner wrote a checkpoint or failed to; the next tick reports it.
+
+        Args:
+            clock: The clock of that checkpoint.
+            kept: Clocks of the checkpoints that are on disk now.
+            took_ns: How long the write took.
+        """
+        # The restart checkpoint may be in other shards' files: it stays listed until all shards have a newer one.
+        begun = self.ledger.restart_clock
         more = {begun} if begun in self.checkpoints and begun >= self.ledger.shared else set[int]()
         self.checkpoints, self.tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
         self.reports.owe()
 
-    # The run above, and other clusters.
+    # The parent, and other clusters.
 
     def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
-        """Return the effects of what a session toward the shard above has seen. Raises RemoteProtocolError."""
+        """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
         if self.planned is None:
             return []
         effects = self.above.take(seen, now_ns)
         return self._went_on([*effects, *self.planned.give_weights(self.ledger, now_ns)], now_ns)
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of another cluster's message. Raises RemoteProtocolError for one that none sends us."""
+        """Take a message of another cluster (gossip). Raises RemoteProtocolError for one that no cluster may send."""
         if self.planned is None or not self.means.child:
-            return self.above.hear(message, now_ns)  # raises
+            return self.above.hear(message, now_ns)  # raises: this cluster has no parent
         return self._went_on(self.planned.upward.hear(message, self.ledger, now_ns), now_ns)
 
     def _went_on(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
         if self.planned is not None:
             effects = [*effects, *self.planned.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
         self.trouble = self.trouble or self.above.trouble[: m.TEXT_MAX]
-        if self.told != self._standing:  # not: what has changed here, for the session has changed before we hear of it
+        if self.told != self._standing:  # against the newest report: the session has changed before this call
             effects.append(self.report(now_ns))
         return effects
 
     @property
     def at_rest(self) -> bool:
-        """The run above has all that is to come from this shard."""
+        """True if the parent has all that this shard will ever send it."""
         if not self.ledger.above:
             return True
         return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.above.at_rest
 
     @property
     def _standing(self) -> tuple[object, ...]:
-        """The parts of a report that the run above may change."""
+        """The fields of a report that an event from the parent may change."""
         finishes = self.planned.upward.finishes if self.planned is not None else 0
         return (self.min_clock, self.above.ready, self.at_rest, finishes, self.above.ended, self.trouble)
 
-    # Messages of workers.
+    # Messages of members.
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a worker's message. Raises RemoteProtocolError for one that is none, with nothing changed."""
+        """Return the effects of a member's message.
+
+        A message of a process that is no member is answered with Refuse. A message of an epoch that this shard does not
+        know yet gets no answer: the member repeats it.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol. The shard's state is unchanged.
+        """
         if not isinstance(message, OfWorkers):
             raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
         seat = self.inbox.seats.get(message.worker)
         if seat is None or message.epoch != seat.epoch:
             if message.epoch > self.inbox.epoch:
-                return []  # who is a member has not reached this shard yet; it will ask again
+                return []  # the ledger with this member has not arrived; the member repeats its message
             if seat is not None and message.epoch < seat.epoch and m.name_of(peer) == seat.name:
-                return []  # of its place before the keys were cut anew
+                return []  # sent before a reshard, under the member's earlier epoch
             text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
             return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
         m.check_name(peer, seat.name, seat.worker)
         if self.service is None:
-            return []  # nor the model
+            return []  # the model spec has not arrived yet
         peer_before, clock = seat.peer, seat.clock
         seat.peer = peer
         try:
@@ -261,7 +305,7 @@ class Shard:
             planned=planned is not None,
             weights_from=planned.weights_from if planned is not None else -1,
             min_clock=self.min_clock,
-            # All would cost each of a thousand members a look for each push of one of them.
+            # Only clocks that the coordinator lacks: with a thousand members, a list of all would cost a scan a push.
             arrived=tuple((seat.worker, seat.clock) for seat in seats if seat.news > self.reports.seen),
             norms=tuple(planned.norms.items()) if planned is not None else (),
             checkpoints=tuple(self.checkpoints),
@@ -281,10 +325,10 @@ class Shard:
         )
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
-        """Say again what is not answered, and go on after a checkpoint."""
+        """Repeat what is not yet acknowledged, and resume the clock after a checkpoint."""
         if self.planned is not None and self.ledger.above:
             again = self.above.tick(now_ns)
-            if again or self.told != self._standing:  # that nobody is waited for any more shows in no effect
+            if again or self.told != self._standing:  # a wait for a peer may end without any effect
                 return self._went_on(again, now_ns)
         if self.planned is not None and self.planned.writes:
             self.planned.has_written()

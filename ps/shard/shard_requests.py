@@ -1,9 +1,10 @@
-"""Answers what members say to a shard that knows its model. No I/O.
+"""Answers the messages of members to a shard that has a model. No I/O.
 
 Rules
-- At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
-  a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
-- An ask for rows is kept until the state that it may be answered from is there. One for what the optimizer keeps is answered
+- Without a barrier an accepted push is folded and acknowledged as FOLDED. With a barrier it is acknowledged as HELD,
+  and folded when the ledger closes a clock over a set that names it. An update that no set will name, because its
+  worker has left, is dropped, logged and counted.
+- A request for rows waits until the shard has the state that may answer it. A request for optimizer state is answered
   at once.
 - A message is checked before anything changes.
 """
@@ -39,7 +40,14 @@ class ShardRequests:
     def handle(
         self, seat: PushSequence, message: OfWorkers, ledger: m.Ledger, now_ns: int
     ) -> tuple[list[ServerEffect], bool]:
-        """The effects, and whether the coordinator must know. Raises RemoteProtocolError; then nothing has changed."""
+        """Handle one message of a member.
+
+        Returns:
+            The effects, and whether the coordinator must get a report.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol. Nothing has changed.
+        """
         if isinstance(message, m.Push):
             return self._push(seat, message, ledger, now_ns)
         if isinstance(message, m.FirstWeights):
@@ -55,22 +63,22 @@ class ShardRequests:
         if isinstance(message, m.MomentsAsk):
             return self._moments(seat, message, ledger, now_ns), False
         self.publications.pull(seat, message)
-        # A worker that waits for the last model is not waited for.
+        # The coordinator must know of a worker that waits for the last model: nobody waits for that worker any more.
         return self.serve(seat, ledger, now_ns), self.finishing(seat)
 
     def finishing(self, seat: PushSequence) -> bool:
-        """This worker has done its last step, all its updates are here, and it waits for the model that all end with."""
+        """True if this worker has taken its last step, its updates are accepted, and it waits for the last model."""
         pull = self.publications.child(seat).pull
         return pull is not None and pull.last and pull.clock == seat.clock
 
     def all_finishing(self) -> tuple[int, ...]:
-        """Return the workers that are done, and wait for that model."""
+        """Return the workers for which `finishing` is true."""
         seats = self.inbox.seats
         waiting = [seats[worker] for worker in sorted(self.publications.lasts) if worker in seats]
         return tuple(seat.worker for seat in waiting if self.finishing(seat))
 
     def _last(self) -> FloatArray | None:
-        """The model that all workers end with, None: it is not known yet."""
+        """Return the model that all workers end with, or None while it is not known."""
         if self.means.child:
             return self.planned.above.master
         return self.store.x if self.planned.upward.finishes else None
@@ -79,7 +87,7 @@ class ShardRequests:
         if ledger.started or self.planned.next_source(ledger) != seat.worker:
             return False
         if self.means.child and not self.planned.above.wants_weights:
-            return False  # the run above has some by now
+            return False  # another cluster has already given the parent its first weights
         return self.planned.first_weights(message, ledger)
 
     def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
@@ -115,15 +123,18 @@ class ShardRequests:
         return [*effects, *self._rows(seat, now_ns)], seat.clock != began
 
     def _ask(self, seat: PushSequence, ask: m.RowsAsk) -> None:
-        """Keep it until it may be answered. One too many is not kept: it is said again."""
+        """Keep a request for rows until it may be answered; beyond ASKS_MAX drop it, for the worker repeats it."""
         self.store.tables.opened(ask.payload, asks=True)
         asks = self.publications.child(seat).asks
         if ask.request in asks or len(asks) < ASKS_MAX:
             asks[ask.request] = ask
 
     def _rows(self, seat: PushSequence, now_ns: int) -> list[Send]:
-        """All rows that this member has asked for and may compute on: its own updates before that clock are in, and those of
-        others as far as the bound asks for."""
+        """Answer this member's requests for rows that it may compute on now.
+
+        A request of clock c is answered once the shard has the member's own updates below c, and the other members'
+        updates as far as the staleness bound requires.
+        """
         planned, asks = self.planned, self.publications.child(seat).asks
         may = [a for a in asks.values() if a.clock <= seat.clock and planned.mode.allows(a.clock, planned.min_clock)]
         effects = []
@@ -134,7 +145,7 @@ class ShardRequests:
         return effects
 
     def _moments(self, seat: PushSequence, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """Answer with what the optimizer keeps, as it is now."""
+        """Answer with the present state of the optimizer."""
         (low, high), optimizer = self.store.whole, self.store.optimizer
         if optimizer is None:
             raise RemoteProtocolError("no optimizer steps keys here: workers push updates")
@@ -159,14 +170,14 @@ class ShardRequests:
         return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
 
     def serve(self, seat: PushSequence, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """Return what this member has asked for and may be sent."""
+        """Return what this member has asked for and may get now: publications, rows, the master copy."""
         planned, store, child = self.planned, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
             wanted = not self.means.child or planned.above.wants_weights
             asks = (child.follow.credit or child.pull) and planned.next_source(ledger) == seat.worker
             if not (wanted and asks) or child.asked:
                 return []
-            child.asked = True  # each ask costs a whole model on its link
+            child.asked = True  # once: each answer to NeedWeights is a whole model on the worker's link
             which = (ledger.source_round, dict(ledger.sources).get(seat.worker, -1))
             return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch, *which))]
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
@@ -174,6 +185,6 @@ class ShardRequests:
             return effects
         array = self._last() if child.pull.last else store.x
         if array is not None:
-            lent = array is store.x and not store.shared  # the next fold writes there
+            lent = array is store.x and not store.shared  # then the next fold writes into the array that is on its way
             effects += self.publications.master(seat, array.copy() if lent else array, planned.min_clock, now_ns)
         return effects
