@@ -161,7 +161,7 @@ class ModelShard:
         self.publications.begin(clock)
         self.upward = ParentSlot(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
-        self.weights_from = -1  # the worker whose first weights are complete here, -1 for none
+        self.weights_from = -1  # the ledger's initialiser once all first weights are here, -1 before
         # gossip: worker -> how many models the mean of the first weights had once its own was in
         self.given: dict[int, int] = {}
         self.given_round = -1  # the `source_round` of the ledger that `given` belongs to
@@ -346,7 +346,7 @@ class ModelShard:
         if (said := self.upward.keep(place, ledger, now_ns)) is not None:
             return said
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
-            # no worker here has a state: go to where the parent's run is
+            # all workers are new: go to where the parent's run is
             self.min_clock, self.stage = place.at, ClockStage.FOLD
             self.publications.begin(place.at)
             self.upward.renew()

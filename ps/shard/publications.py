@@ -154,7 +154,8 @@ class Publications:
         self.codings, self.timing = codings, timing
         self.children: dict[tuple[int, int], PublicationChild] = {}  # by (worker, epoch)
         self.lasts: set[int] = set()  # workers that wait for the last model
-        self.made: dict[int, PublicationDifference] = {}  # by publication number, for the newest CREDIT_MAX
+        # by number: the newest publication and up to CREDIT_MAX before it
+        self.made: dict[int, PublicationDifference] = {}
 
     def begin(self, min_clock: int) -> None:
         """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""

@@ -1,1 +1,1 @@
-"""The weights of one shard, the changes that they take, and the arithmetic of each."""
+"""The weights of one shard, the changes that a store takes, and the arithmetic of each change."""

@@ -1,4 +1,4 @@
-"""The changes that a store may take: each is a record, and `Store.apply` carries it out."""
+"""The changes of a store. Each is a record; `Store.apply` carries it out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from narrows.protocols.messages import Push
 
 FloatArray = npt.NDArray[np.float32]
 
-OWED = "above.owed"  # in a cluster's last checkpoint: what the run above has not got of x
-Update = Sequence[PieceLike]  # of one worker: its parts in order
-Terms = tuple[tuple[float, Update], ...]  # weight and update, in the order in which they are added
+OWED = "above.owed"  # name in a cluster's last checkpoint: the part of x that was never pushed to the parent
+Update = Sequence[PieceLike]  # the update of one worker: its parts in order
+Terms = tuple[tuple[float, Update], ...]  # (weight, update) in the order in which they are added
 
 
 class PushedUpdate(list[Push]):
-    """The update of one worker: its parts in order.
+    """The update of one worker, as a list of its parts in order.
 
-    `length`: the L2 norm of the update, or a bound on it (codecs.check). `empty`: the update has no samples, and no values.
+    Attributes:
+        length: The L2 norm of the update, or an upper bound of it (`codecs.check`).
+        empty: True if the update has no samples, and so no values.
     """
 
     length = 0.0
@@ -31,14 +33,16 @@ class PushedUpdate(list[Push]):
 
 @dataclass(frozen=True, slots=True)
 class SetFirstWeights:
-    """x = these pieces, and publication 0 is made of them; or under gossip the model that the run ends with."""
+    """Set x to these pieces and make publication 0 of it. Under gossip also: set x to the model that the run ends
+    with.
+    """
 
     pieces: Update
 
 
 @dataclass(frozen=True, slots=True)
 class MergeStoppedModels:
-    """Under gossip: x = the mean of the models of `count` workers that were stopped, of which these pieces are the newest."""
+    """Under gossip: make x the mean of the models of `count` stopped workers. `pieces`: the newest of these models."""
 
     pieces: Update
     count: int
@@ -46,8 +50,14 @@ class MergeStoppedModels:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """x += weight * update, of one after the other. `of`: of each, the worker (or gain.GONE) and its share of the mean. Rows of
-    tables are stepped along the sum of share * gradient; `rates`: with these hyper-parameters, b"": not at all."""
+    """Add weight * update to x, one update after another.
+
+    Attributes:
+        terms: The updates, each with its weight.
+        of: (worker, share of the mean) of each update; GONE (update_gain.py) in place of a worker that has left.
+        rates: The hyper-parameters with which embedding rows take a step along the sum of share * gradient; b"" for no
+            step.
+    """
 
     terms: Terms
     of: tuple[tuple[int, float], ...]
@@ -56,8 +66,12 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1) at `keys`, which are those of
-    one fragment: what has not its turn keeps its momentum. mean: the sum of weight * update."""
+    """One step of SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1).
+
+    Attributes:
+        terms: The mean is the sum of weight * update.
+        keys: The range [begin, end) of one fragment. The other fragments keep x and their momentum until their turn.
+    """
 
     terms: Terms
     keys: Keys
@@ -65,8 +79,14 @@ class OuterStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the script's optimizer along shrink * the sum of weight * gradient. `scale`: of its learning rate. Rows of
-    tables are stepped along the sum of scale * weight * gradient; `rates` as in `Fold`."""
+    """One step of the script's optimizer along shrink * the sum of weight * gradient.
+
+    Attributes:
+        terms: The gradients, each with its weight. hyper: The packed hyper-parameters of the keys. absent: Tensors
+        without a gradient. scale: The factor on the learning rate. shrink: The factor that clips the mean. rates: The
+        hyper-parameters with which embedding rows take a step along the sum of scale * weight * gradient; b""
+            for no step.
+    """
 
     terms: Terms
     hyper: bytes
@@ -78,7 +98,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rebase:
-    """x = base + (x - before), float32[size] both: exactly `base`, where nothing was folded on top of `before`."""
+    """Set x = base + (x - before), with float32[size] arrays: exactly `base` if nothing was folded on top of
+    `before`.
+    """
 
     before: FloatArray
     base: FloatArray
@@ -86,8 +108,12 @@ class Rebase:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """p = x, through the downlink's compressor where it has one. keys: all that changed since the last publication; None: any
-    may have. `spec`: what it is coded with from now on, "": as before."""
+    """Set p = x, through the compressor of the downlink if there is one.
+
+    Attributes:
+        keys: The range [begin, end) that has changed since the publication before; None if any key may have.
+        spec: The SPEC that codes this publication and later ones; "" for the same as before.
+    """
 
     keys: Keys | None = None
     spec: str = ""
@@ -95,7 +121,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class LoadArrays:
-    """Begin from these arrays, of a checkpoint (as `Store.arrays` gives them) or from above; p is publication `publication`."""
+    """Begin from these arrays, which a checkpoint (`Store.arrays`) or the parent gives; p is publication
+    `publication`.
+    """
 
     arrays: dict[str, FloatArray]
     publication: int

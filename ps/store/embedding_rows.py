@@ -1,10 +1,21 @@
-"""The rows that one shard has of embedding tables: their values, and the state of the optimizer that steps them. No I/O.
+"""The embedding rows of one shard: their values, and the state of the optimizer that steps them. No I/O.
+
+How it works
+
+    row r of a table   is on shard r % shards, there at place r // shards
+    TableRows          values float32[places, dim], optimizer state of the same shape, held bool[places]
+
+1. A worker asks for the rows that a batch looks up (`read`). A row that no gradient has touched has no memory of its
+   own: its first values are computed from the table's seed and the row number.
+2. A change of the store carries gradients of rows beside those of keys (`fold`). The shard sums the gradients of each
+   row, and takes one step of the table's optimizer (`STEPS`) at these rows alone. A row is held from its first step on.
+3. A checkpoint has the held rows of each table (`arrays`), and a resharding deals them out again (`recut`).
 
 Rules
-- A row that no gradient has touched is not held: what it begins with is computed when it is read.
-- Rows are stepped one by one and lazily: a row without a gradient stays as it is, as in torch.optim with sparse gradients.
-- Each update counts as one step of every table, also where it has no row of this shard: all shards count alike.
-- Gradients of a row that several updates of one change have are summed first, in the order of the updates.
+- Rows are stepped one by one and lazily: a row without a gradient stays as it is, as in torch.optim with sparse
+  gradients.
+- Each update counts as one step of every table, even if it has no row of this shard: all shards count alike.
+- Gradients of a row that come from several updates of one change are summed first, in the order of the updates.
 """
 
 from __future__ import annotations
@@ -23,13 +34,18 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import Buffer
 from narrows.ps.store.changes import FloatArray
 
-PREFIX = "table."  # of the arrays of a checkpoint: table.NUMBER.NAME
-COUNTS: dict[str, np.dtype[Any]] = {"rows": np.dtype(np.uint32), "steps": np.dtype(np.int64)}  # the others are float32
+PREFIX = "table."  # names of a checkpoint's arrays: table.NUMBER.NAME
+# arrays that are not float32
+COUNTS: dict[str, np.dtype[Any]] = {"rows": np.dtype(np.uint32), "steps": np.dtype(np.int64)}
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 class TableRows:
-    """The rows of one table on shard `shard` of `shards`. Memory of what is zero is the system's until it is written to."""
+    """The rows of one table on shard `shard` of `shards`.
+
+    The arrays are as long as the shard's part of the table. The operating system gives memory to a page only when it is
+    first written.
+    """
 
     def __init__(self, spec: TableSpec, shard: int, shards: int) -> None:
         self.spec, self.shard, self.shards = spec, shard, shards
@@ -38,10 +54,10 @@ class TableRows:
         self.values: FloatArray = np.zeros(shape, np.float32)
         self.state = {name: np.zeros(shape, np.float32) for name in ROWWISE[spec.optimizer].state}
         self.held = np.zeros(self.count, np.bool_)
-        self.touched = self.steps = 0  # rows that are held; updates so far
+        self.touched = self.steps = 0  # number of held rows; number of updates so far
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """The rows that are held: the memory of the others is not to be copied."""
+        """Return the held rows alone: a copy of the rest would be memory that is all zero."""
         return self.spec, self.shard, self.shards, self.arrays()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -51,11 +67,11 @@ class TableRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are held, with their state."""
+        """Bytes of the held rows and their optimizer state."""
         return 4 * self.touched * self.spec.dim * (1 + len(self.state))
 
     def read(self, at: npt.NDArray[Any]) -> FloatArray:
-        """float32[n, dim]: the rows at these places, which differ."""
+        """Return the rows at these places, float32[n, dim]. The places are distinct."""
         found: FloatArray = self.values[at]
         fresh = ~self.held[at]
         if fresh.any():
@@ -63,11 +79,12 @@ class TableRows:
         return found
 
     def _first(self, at: npt.NDArray[Any]) -> FloatArray:
+        """Return the values that rows at these places begin with."""
         numbers = at.astype(np.uint64) * np.uint64(self.shards) + np.uint64(self.shard)
         return rows.first_values(numbers, self.spec.dim, self.spec.seed, self.spec.std)
 
     def step(self, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> None:
-        """One step of the rows at these places, which differ, along float32[n, dim]."""
+        """Take one step of the rows at distinct places `at` along `gradient`, float32[n, dim]."""
         fresh = at[~self.held[at]]
         self.values[fresh], self.held[fresh] = self._first(fresh), True
         self.touched += fresh.size
@@ -76,13 +93,15 @@ class TableRows:
         self.values[at] += STEPS[self.spec.optimizer](self, at, gradient, rates)
 
     def arrays(self) -> Arrays:
-        """The rows that are held: uint32 places, which rise, and the values and state there; copies."""
+        """Return copies of the held rows: their places (uint32, ascending), and the values and optimizer state
+        there.
+        """
         at = np.flatnonzero(self.held).astype(COUNTS["rows"])
         state = {name: array[at] for name, array in self.state.items()}
         return {"rows": at, "values": self.values[at], "steps": np.array([self.steps], COUNTS["steps"]), **state}
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from these, in a table that holds nothing."""
+        """Take over these arrays in a table that holds nothing yet."""
         at = arrays["rows"]
         self.values[at], self.held[at], self.touched = arrays["values"], True, at.size
         self.steps = int(arrays["steps"][0])
@@ -112,7 +131,7 @@ def _sparse_adam(table: TableRows, at: npt.NDArray[Any], gradient: FloatArray, r
     return moved
 
 
-# By how much rows move, float32[n, dim], of each class in ROWWISE; as torch.optim does it with sparse gradients.
+# The change of rows, float32[n, dim], for each class in ROWWISE, as torch.optim computes it with sparse gradients.
 STEPS: dict[str, Callable[[TableRows, npt.NDArray[Any], FloatArray, Mapping[str, Any]], FloatArray]] = {
     "SGD": _sgd,
     "Adagrad": _adagrad,
@@ -121,9 +140,16 @@ STEPS: dict[str, Callable[[TableRows, npt.NDArray[Any], FloatArray, Mapping[str,
 
 
 class EmbeddingRows:
-    """All of one shard. Raises RemoteProtocolError for what names no row here."""
+    """All embedding rows of one shard. Raises RemoteProtocolError for a message that names no row of this shard."""
 
     def __init__(self, specs: Sequence[TableSpec] = (), shard: int = 0, shards: int = 1) -> None:
+        """Tables that hold no row yet.
+
+        Args:
+            specs: The tables of the model.
+            shard: The number of this shard.
+            shards: The number of shards.
+        """
         self.specs = tuple(specs)
         self.tables = [TableRows(spec, shard, shards) for spec in self.specs]
 
@@ -132,7 +158,15 @@ class EmbeddingRows:
         return sum(table.nbytes for table in self.tables)
 
     def opened(self, payload: Buffer, *, asks: bool = False) -> rows.CodedRows:
-        """Rows of one of these tables: with values, or where it `asks`, without."""
+        """Decode and check rows of one of these tables.
+
+        Args:
+            payload: The payload of a push of rows, or of a request for rows.
+            asks: True for a request: it has row numbers and no values.
+
+        Raises:
+            RemoteProtocolError: The payload does not decode, or does not fit the table.
+        """
         try:
             found = rows.decode(payload)
         except PayloadError as error:
@@ -149,18 +183,25 @@ class EmbeddingRows:
         return found
 
     def check_rates(self, packed: bytes) -> None:
-        """Raise RemoteProtocolError for hyper-parameters that no step can be taken with."""
+        """Raise RemoteProtocolError for hyper-parameters that a step would refuse."""
         unpack_rates(packed, self.specs)
 
     def read(self, payload: Buffer) -> bytes:
-        """The rows that are asked for, [n, dim], in the coding that is asked for; the last byte is the one that they have."""
+        """Return the rows that a request names, [n, dim], in the coding that it names.
+
+        The last byte names the coding that the values really have.
+        """
         found = self.opened(payload, asks=True)
         body, coding = rows.encode_values(self.tables[found.table].read(found.indices), found.coding)
         return body + bytes((coding,))
 
     def fold(self, pieces: Sequence[tuple[float, PieceLike]], packed: bytes) -> None:
-        """One step of each table along the sum of weight * rows; `packed`: its hyper-parameters, b"": nobody has named any, and
-        nothing is stepped."""
+        """Take one step of each table.
+
+        Args:
+            pieces: (weight, coded gradient of rows); the step goes along the sum of weight * gradient.
+            packed: The hyper-parameters of the tables. b"": no worker has named any, and no row is stepped.
+        """
         if not packed:
             return
         by_table: dict[int, list[tuple[float, rows.CodedRows]]] = {}
@@ -176,7 +217,7 @@ class EmbeddingRows:
                     table.step(*_summed(by_table[number]), rates)
 
     def arrays(self) -> Arrays:
-        """All tables as a checkpoint holds them."""
+        """Return all tables as a checkpoint holds them."""
         return {
             f"{PREFIX}{number}.{name}": array
             for number, table in enumerate(self.tables)
@@ -184,7 +225,7 @@ class EmbeddingRows:
         }
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Begin from a checkpoint, or where it has none of them, anew."""
+        """Begin from the arrays of a checkpoint; a table that the checkpoint lacks begins empty."""
         for number, table in enumerate(self.tables):
             table.__init__(table.spec, table.shard, table.shards)  # type: ignore[misc]
             if f"{PREFIX}{number}.rows" in arrays:
@@ -192,13 +233,13 @@ class EmbeddingRows:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the dtype of an array of a checkpoint, by its name there: float32, but for the rows and steps of tables."""
+    """Return the dtype of a checkpoint's array by its name: float32, except for the rows and steps of tables."""
     floats = np.dtype(np.float32)
     return COUNTS.get(name.rpartition(".")[2], floats) if name.startswith(PREFIX) else floats
 
 
 def _summed(terms: Sequence[tuple[float, rows.CodedRows]]) -> tuple[npt.NDArray[Any], FloatArray]:
-    """Places that differ, and the sum of weight * values there."""
+    """Return distinct places, and the sum of weight * values at each."""
     at = np.unique(np.concatenate([found.indices for _, found in terms]))
     total = np.zeros((at.size, terms[0][1].values.shape[1]), np.float32)
     for weight, found in terms:
@@ -212,7 +253,17 @@ def _of(arrays: Mapping[str, npt.NDArray[Any]], number: int) -> Arrays:
 
 
 def recut(before: Sequence[Mapping[str, npt.NDArray[Any]]], tables: int, shard: int, shards: int) -> Arrays:
-    """The part of shard `shard` of `shards` in so many tables, out of what each shard had before."""
+    """Make the tables of one shard from those of all shards of another split.
+
+    Args:
+        before: The arrays of each shard of the earlier split, in the order of the shards.
+        tables: The number of tables.
+        shard: The number of the new shard.
+        shards: The number of new shards.
+
+    Returns:
+        The arrays of the new shard, as `EmbeddingRows.arrays` gives them.
+    """
     made: Arrays = {}
     for number in range(tables):
         parts = []

@@ -1,4 +1,4 @@
-"""Means of the updates of a clock, at the keys of one shard. No I/O."""
+"""The mean of the updates of a clock, at the keys of one shard. No I/O."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from narrows.compression.codecs import PieceLike
 from narrows.protocols.config.key_ranges import Keys
 from narrows.ps.store.changes import FloatArray, Terms, Update
 
-AT_ONCE = 1 << 14  # keys whose values are sorted at once: they stay in the cache
+AT_ONCE = 1 << 14  # keys that are sorted in one call, so that their values stay in the CPU's cache
 
-Pieces = list[tuple[float, PieceLike]]  # of the same keys, each with its weight, in the order in which they are added
+Pieces = list[tuple[float, PieceLike]]  # (weight, piece) of the same keys, in the order in which they are added
 
 
 class WeightedMean:
-    """Sums of weight * update, float32[size], in memory that is kept: fresh memory costs more than the sum itself.
+    """The sum of weight * update, float32[size]. The memory is kept: to allocate it costs more than the sum.
 
-    The sum of one part may be taken as soon as all have sent it, while other parts are still on their way (`early`); whether
-    those were the very terms is looked at when the sum is asked for.
+    A part may be summed as soon as all members have sent it, while other parts are still on their way (`early`). `of`
+    checks that these were the right terms, and sums again if not.
     """
 
     def __init__(self, begin: int, size: int) -> None:
         self.begin, self.size = begin, size
         self.total: FloatArray | None = None
-        self.taken: dict[Keys, Pieces] = {}  # what the sum of these keys is of
+        self.taken: dict[Keys, Pieces] = {}  # keys [begin, end) -> the pieces that `total` is the sum of there
 
     def early(self, pieces: Pieces) -> None:
-        """The sum of one part of each update."""
+        """Sum one part of each update."""
         keys = {(piece.begin, piece.end) for _, piece in pieces}
         if len(keys) == 1:
             self._sum(tuple((weight, [piece]) for weight, piece in pieces))
             self.taken[keys.pop()] = pieces
 
     def of(self, terms: Terms) -> FloatArray:
-        """The sum of `terms` at the keys that they have, to be read before the next one."""
+        """Return the sum of `terms` at the keys that they have. The array is valid until the next call."""
         wanted: dict[Keys, Pieces] = {}
         for weight, update in terms:
             for piece in update:
@@ -50,10 +50,11 @@ class WeightedMean:
         return self.total
 
     def clear(self) -> None:
-        """The terms are folded, and their memory may go."""
+        """Drop the references to the terms: they are folded."""
         self.taken.clear()
 
     def _sum(self, terms: Terms) -> None:
+        """Sum the terms into `total`, in their order."""
         if self.total is None:
             self.total = np.empty(self.size, np.float32)
         for turn, (weight, update) in enumerate(terms):
@@ -62,10 +63,10 @@ class WeightedMean:
 
 
 class TrimmedMean(WeightedMean):
-    """At each key the mean of weight * update, without so many of the lowest and of the highest values, times their number
-    (coordinate-wise trimmed mean, 1803.01498, def. 2; cut 0.5: the median).
+    """The coordinate-wise trimmed mean of weight * update, times the number of updates (1803.01498, def. 2).
 
-    At either end ceil(cut * n) of n values go, but at least one or two stay. A NaN counts as the highest.
+    At each key the lowest ceil(cut * n) and the highest ceil(cut * n) of n values are left out, but at least one value
+    stays, two if n is even. A cut of 0.5 gives the median. A NaN counts as the highest value.
     """
 
     def __init__(self, begin: int, size: int, cut: float) -> None:
@@ -76,7 +77,7 @@ class TrimmedMean(WeightedMean):
         if self.total is None:
             self.total = np.empty(self.size, np.float32)
         parts = {tuple((piece.begin, piece.end) for piece in update) for _, update in terms}
-        if len(parts) == 1:  # as it is but for updates that were cut differently: then all of each is held at once
+        if len(parts) == 1:  # usual; updates that are cut into different parts need all their values in memory at once
             for number, (begin, end) in enumerate(parts.pop()):
                 self._trim(begin, end, [(weight, [update[number]]) for weight, update in terms])
         else:

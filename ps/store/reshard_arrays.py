@@ -1,11 +1,11 @@
-"""The arrays of one shard out of those of others, which have cut the same keys elsewhere. Pure.
+"""Makes the arrays of one shard from those of shards that split the same keys elsewhere. Pure.
 
 Rules
-- `x`, `p`, `outer.momentum` and what a cluster owes above have one value a key: the runs of keys that two shards have in common
-  are copied.
-- `optimizer.GROUP.PIECE.NAME` is of one piece of a tensor, the PIECE-th of its group in that shard: a value for each key, or
-  one for all pieces of the tensor, such as a count of steps.
-- `gain` is of a shard, and measured: the mean of it, by the keys that come from each.
+- `x`, `p`, `outer.momentum` and what a cluster owes its parent have one value for each key: the ranges that two shards
+  have in common are copied.
+- `optimizer.GROUP.PIECE.NAME` belongs to one piece of a tensor, the PIECE-th of its group on that shard. It has a value
+  for each key, or one value for all pieces of the tensor, such as a count of steps.
+- `gain` is a measurement of each shard: the new shard gets the mean, weighted by the number of keys from each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from narrows.protocols.config.key_ranges import Keys, overlaps
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.ps.store.changes import OWED, FloatArray
 
-Arrays = Mapping[str, FloatArray]  # as Store.arrays
+Arrays = Mapping[str, FloatArray]  # as from Store.arrays
 
 
 def recut(plan: ModelSpec, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict[str, FloatArray]:
-    """The arrays of a shard of `keys`; `before`: the ranges of a split, and what each shard of it has. The arrays of a range
-    without a key in common with `keys` are not looked at."""
+    """Make the arrays of a shard of `keys`.
+
+    Args:
+        plan: The model spec.
+        before: The key range of each shard of the earlier split, and its arrays. The arrays of a shard without a key in
+            common with `keys` are not read.
+        keys: The range [begin, end) of the new shard.
+
+    Returns:
+        The arrays of the new shard, named as in `Store.arrays`.
+    """
     common = overlaps([each for each, _ in before], *keys)
     sources = [(*before[index], low, high) for index, low, high in common]
     made: dict[str, FloatArray] = {}
@@ -51,7 +60,7 @@ def recut(plan: ModelSpec, before: Sequence[tuple[Keys, Arrays]], keys: Keys) ->
 def _of_tensor(
     plan: ModelSpec, had: Keys, arrays: Arrays, group: int, tensor: int, keys: Keys
 ) -> dict[str, FloatArray]:
-    """By name, the state that a shard has of a tensor at `keys`."""
+    """Return a shard's optimizer state of one tensor at `keys`, by name; {} if it has no such key."""
     for i, (which, begin, end) in enumerate(plan.pieces(*had)[group]):
         if which == tensor and begin < keys[1] and keys[0] < end:
             prefix, at = f"{OPTIMIZER}{group}.{i}.", slice(max(keys[0], begin) - begin, min(keys[1], end) - begin)

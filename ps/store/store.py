@@ -1,13 +1,27 @@
-"""The store of one shard: the master copy x and the published copy p of its key range, and what is done to them.
+"""The store of one shard: the master copy x and the published copy p of its key range, and the changes of both.
+
+How it works
+
+    Fold | OuterStep | Step ──> x += ...            master copy, float32[size]
+    Rebase ───────────────────> x = base + (x - before)
+    Publish ──────────────────> p ──> number n      published copy, float32[size]
+                                 └──> deltas[n]     the change from n - 1, coded or as keys of p
+    since(have) ──────────────> deltas[have + 1], ..., or nothing: then the child gets p whole
+
+1. `SetFirstWeights` or `LoadArrays` fills x and p and sets the number of the publication.
+2. Changes move x. At a barrier they come between two publications only.
+3. `Publish` moves p to x. With a lossless downlink p becomes equal to x. With a lossy one p gains the coded difference,
+   and what coding left out stays in x - p: this is the error feedback of the downlink.
+4. The store keeps the newest differences, at most DELTAS_MAX, and together no longer than the whole state.
 
 Rules
-- `apply(change)` is the only way in: x, p and all beside them follow from the changes, in their order. A `Publish` is numbered,
-  from 0 on, the first weights.
-- A view of p or x that was handed out may still be on its way: `lent()` says so, and then the next change goes to a fresh
-  buffer instead of the lent one. Nobody ever sees a buffer change under a message.
-- Reduction is in the order given (worker id), in float32, weight times value then added: bit for bit repeatable.
-- A lossy downlink keeps its residual as x - p: one for the shard, not one for each child.
-- Rows of tables are beside the keys (embedding_rows.py): changes step them too, and no publication has them.
+- `apply(change)` is the only way in: x, p and everything beside them follow from the changes, in their order.
+  Publications are numbered from 0, the first weights.
+- A view of p or x may still be on its way to a child: `lent()` is true then, and the next change goes to a fresh array
+  in place of the lent one. So the values of a message never change while it is sent.
+- Reduction is in the order given (worker ids), in float32, weight times value then added: bit for bit repeatable.
+- A lossy downlink has one residual for the shard, x - p, and not one for each child.
+- Embedding rows are beside the keys (embedding_rows.py): changes step them too, and no publication has them.
 - An exchange in fragments (Streaming DiLoCo, 2501.18512) changes x, p and the momentum at the fragment's keys alone.
 """
 
@@ -42,17 +56,27 @@ from narrows.ps.store.embedding_rows import EmbeddingRows
 from narrows.ps.store.reduction import TrimmedMean, WeightedMean
 from narrows.ps.store.update_gain import Gain
 
-DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
-DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
+DELTAS_MAX = CREDIT_MAX  # publications kept coded; a child further behind gets the whole state
+DELTA_BYTES_RATIO = 1.0  # the kept differences have at most this share of the bytes of the whole state
 
 
 class ServerOptimizer(Protocol):
-    """Steps the weights of a shard along a folded gradient; see ps/store/torch_optimizer.py."""
+    """Steps the weights of a shard along a folded gradient. `TorchOptimizer` implements it
+    (ps/store/torch_optimizer.py).
+    """
 
     def step(
         self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
     ) -> None:
-        """Change `weights` in place. `absent`: tensors without a gradient. `scale` multiplies the learning rate."""
+        """Take one step of the optimizer.
+
+        Args:
+            weights: The weights of the shard, float32[size], changed in place.
+            gradient: The folded gradient, float32[size].
+            hyper: The packed hyper-parameters of the parameter groups.
+            absent: Indices of the tensors without a gradient; they stay as they are.
+            scale: The factor on the learning rate.
+        """
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that a step would refuse."""
@@ -60,28 +84,30 @@ class ServerOptimizer(Protocol):
     def state(self) -> dict[str, FloatArray]: ...
 
     def kept(self) -> list[list[Any]]:
-        """Return what is kept of each tensor: its index, the name, and the value if one is for all of it, else None."""
+        """Return [tensor index, name, value] for each state of each tensor; the value is None if there is one for
+        each key.
+        """
 
     def read(self, name: str, begin: int, end: int) -> FloatArray:
-        """Values [begin, end) of this name, of the keys of the shard; zeros where nothing is kept."""
+        """Return the state of this name at keys [begin, end) of the shard, float32[end - begin]; zeros where there
+        is none.
+        """
 
     def load(self, state: dict[str, FloatArray]) -> None: ...
 
 
 def fits(array: npt.NDArray[Any], size: int) -> bool:
-    """True if this is an array of so many parameters, as kernels take it."""
+    """True if the array is float32[size], as the kernels take it."""
     return array.dtype == np.float32 and array.shape == (size,)
 
 
 def assume_lent() -> bool:
-    """Where nobody knows better."""
+    """Treat each view as still on its way: safe if no runner says otherwise."""
     return True
 
 
 class Store:
-    """Arrays of keys [begin, end). `codings`: what publications may be coded with, the last until another is asked for.
-    `outer`: rate and momentum of the outer optimizer. `barrier`: x changes between two publications only. `cut`: of a trimmed
-    mean, 0: a mean."""
+    """The arrays of keys [begin, end)."""
 
     def __init__(
         self,
@@ -97,46 +123,64 @@ class Store:
         cut: float = 0.0,
         tables: EmbeddingRows | None = None,
     ) -> None:
+        """A store of zeros without a publication.
+
+        Args:
+            begin: The first key.
+            end: The key after the last.
+            barrier: True if x changes between two publications only.
+            codings: The SPECs that may code publications; the last one holds until a Publish names another.
+            outer: Learning rate and momentum of the outer optimizer; None if there is none.
+            optimizer: The server's optimizer, for pushed gradients.
+            lent: True while a message that is still on its way may read x or p.
+            gain: The gain, which sees each update that is added.
+            cut: The share that a trimmed mean leaves out at either end; 0 for a plain mean.
+            tables: The embedding rows of the shard.
+        """
         self.begin, self.end = begin, end
         self.size = end - begin
         self.tables = tables or EmbeddingRows()
-        self.gain = gain or Gain(self.size)  # told of each update that is added
+        self.gain = gain or Gain(self.size)  # sees each update that is added
         self.lent = lent
         self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
-        self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
+        # compressor memory of the downlink; each fragment is a stream of its own
+        self.memories: dict[Keys, Memory] = {}
         self.publication = -1
         self.x: FloatArray = np.zeros(self.size, np.float32)
         self.p: FloatArray = self.x
         self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
-        # Publications as keys and payload; None: the values are in p. All that are here are of one of these kinds.
+        # By number: (keys, coded difference), or (keys, None) if the values are in p. All entries are coded, or none
+        # is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
-        self.rebased = False  # since the last publication: then it is of all keys
-        # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.
+        self.rebased = False  # True if x was rebased since the newest publication: the next one covers all keys
+        # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
         self.shared = barrier and self.down.lossless and len(codings) == 1
 
     @property
     def whole(self) -> Keys:
+        """The key range [begin, end) of the shard."""
         return (self.begin, self.end)
 
     def apply(self, change: Change) -> None:
+        """Carry out one change."""
         APPLY[type(change)](self, change)
 
     def weights_length(self) -> float:
-        """The L2 norm of x."""
+        """Return the L2 norm of x."""
         return math.sqrt(float(np.dot(self.x, self.x)))
 
     def norm(self, terms: Terms) -> float:
-        """The squared L2 norm of the sum of `terms`."""
+        """Return the squared L2 norm of the sum of `terms`."""
         if not terms:
             return 0.0
         mean = self.mean.of(terms)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is too long to be squared counts as not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # a square that overflows counts as not finite
             return float(np.dot(mean, mean))
 
     def _own_x(self) -> FloatArray:
-        """x, fit to be written."""
+        """Return x in an array that no message reads, so that a change may write to it."""
         if self.shared and self.lent():
             self.x = self.p = self.x.copy()
         return self.x
@@ -145,7 +189,7 @@ class Store:
         return slice(keys[0] - self.begin, keys[1] - self.begin)
 
     def check(self) -> None:
-        """Raises ValueError where an array does not fit the keys: kernels would read and write beyond it."""
+        """Raise ValueError if an array does not fit the keys: the kernels would read and write beyond its end."""
         for name, array in self.arrays().items():
             if name in ("x", "p", "outer.momentum") and not fits(array, self.size):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, and not float32[{self.size}]")
@@ -171,12 +215,12 @@ class Store:
         self.deltas.clear()
 
     def _fold(self, change: Fold) -> None:
-        x, gain = self._own_x(), self.gain.factor  # which the first of them may change
+        x, gain = self._own_x(), self.gain.factor  # the factor of all terms, though the first may change the gain
         for (weight, update), (worker, share) in zip(change.terms, change.of, strict=True):
             before = x[self.gain.at]
             for piece in update:
                 codecs.add(piece, weight, x, self.begin)
-            # As it was folded: one that was shortened counts as long as it is now.
+            # The update counts with the length that it has after a filter.
             self.gain.saw(worker, share, share * gain, before, x[self.gain.at])
         shares = [share for _, share in change.of]
         self._fold_rows(shares, change.terms, change.rates)
@@ -223,7 +267,7 @@ class Store:
             self.optimizer.load(saved)
 
     def arrays(self) -> dict[str, FloatArray]:
-        """Everything a checkpoint holds of the keys of this shard; views."""
+        """Return views of all that a checkpoint holds of the keys of this shard."""
         arrays = {"x": self.x, "p": self.p}
         if self.gain.agreement:
             arrays["gain"] = self.gain.state()
@@ -236,23 +280,27 @@ class Store:
     # Publications.
 
     def _publish(self, change: Publish) -> None:
-        """A state that overflowed (a sum of finite updates may) is published whole: whoever trains must see it as it is."""
+        """Publish x.
+
+        A state that overflowed (the sum of finite updates may) is published whole: the workers must see it as it is.
+        """
         if change.spec:
-            self.down = parse(change.spec).contraction()  # what the one before left out is in x - p
+            self.down = parse(change.spec).contraction()  # what the coding before left out is in x - p
         keys = self.whole if change.keys is None or self.rebased else change.keys
         self.publication += 1
         self.rebased = False
         delta = None if self.down.lossless else self._delta(keys)
         overflows = delta is None and not self.down.lossless
         if any((payload is None) != (delta is None) for _, payload in self.deltas.values()):
-            self.deltas.clear()  # what is read from p would have been added to, or be added to once more
+            # values read from p have later coded differences in them: a child would add those twice
+            self.deltas.clear()
         if delta is not None:
             if self.lent():
                 self.p = self.p.copy()
             accumulate(delta, 1.0, self.p[self._at(keys)])
             self.deltas[self.publication] = (keys, delta)
         elif overflows or keys == self.whole:
-            self.deltas.clear()  # nothing leads over this publication but the whole state
+            self.deltas.clear()  # only the whole state leads to this publication
             self._show(self.whole)
         else:
             self.deltas[self.publication] = (keys, None)
@@ -260,7 +308,7 @@ class Store:
         self._forget()
 
     def _show(self, keys: Keys) -> None:
-        """p = x at these keys."""
+        """Set p = x at these keys."""
         if self.shared:
             return
         if self.lent() and keys == self.whole:
@@ -271,7 +319,10 @@ class Store:
         np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
 
     def _forget(self) -> None:
-        """Keep no more publications than are worth it: those of all fragments once are as long as the whole state."""
+        """Drop the oldest differences while there are too many, or together they are longer than the whole state.
+
+        Those of all fragments, once each, are as long as the whole state.
+        """
         limit = DELTA_BYTES_RATIO * 4 * self.size
 
         def kept() -> int:
@@ -281,9 +332,10 @@ class Store:
             self.deltas.popitem(last=False)
 
     def _delta(self, keys: Keys) -> bytes | None:
-        """x - p at `keys`, coded; None where it is not finite."""
+        """Return x - p at `keys`, coded; None if it is not finite."""
         memory = self.memories.setdefault(keys, Memory(seed=self.begin))
-        memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
+        # the clock that this publication completes, which is the clock of the pushes in it
+        memory.step = self.publication - 1
         with np.errstate(over="ignore", invalid="ignore"):
             left = self.x[self._at(keys)] - self.p[self._at(keys)]
         try:
@@ -292,9 +344,9 @@ class Store:
             return None
 
     def since(self, have: int) -> list[tuple[int, Keys, bytes | None]]:
-        """Number, keys and payload of each publication after `have`; none where only the whole state will do.
+        """Return (number, keys, payload) of each publication after `have`, or [] if only the whole state will do.
 
-        No payload: the values of these keys in p.
+        A payload of None stands for the values of these keys in p.
         """
         wanted = range(have + 1, self.publication + 1)
         if have < 0 or not all(number in self.deltas for number in wanted):

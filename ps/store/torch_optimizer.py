@@ -1,7 +1,8 @@
 """The script's optimizer on a shard: any elementwise class of torch.optim, rebuilt by name from plain values.
 
-Each tensor's piece inside the shard is one parameter, a view of the shard's flat weights, so an elementwise optimizer
-does to it what it would do to the whole tensor. Pieces without a gradient this step are skipped, as in one process.
+The piece of each tensor that lies on the shard is one torch parameter, a view of the shard's flat weights. So an
+elementwise optimizer does to the piece what it would do to the whole tensor. A piece without a gradient in this step is
+skipped, as in one process.
 """
 
 from __future__ import annotations
@@ -22,26 +23,38 @@ from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
-    """Import what torch imports when the first optimizer is made: seconds in which no heartbeat would leave."""
+    """Make one optimizer, so that torch imports what it needs now. The import takes seconds in which no heartbeat
+    leaves.
+    """
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
 def _kinds(values: dict[str, Any]) -> dict[str, object]:
-    """Return what decides which state an optimizer has: flags, and whether a number is 0."""
+    """Return what decides which state an optimizer keeps: its flags, and whether each number is 0."""
     return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
 
 
 class TorchOptimizer:
-    """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
+    """Steps the tensor pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
 
     def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
+        """An optimizer without state; torch's own object is built at the first step.
+
+        Args:
+            plan: The model spec, which names the optimizer's class and the parameter groups.
+            begin: The first key of the shard.
+            end: The key after its last.
+
+        Raises:
+            RemoteProtocolError: The class is not elementwise, so it cannot be rebuilt on a part of the keys.
+        """
         if plan.optimizer not in ELEMENTWISE:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
         self.made_of = (plan, begin, end)
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
-        self.checked: bytes | None = None  # what `check` saw last
-        self.first: list[dict[str, Any]] | None = None  # and what it saw first
+        self.checked: bytes | None = None  # the newest hyper-parameters that `check` has accepted
+        self.first: list[dict[str, Any]] | None = None  # the first that it has accepted
         offsets = plan.offsets()
         self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
         for group in plan.groups:
@@ -57,7 +70,7 @@ class TorchOptimizer:
         self.pending: dict[str, FloatArray] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Plain values: what torch has made are views of the weights, and would be copies of them."""
+        """Return plain values: torch's state and parameters are views of the weights, and pickle would copy them."""
         return (*self.made_of, self.state(), self.checked, self.first)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -90,7 +103,7 @@ class TorchOptimizer:
             self.optimizer.step()
 
     def check(self, hyper: bytes) -> None:
-        """Raise RemoteProtocolError for hyper-parameters that torch refuses; asked before anything is folded."""
+        """Raise RemoteProtocolError for hyper-parameters that torch refuses. Called before anything is folded."""
         if hyper == self.checked:
             return
         groups = self._groups(hyper)
@@ -98,22 +111,22 @@ class TorchOptimizer:
         try:
             for before, values in zip(first, groups, strict=True):
                 self._try(values)
-                if _kinds(values) != _kinds(before):  # whose state the other may not have: amsgrad, for one
+                if _kinds(values) != _kinds(before):  # then one may need state that the other lacks, as with amsgrad
                     self._try(before, values)
                     self._try(values, before)
-        except Exception as error:  # whatever torch says to values of any type
+        except Exception as error:  # torch may raise anything for values of any type
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
         self.checked, self.first = hyper, first
 
     def _try(self, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
-        """Step with these, and with what a group may have become."""
+        """Take a step with the values `made`, then one with `then`, to which the group may change later."""
         stand_in = torch.zeros(1, requires_grad=True)
         stand_in.grad = torch.ones(1)
-        optimizer = self.kind([stand_in], **made)  # as arguments: in a group, torch looks at none of them
+        optimizer = self.kind([stand_in], **made)  # as arguments: torch checks no value of a group
         for update in (None, then) if then is not None else (None,):
             optimizer.param_groups[0].update(update or {})
-            optimizer.step()  # a step too: some are looked at only there, and a rate that is NaN nowhere
+            optimizer.step()  # some values are checked only in a step, and a rate of NaN is checked nowhere
             if not stand_in.isfinite().all():
                 raise ValueError("with them a step leads to no number")
 
@@ -133,14 +146,15 @@ class TorchOptimizer:
         lists = []
         for pieces, values in zip(self.pieces, groups, strict=True):
             lists.append({"params": [piece[3] for piece in pieces], **values})
-        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
+        # The first group's values are passed as the defaults too: Adagrad fills its sums from the argument, not from
+        # the group.
         built: torch.optim.Optimizer = self.kind(lists, **groups[0])
         if self.pending:
             self._restore(built)
         return built
 
     def _values(self) -> Iterator[tuple[int, int, str, FloatArray]]:
-        """Group, piece, name and value of all that is kept, where it lies."""
+        """Yield (group, piece, name, value) of all state, without copies."""
         if self.optimizer is None:
             for key, values in self.pending.items():
                 group, index, name = key.split(".", 2)
@@ -153,7 +167,7 @@ class TorchOptimizer:
                         yield g, i, name, torch.as_tensor(value, dtype=torch.float32).detach().numpy()
 
     def state(self) -> dict[str, FloatArray]:
-        """Optimizer state by "group.piece.name", float32 arrays: views, where it is float32 itself."""
+        """Return the state as "group.piece.name" -> float32 array; a view if torch's own array is float32."""
         return {f"{g}.{i}.{name}": values for g, i, name, values in self._values()}
 
     def kept(self) -> list[list[Any]]:
@@ -171,7 +185,7 @@ class TorchOptimizer:
         return found
 
     def load(self, state: dict[str, FloatArray]) -> None:
-        """State of an earlier life; it takes effect with the first step."""
+        """Take over the state of an earlier process; the next step uses it."""
         self.pending, self.optimizer, self.base = {k: v.copy() for k, v in state.items()}, None, None
 
     def _restore(self, built: torch.optim.Optimizer) -> None:

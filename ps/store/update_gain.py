@@ -1,16 +1,17 @@
-"""By how much the mean of the workers' updates is scaled, so that a step of the model is as long as a step of one worker.
+"""The gain: the factor on the mean of the workers' updates that makes a step of the model as long as one worker's step.
 
-AdamW, and whatever else divides a gradient by its own size, makes updates of one length however noisy the gradient is. Those
-of W workers are then nearly orthogonal where noise dominates, and their mean is up to sqrt(W) too short.
+AdamW, like every optimizer that divides a gradient by its own size, makes updates of one length, however noisy the
+gradient is. If noise dominates, the updates of W workers are nearly orthogonal, and their mean is up to sqrt(W) too
+short.
 
-    gain = (sum_i w_i |U_i|^2 / |sum_i w_i U_i|^2) ^ ((1 - degree) / 2)        U_i: of worker i, the updates of a window summed
+    gain = (sum_i w_i |U_i|^2 / |sum_i w_i U_i|^2) ^ ((1 - degree) / 2)     U_i: worker i's updates of a window, summed
 
 Rules
-- Updates are looked at as they are folded, at a sample of the keys, a window of clocks at a time: within one, sparse updates
-  have come by most keys. A window changes the gain of what is folded after it.
-- `degree` says how an update grows with the gradient: 1 of SGD, whose gain is 1, and 0 of AdamW
+- The gain is measured as updates are folded, at a sample of the keys, one window of clocks at a time: within a window,
+  sparse updates reach most keys. A window changes the gain of the updates that are folded after it.
+- `degree` says how an update grows with the gradient: 1 for SGD, whose gain is 1, and 0 for AdamW
   (worker/model/optimizer_scaling.py).
-- The gain is a function of the folds in their order, so that it can be measured over again.
+- The gain is a function of the folds in their order, so a replay measures the same.
 
 docs/design/gain.md has what was tried, and the figures.
 """
@@ -29,15 +30,22 @@ from narrows.protocols.config.modes import GAIN_MAX, Mode, Rule
 from narrows.protocols.config.settings import Settings
 from narrows.ps.store.changes import FloatArray
 
-WINDOW = 8  # clocks: of 8, 16 and 32 the sums of sparse updates agree best with the updates themselves
-SMOOTHING = 0.5  # of the logarithm, for each window: what a gain is worth changes over hundreds of clocks
+WINDOW = 8  # clocks: among 8, 16 and 32, sums of sparse updates over 8 agree best with the updates themselves
+SMOOTHING = 0.5  # of the logarithm, for each window; the best gain changes over hundreds of clocks
 LOOK_AHEAD = 0.5  # clocks
-GONE = -1  # in the place of a worker that has left, and is not measured any more
+GONE = -1  # stands for a worker that has left and is not measured any more
 
 
 @dataclass(slots=True)
 class AgreementWindow:
-    """Sums of one worker's updates. `whole`: that of the newest window that is over since the gain was measured."""
+    """The sums of one worker's updates at the sample.
+
+    Attributes:
+        clocks: Updates in the present window so far.
+        total: Their sum.
+        whole: The sum of the newest complete window since the gain was last measured; None if there is none.
+        share: The share of its newest update in the mean.
+    """
 
     clocks: int
     total: FloatArray
@@ -46,7 +54,9 @@ class AgreementWindow:
 
 
 class MergeFactors(NamedTuple):
-    """The fields of a state that say how updates are merged; as in `State`."""
+    """The fields of a state that say how a child merges its own updates into it; each has the meaning that it has in
+    `State`.
+    """
 
     gain: float = 1.0
     ahead: float = 1.0
@@ -58,9 +68,17 @@ PLAIN = MergeFactors()
 
 @dataclass(slots=True)
 class Gain:
-    """The gain of one shard. `fixed`: its value, 0: measured. `look`: how much more an own update in flight stands for.
+    """The gain of one shard.
 
-    agreement: the length of the mean beside that of the updates (root mean square), 0: unknown yet.
+    Attributes:
+        size: The number of keys of the shard.
+        degree: How an update grows with the gradient, 0 to 1.
+        fixed: The value of --update-gain; 0 if the gain is measured.
+        look: What is added to the factor on a child's own updates in flight, as a share of the gain.
+        factor: The gain now.
+        agreement: The length of the mean update over that of one update (root mean square); 0 while unknown.
+        at: The sample: indices of keys of the shard.
+        windows: The sums of each worker, by worker.
     """
 
     size: int
@@ -78,23 +96,33 @@ class Gain:
 
     @staticmethod
     def of(settings: Settings, mode: Mode, plan: ModelSpec, size: int) -> Gain:
-        """Make the gain of a shard of `size` keys from validated settings."""
+        """Make the gain of a shard of `size` keys from checked settings."""
         clocks = settings.look_ahead if settings.look_ahead >= 0 else LOOK_AHEAD * (1 - plan.degree)
         late = mode.rule is Rule.ADD and not mode.barrier and mode.bound
         return Gain(size, plan.degree, max(settings.update_gain, 0.0), clocks / late if late else 0.0)
 
     def merging(self, members: int) -> MergeFactors:
-        """Say how updates are merged in a state that is published now. A single member has all its updates in its
-        replica: there is nothing ahead of it."""
+        """Return how a child merges its own updates into a state that is published now.
+
+        A single member has all its updates in its replica, so nothing is ahead of it.
+        """
         ahead = self.factor * (1 + self.look * (members > 1))
         return MergeFactors(self.factor, min(ahead, GAIN_MAX), self.agreement)
 
     def saw(self, worker: int, share: float, weight: float, before: FloatArray, after: FloatArray) -> None:
-        """An update was folded at this weight for `share` of a mean. before, after: the model at `at`, float32[len(at)]."""
+        """Take note of one folded update.
+
+        Args:
+            worker: The worker, or GONE.
+            share: The share of the update in its mean.
+            weight: The weight that it was folded with.
+            before: The model at `at` before the fold, float32[len(at)].
+            after: The model at `at` after it.
+        """
         if worker == GONE:
             return
         own = self.windows.setdefault(worker, AgreementWindow(0, np.zeros(self.at.size, np.float32)))
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
+        with np.errstate(over="ignore", invalid="ignore"):  # a window that is not finite gives no measurement
             own.total += (after - before) / np.float32(weight)
         own.clocks += 1
         own.share = share
@@ -105,7 +133,10 @@ class Gain:
             self._measure()
 
     def forget(self, worker: int) -> None:
-        """Its update was left out: the others do not wait for its window, and it begins a new one when it counts again."""
+        """Drop the window of a worker whose update was left out, so that the others do not wait for it.
+
+        The worker begins a new window with its next update that counts.
+        """
         self.windows.pop(worker, None)
 
     def state(self) -> FloatArray:
@@ -113,16 +144,19 @@ class Gain:
         return np.array([self.agreement], np.float32)
 
     def load(self, state: FloatArray) -> None:
-        """The gain follows, whatever it was: a run may go on with another --update-gain."""
+        """Take over the agreement of a checkpoint. The gain is computed anew: a run may go on with another
+        --update-gain.
+        """
         self.agreement = float(state[0])
         self._scale()
 
     def members(self, live: Iterable[int]) -> None:
-        """Forget who left."""
+        """Forget workers that have left."""
         for worker in self.windows.keys() - set(live):
             self.forget(worker)
 
     def _measure(self) -> None:
+        """Measure the agreement from one complete window of each worker."""
         shares = np.array([each.share for each in self.windows.values()])
         shares /= shares.sum()
         sums = np.stack([each.whole for each in self.windows.values() if each.whole is not None]).astype(np.float64)
@@ -132,9 +166,10 @@ class Gain:
             mean = shares @ sums
             lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
         if not (length > 0 and lengths < float("inf")):
-            return  # nothing moved, or it is not finite
-        least = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
-        measured = min(max(length / lengths, least), 1.0) ** 0.5  # of updates that are one it may be rounded up
+            return  # no update moved the model, or a sum is not finite
+        # the square of the agreement of orthogonal updates: 1/W if all shares are equal
+        least = float(np.square(shares).sum())
+        measured = min(max(length / lengths, least), 1.0) ** 0.5  # equal updates may round to more than 1
         before = self.agreement or measured
         self.agreement = before**SMOOTHING * measured ** (1 - SMOOTHING)
         self._scale()
