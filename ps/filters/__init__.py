@@ -1,1 +1,1 @@
-"""The checks that an update passes before a shard folds it: --max-update-norm, --robust."""
+"""The filters of updates before a shard folds them: --max-update-norm, --robust."""

@@ -1,4 +1,4 @@
-"""Where the updates of each worker lead beside those of the others (--robust cosine). No I/O."""
+"""The cosine filter: leaves out a worker whose updates point away from the others' (--robust cosine). No I/O."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ from narrows.protocols.effects import Log
 from narrows.ps.filters.update_sample import UpdateSample
 from narrows.ps.store.changes import FloatArray
 
-RECENT = (
-    128  # updates of a worker that its direction is the mean of: what one shows, of gradients most of all, is noise
-)
-LEAST = 8  # of them before it is known
-AGREE = 0.05  # the mean cosine among others from which on they say something
-SHARE = 0.25  # of it, which a worker's own with them has at least
-SURE = 0.04  # a cosine at 4,096 keys is right to 0.02
-TINY = 1e-30
+# updates of a worker whose directions are averaged: a single one, of gradients above all, is mostly noise
+RECENT = 128
+LEAST = 8  # updates of a worker before its mean direction counts as known
+AGREE = 0.05  # the mean cosine among the others from which on their direction counts
+SHARE = 0.25  # a worker's own cosine must reach this share of the others'
+SURE = 0.04  # margin: a cosine at 4,096 keys is right to 0.02
+TINY = 1e-30  # least length that a mean direction is divided by
 
 
 class CosineFilter:
-    """Whether the updates of a worker lead where those of the others lead.
+    """Leaves out the updates of a worker whose mean direction differs from the direction of the others.
 
-    m_i is the mean of the last 128 updates of worker i, each scaled to length 1; older ones fade. All are taken at a sample of
-    the keys. own is the mean cosine of m_i with each m_j, others is the one between those. Worker i is left out while
+    m_i is the mean of the last 128 updates of worker i, each scaled to length 1; older updates fade. All are taken at a
+    sample of the keys. own is the mean cosine of m_i with each m_j, others is the mean cosine among those m_j. Worker i
+    is left out while
 
         own < others / 4 - 0.04    and    others > 0.05
 
-    So each worker is one voice, whatever it sends. Near a minimum the updates of honest workers cancel out, and every one
-    opposes the rest; but then the rest do not agree, and nobody is left out.
+    So each worker has one vote, whatever the length of its updates. Near a minimum the updates of honest workers cancel
+    out, and each opposes the sum of the rest; but then the rest do not agree either, and no worker is left out.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.means: dict[int, FloatArray] = {}  # by worker
-        self.seen: Counter[int] = Counter()
-        self.struck: Counter[int] = Counter()
+        self.means: dict[int, FloatArray] = {}  # mean direction of each worker at the sample
+        self.seen: Counter[int] = Counter()  # updates of each worker so far
+        self.struck: Counter[int] = Counter()  # updates of each worker that were left out
         self.logs: list[Log] = []
 
     def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
+        """Return 1 for each update that counts, 0 for each that is left out."""
         for look in looks:
             self._saw(look.worker, look.sample)
         cosines = self.cosines()
         return [self._factor(look.worker, look.clock, cosines) for look in looks]
 
     def _saw(self, worker: int, values: FloatArray) -> None:
+        """Take an update into the worker's mean direction."""
         length = float(np.linalg.norm(values.astype(np.float64)))
         if not length:
-            return  # leads nowhere
+            return  # an update of zeros has no direction
         self.seen[worker] += 1
         mean = self.means.setdefault(worker, np.zeros_like(values))
         mean += (values / np.float32(length) - mean) / np.float32(min(self.seen[worker], RECENT))
 
     def cosines(self) -> dict[int, tuple[float, float]]:
-        """Return each known worker's mean cosine with the others, and that among those; {} while too few are known."""
+        """Return worker -> (its mean cosine with the others, the mean cosine among those); {} while too few workers
+        are known.
+        """
         known = [worker for worker in sorted(self.means) if self.seen[worker] >= LEAST]
         count = len(known)
         if count < WORKERS:
@@ -70,6 +74,7 @@ class CosineFilter:
         return dict(zip(known, zip((own / (count - 1)).tolist(), others.tolist(), strict=True), strict=True))
 
     def _factor(self, worker: int, clock: int, cosines: dict[int, tuple[float, float]]) -> float:
+        """Return 0 if the worker's updates are left out at present, else 1. Log the first one of each worker."""
         if worker not in cosines:
             return 1.0
         own, others = cosines[worker]
@@ -86,5 +91,6 @@ class CosineFilter:
         return 0.0
 
     def members(self, live: Container[int]) -> None:
+        """Forget workers that have left."""
         for worker in [worker for worker in self.means if worker not in live]:
             del self.means[worker], self.seen[worker]

@@ -1,14 +1,16 @@
-"""How long an update may be, beside the median of recent ones on this shard. No I/O.
+"""Bounds the length of updates, measured against the median of recent updates on this shard. No I/O.
 
 Rules
-- `UnboundedNorms`, in every run: one that is 2^24 times as long as that, and as the weights, is left out. Nothing
-  would be left of the model in float32, so no honest run gets there. The length was known when it came, and costs nothing.
-- `NormClip`, with --max-update-norm: at most so many times the median.
-- A longer one is shortened to the median: who sends a million times its update counts as the others do. It is named, the first
-  of each worker.
-- It is known as at most the limit, so a run whose updates all grow at once goes on after half of RECENT.
-- At a barrier the updates of the set are looked at together. Where updates are folded as they come, the first few are held
-  against a tenth of the weights' own length, for nothing else is known yet.
+- `UnboundedNorms`, in every run: an update that is 2^24 times as long as the usual one, and as the weights, is left
+  out. In float32 nothing would be left of the model, so no honest run gets there. The length is known from the check of
+  the push, and costs nothing.
+- `NormClip`, with --max-update-norm: an update may be at most that many times as long as the median. A longer one is
+  shortened to the median: a worker that sends a million times its update counts like the others. The first such update
+  of each worker is logged.
+- The length of a shortened update enters the median as the limit. So if all updates of a run grow at once, the run goes
+  on unshortened after half of RECENT.
+- At a barrier the updates of a set are judged together. Without a barrier the first few updates are compared with a
+  tenth of the length of the weights, since no other length is known yet.
 """
 
 from __future__ import annotations
@@ -22,28 +24,34 @@ from narrows.protocols.effects import Log
 from narrows.ps.filters.update_sample import UpdateSample
 
 RECENT = 64  # lengths that the median is taken of
-LEAST = 4  # known lengths: of fewer a median says nothing
-FIRST = 0.1  # of the weights' length
-FAR = 2.0**24  # of two numbers as far apart a float32 sum keeps the larger one alone
-KNOWN = 3  # lengths: of two nobody can say which is usual, so the longer one may be
+LEAST = 4  # known lengths that a median needs
+FIRST = 0.1  # share of the weights' length that stands for the median while too few lengths are known
+FAR = 2.0**24  # of two numbers that differ by this factor, a float32 sum keeps the larger one alone
+KNOWN = 3  # known lengths needed: of two, either may be the usual one
 
 
 class UnboundedNorms:
-    """Updates so long that they are a fault or a lie. `weights`: their length. `gradients`: these have no unit in common with
-    the weights, so while no length is known none is too long.
+    """Finds updates that are so long that they are a fault or a lie.
 
-    Where the newest updates of all members are too long, it is the run that has changed, and they count. A run whose updates
-    are zero most of the time has its weights to go by: what is usual there says nothing.
+    If the newest updates of all members are too long, the run itself has changed, and they count. In a run whose
+    updates are zero most of the time, the usual length says nothing, and the length of the weights is the measure.
     """
 
     def __init__(self, weights: Callable[[], float], gradients: bool) -> None:
+        """A filter that knows no length yet.
+
+        Args:
+            weights: Gives the L2 norm of the shard's weights. gradients: True if workers push gradients. These have no
+            unit in common with the weights, so while no length is
+                known, none is too long.
+        """
         self.weights, self.gradients = weights, gradients
-        self.recent: deque[float] = deque(maxlen=RECENT)  # of updates that counted
-        self.live: set[int] = set()
+        self.recent: deque[float] = deque(maxlen=RECENT)  # lengths of updates that counted
+        self.live: set[int] = set()  # the members now
         self.out: set[int] = set()  # members whose newest update was too long
 
     def leaves_out(self, updates: Sequence[tuple[int, float]]) -> list[bool]:
-        """Say of each update (worker, length) whether it is too long; at a barrier they are those of one set."""
+        """Return for each (worker, length) whether the update is too long. At a barrier the updates are one set."""
         lengths = [length for _, length in updates]
         known = sorted([*self.recent, *lengths] if len(lengths) > 1 else self.recent)
         usual = known[(len(known) - 1) // 2] if len(known) >= KNOWN else 0.0
@@ -54,27 +62,35 @@ class UnboundedNorms:
         if self.live and self.live <= self.out:
             self.out.clear()
             self.recent.clear()
-            self.recent += lengths * KNOWN  # they are what is usual from now on
+            self.recent += lengths * KNOWN  # these lengths are the usual ones from now on
             far = [False] * len(far)
         self.recent += [length for length, too_long in zip(lengths, far, strict=True) if not too_long]
         return far
 
     def members(self, live: Collection[int]) -> None:
+        """Take over the members that are live now."""
         self.live = set(live)
         self.out &= self.live
 
 
 class NormClip:
-    """Shortens updates on shard `index` longer than `most` times the median. `weights`: the length of the weights."""
+    """Shortens updates that are longer than a multiple of the median."""
 
     def __init__(self, index: int, most: float, weights: Callable[[], float]) -> None:
+        """A filter that knows no length yet.
+
+        Args:
+            index: The number of the shard.
+            most: How many times the median an update may be long.
+            weights: Gives the L2 norm of the shard's weights.
+        """
         self.index, self.most, self.weights = index, most, weights
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.struck: Counter[int] = Counter()  # updates of each worker that were shortened
         self.logs: list[Log] = []
 
     def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
-        """By what each is scaled: 1 where it is short enough."""
+        """Return the factor of each update: 1 if it is short enough."""
         if not looks:
             return []
         known = [*self.recent, *(look.length for look in looks)] if len(looks) > 1 else [*self.recent]
@@ -87,6 +103,7 @@ class NormClip:
         return [usual / look.length if look.length > limit else 1.0 for look in looks]
 
     def _strike(self, look: UpdateSample, usual: float) -> None:
+        """Count a shortened update, and log the first of each worker."""
         self.struck[look.worker] += 1
         if self.struck[look.worker] > 1:
             return
@@ -96,4 +113,4 @@ class NormClip:
         self.logs.append(Log("long", told))
 
     def members(self, live: Container[int]) -> None:
-        """Nothing changes: the lengths of updates that were sent still count."""
+        """Change nothing: the lengths of a departed worker's updates still count."""

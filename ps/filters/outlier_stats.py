@@ -1,9 +1,9 @@
-"""Compares what each worker sends with what the others send: for the console and the record, where a flag lets updates
-be looked at. No I/O.
+"""Compares the updates of each worker with those of the others, for the console and the record. No I/O.
 
 Rules
-- An update is held against the newest of each other worker, scaled to length 1: each is one voice.
-- All is taken at a sample of the keys. It changes nothing of the run.
+- An update is compared with the newest update of each other worker, scaled to length 1: each worker has one vote.
+- All figures are taken at a sample of the keys. They change nothing in the run.
+- Updates are compared only if a flag (--max-update-norm, --robust) has the shard look at them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ from narrows.protocols.effects import Log
 from narrows.ps.filters.update_sample import UpdateSample
 from narrows.ps.store.changes import FloatArray
 
-EVERY = 50  # updates of a worker that one row of the record is of
+EVERY = 50  # updates of a worker that one row of the record covers
 
 
 @dataclass(slots=True)
 class OutlierRow:
-    """The figures of one worker. `compared`: its updates that were held against others. `cosine`, `overlap`: means of
-    the last EVERY of them; older ones fade."""
+    """The figures of one worker.
 
-    unit: FloatArray  # its newest update, scaled
-    kept: npt.NDArray[np.bool_]  # where that is not 0
+    Attributes:
+        unit: Its newest update at the sample, scaled to length 1.
+        kept: The positions of the sample where that update is not 0.
+        updates: Its updates so far.
+        left_out: Those that a filter left out.
+        shortened: Those that a filter shortened.
+        compared: Those that were compared with others' updates.
+        cosine: Mean cosine with the sum of the others' updates over the last EVERY; older ones fade.
+        overlap: Mean share of its keys that another worker's update has too, in the same way.
+    """
+
+    unit: FloatArray
+    kept: npt.NDArray[np.bool_]
     updates: int = 0
     left_out: int = 0
     shortened: int = 0
@@ -42,12 +52,14 @@ class OutlierStats:
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.rows: dict[int, OutlierRow] = {}  # by worker
-        self.total = np.zeros(size, np.float64)  # of the newest updates of all
-        self.holders = np.zeros(size, np.int32)  # of how many each position is kept
+        self.total = np.zeros(size, np.float64)  # sum of all workers' newest updates, each scaled to length 1
+        self.holders = np.zeros(size, np.int32)  # for each position: how many workers' newest updates are not 0 there
         self.logs: list[Log] = []
 
     def saw(self, looks: Sequence[UpdateSample], factors: Iterable[float]) -> None:
-        """These are taken at these factors; at a barrier they are of one set, and held against each other."""
+        """Take updates and the factors that the filters gave them. At a barrier they are one set, compared with each
+        other.
+        """
         for look in looks:
             self._newest(look)
         for look, factor in zip(looks, factors, strict=True):
@@ -59,6 +71,7 @@ class OutlierStats:
                 self.logs.append(Log("worker", self._values(look.worker) | {"clock": look.clock}))
 
     def _newest(self, look: UpdateSample) -> None:
+        """Make this the newest update of its worker."""
         row = self.rows.get(look.worker)
         if row is None:
             row = self.rows[look.worker] = OutlierRow(np.zeros_like(look.sample), np.zeros(look.sample.size, bool))
@@ -70,7 +83,11 @@ class OutlierStats:
         self.holders += row.kept
 
     def _compare(self, row: OutlierRow) -> bool:
-        """Its newest update with the mean of the others' and with all that any of them keeps; False where that cannot be."""
+        """Compare the newest update of this worker with the others' updates.
+
+        The cosine is with their sum, the overlap with all keys that any of them has. False if there is nothing to
+        compare.
+        """
         if len(self.rows) < 2 or not row.kept.any():
             return False
         others = self.total - row.unit
@@ -82,13 +99,14 @@ class OutlierStats:
         return True
 
     def _values(self, worker: int) -> dict[str, object]:
+        """Return the figures of a worker as the record has them."""
         row = self.rows[worker]
         told: dict[str, object] = {"worker": worker, "shard": self.index, "updates": row.updates}
         told |= {"left_out": row.left_out, "shortened": row.shortened}
         return told | ({"cosine": round(row.cosine, 4), "overlap": round(row.overlap, 4)} if row.compared else {})
 
     def lines(self) -> list[str]:
-        """One for each worker."""
+        """Return one line of text for each worker."""
         return [self._line(worker) for worker in sorted(self.rows)]
 
     def _line(self, worker: int) -> str:
@@ -102,7 +120,7 @@ class OutlierStats:
         return text + f"of {row.updates} {row.left_out} were left out and {row.shortened} shortened"
 
     def members(self, live: Container[int]) -> None:
-        """Tell of who left, and forget it."""
+        """Log the figures of workers that have left, and forget them."""
         for worker in [worker for worker in self.rows if worker not in live]:
             text = f"{self._line(worker)} (it has left)"
             self.logs.append(Log("worker", self._values(worker) | ({} if self.index else {"text": text})))

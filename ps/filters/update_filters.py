@@ -1,12 +1,12 @@
-"""The checks that an update must pass before a shard folds it. No I/O.
+"""The filters that an update must pass before a shard folds it. No I/O.
 
 Rules
-- One that is not finite is left out, in every run, and so is one that is absurdly long (`UnboundedNorms` in norm_clip.py):
-  its bytes were looked at when they came (ps/shard/push_assembler.py). One without samples has no values: it is left
-  out, and is not told of.
-- Each check gives a factor: 1, less, or 0 for an update that is left out. The product counts.
-- `NormClip` (norm_clip.py) looks at the length of an update, `CosineFilter` (cosine_filter.py) at where it leads.
-- A worker with an update that is left out or shortened is named, once for each reason.
+- In every run an update that is not finite is left out, and one that is absurdly long (`UnboundedNorms` in
+  norm_clip.py). Its bytes were checked when they arrived (ps/shard/push_assembler.py). An update without samples has no
+  values: it is left out without a log line.
+- Each filter gives an update a factor: 1, less if it is shortened, or 0 if it is left out. The product counts.
+- `NormClip` (norm_clip.py) judges the length of an update, `CosineFilter` (cosine_filter.py) its direction.
+- A worker with an update that is left out or shortened is logged, once for each reason.
 """
 
 from __future__ import annotations
@@ -23,29 +23,45 @@ from narrows.ps.filters.outlier_stats import OutlierStats
 from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
 from narrows.ps.store.changes import PushedUpdate
 
-Pushed = Sequence[tuple[int, int, PushedUpdate]]  # worker, clock
+Pushed = Sequence[tuple[int, int, PushedUpdate]]  # (worker, clock, update)
 
 
 class UpdateCheck(Protocol):
-    """`logs`: what is to be told. `struck`: updates of each worker that were shortened or left out."""
+    """A filter that a flag turns on: `NormClip`, `CosineFilter`.
+
+    Attributes:
+        logs: Log lines that `UpdateFilters.take` has not taken yet.
+        struck: By worker: its updates that were shortened or left out.
+    """
 
     logs: list[Log]
     struck: Counter[int]
 
     def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
-        """By what each update is scaled; all are finite. At a barrier they are those of one set."""
+        """Return the factor of each update, from 0 to 1.
+
+        Args:
+            looks: The samples of the updates; all lengths are finite. At a barrier the updates are one set.
+        """
 
     def members(self, live: Container[int]) -> None:
-        """Forget who left."""
+        """Forget workers that have left."""
 
 
 class UpdateFilters:
-    """All checks of shard `index`. `alike`: workers that are not left out have one share each, whatever samples they name.
-    Without it and `checks` no update is looked at."""
+    """All filters of one shard."""
 
     def __init__(
         self, index: int, looks: UpdateSampler, far: UnboundedNorms, checks: Sequence[UpdateCheck], alike: bool = False
     ) -> None:
+        """Filters that have seen no update.
+
+        Args:
+            index: The number of the shard. looks: Takes the length and a sample of an update. far: Finds updates that
+            are absurdly long. checks: The filters that flags turn on. alike: True if all workers that are not left out
+            have equal shares, whatever samples they name (--robust). Without
+                it and without `checks` no sample is taken.
+        """
         self.index, self.looks, self.far, self.checks, self.alike = index, looks, far, checks, alike
         self.beside = OutlierStats(index, looks.at.size) if checks or alike else None
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
@@ -53,7 +69,7 @@ class UpdateFilters:
         self.logs: list[Log] = []
 
     def shares(self, samples: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the share of each (worker, its samples) in a mean."""
+        """Return the share in a mean of each (worker, its samples)."""
         if not self.alike:
             total = sum(count for _, count in samples)
             return [count / max(1, total) for _, count in samples]
@@ -61,14 +77,14 @@ class UpdateFilters:
         return [1 / max(1, counting)] * len(samples)
 
     def factors(self, updates: Pushed) -> list[float]:
-        """By what each update is scaled: 0 where it is left out."""
+        """Return the factor of each (worker, clock, update): 0 if it is left out."""
         finite = [each for each in updates if not any(piece.codec == codecs.VOID for piece in each[2])]
         far = self.far.leaves_out([(worker, update.length) for worker, _, update in finite])
         sound = [each for each, too_long in zip(finite, far, strict=True) if not too_long]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
         if self.beside is not None:
             looks = [UpdateSample(worker, clock, *self.looks(update)) for worker, clock, update in sound]
-            looks = [look for look in looks if look.length < math.inf]  # which it is where it cannot be squared
+            looks = [look for look in looks if look.length < math.inf]  # inf: the square of the length overflowed
             factors = [1.0] * len(looks)
             for check in self.checks:
                 factors = [a * b for a, b in zip(factors, check.factors(looks), strict=True)]
@@ -81,6 +97,7 @@ class UpdateFilters:
         return [found.get((worker, clock), 0.0) for worker, clock, _ in updates]
 
     def _leave_out(self, worker: int, clock: int) -> None:
+        """Count an update that is left out, and log the first of each worker."""
         self.void[worker] += 1
         if self.void[worker] == 1:
             what = f"update {clock} of worker {worker} is not finite, or far too long, and is left out"
@@ -88,6 +105,7 @@ class UpdateFilters:
             self.logs.append(Log("void", {"worker": worker, "clock": clock, "shard": self.index, "text": text}))
 
     def members(self, live: Collection[int]) -> None:
+        """Take over the members that are live now."""
         self.out &= set(live)
         self.far.members(live)
         for each in self._all:
@@ -98,7 +116,7 @@ class UpdateFilters:
         return [*self.checks, *([self.beside] if self.beside is not None else [])]
 
     def take(self) -> list[Log]:
-        """Return the lines for the console and the record since the last call."""
+        """Return the log lines since the last call."""
         found, self.logs = self.logs, []
         for each in self._all:
             found += each.logs
@@ -106,5 +124,5 @@ class UpdateFilters:
         return found
 
     def lines(self) -> list[str]:
-        """Say what each worker sends beside the others, where that is looked at."""
+        """Return a line for each worker that compares its updates with the others'; [] if no flag has them compared."""
         return self.beside.lines() if self.beside is not None else []

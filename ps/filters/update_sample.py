@@ -1,7 +1,8 @@
-"""Looks at an update: how long it is, and its values at a sample of the keys. No I/O.
+"""Takes the length of an update, and its values at a sample of the keys. No I/O.
 
 Rules
-- An update is decoded once, whoever looks; what is raw is read where it lies. Sums that were taken early stay.
+- An update is decoded once, however many filters use it; raw values are read where they lie. Sums that the store has
+  taken early stay valid.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from narrows.ps.store.changes import FloatArray, Update
 
 
 class UpdateSample(NamedTuple):
-    """At update `clock` of a worker. `length`: its L2 norm, inf where it cannot be squared. `sample`: float32[n]."""
+    """A sample of one update.
+
+    Attributes:
+        worker: The worker.
+        clock: The number of the update.
+        length: The L2 norm; inf if its square overflows.
+        sample: Values at the sampled keys, float32[n].
+    """
 
     worker: int
     clock: int
@@ -26,7 +34,10 @@ class UpdateSample(NamedTuple):
 
 
 class UpdateSampler:
-    """At updates of keys [begin, begin + size). Memory for what is decoded is kept, for fresh memory costs more than a look."""
+    """Takes samples of updates of keys [begin, begin + size).
+
+    The memory for decoded values is kept: to allocate it costs more than to take a sample.
+    """
 
     def __init__(self, begin: int, size: int) -> None:
         self.begin, self.size = begin, size
@@ -34,10 +45,11 @@ class UpdateSampler:
         self.scratch: FloatArray = np.empty(0, np.float32)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the memory: a journal need not hold it."""
+        """Leave out the memory for decoded values: a journal need not hold it."""
         return self.__dict__ | {"scratch": np.empty(0, np.float32)}
 
     def __call__(self, update: Update) -> tuple[float, FloatArray]:
+        """Return the L2 norm of an update (inf if its square overflows), and its values at the sample, float32[n]."""
         squared, sample = 0.0, np.zeros(self.at.size, np.float32)
         for piece in update:
             values = self._values(piece)
@@ -48,6 +60,7 @@ class UpdateSampler:
         return math.sqrt(squared) if squared < math.inf else math.inf, sample
 
     def _values(self, piece: codecs.PieceLike) -> FloatArray:
+        """Return the values of one part, decoded if need be."""
         if piece.codec == codecs.RAW:
             return np.frombuffer(piece.payload, np.float32)
         if not self.scratch.size:

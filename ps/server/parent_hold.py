@@ -1,8 +1,8 @@
-"""Whether all shards of a cluster know that they are to hold, before the run above changes its plan. No I/O.
+"""Tells the parent that all shards of this cluster hold, before the parent's run changes its plan. No I/O.
 
 Rules
-- The server above takes our word that no update from a clock on will come. So it is given once every shard has the ledger that
-  says so, and not when process 0 has heard of it.
+- The parent relies on the answer: after it no update from the named clock on will come. So the cluster answers once
+  every shard has acknowledged the ledger that says so, and not when process 0 has heard of it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from narrows.ps.coordinator.coordinator import Coordinator
 
 
 class ParentHold:
-    """`word`: what the run above has said last. `version`: of the ledger that says it to the shards."""
+    """The parent's newest request to hold, and whether all shards know of it."""
 
     def __init__(self, coordinator: Coordinator, member: Member) -> None:
         self.coordinator, self.member = coordinator, member
-        self.word: e.Held | None = None
-        self.version = 0
+        self.word: e.Held | None = None  # the newest request
+        self.version = 0  # version of the ledger that tells the shards
 
     def said(self, word: e.Held) -> None:
-        """The newest ledger says it to the shards."""
+        """Note that the newest ledger tells this request to the shards."""
         self.word, self.version = word, self.coordinator.version
 
     @property
     def all_know(self) -> bool:
+        """True if all shards have acknowledged that ledger."""
         run = self.coordinator.run
         return run.complete and all(report.ledger_seen >= self.version for report in run.reports.values())
 
     def known(self, now_ns: int) -> list[ServerEffect]:
-        """Say above that all here know, once they do."""
+        """Answer the parent once all shards know."""
         if self.word is None or self.member.move >= self.word.number or not self.all_know:
             return []
         return [self.member.knows(self.word.number, now_ns)]
