@@ -1,1 +1,1 @@
-"""A shard of a cluster as a child of the run above."""
+"""A shard as a child of the parent's shard with the same keys."""

@@ -1,12 +1,27 @@
-"""One shard's part of gossip among clusters: it mixes its keys with the same shard of other clusters. No I/O.
+"""One shard as a child that gossips: it mixes its keys with the same shard of other clusters. No I/O.
+
+How it works
+
+    x moves (clocks of the cluster fold) ──step──> driver ──offers──> peers
+    offers of peers ──> driver ──mix──> model ──Rebase──> x = model + what was folded since the last round
+
+1. `begin`: at clock 0 of the parent's run the first weights come from the parent. Later, a peer gives its model; a
+   cluster that had a model at an earlier seat keeps it.
+2. After `local_steps` clocks `send_up` begins a round: the driver takes what x moved by, and makes an offer to each
+   peer of the round.
+3. `hear` and `take` hand the peers' offers to the driver (`_go_on`), which mixes them into the model.
+4. `may_publish` is False while a mix is awaited that the staleness bound requires. Then `rebase` moves x onto the
+   model.
+5. `finish` begins the last round, after which all clusters have one model. The cluster with the lowest number pushes it
+   to the parent (`_over`).
 
 Rules
-- A cluster is to its peers what a worker of a gossip run is to its own: its inner step is one advance of its min_clock, its
-  update what x moved by since the last round. All shards begin rounds at the same clocks of the cluster.
-- The server above gives the first weights and the roster, and takes the last model of the lowest cluster. It may be gone.
-- Before a clock is published all rounds up to t - s are mixed in, and x stands on the model of the mixes plus what was
-  folded since the last round.
-- Once all workers are done the last round makes one model of all clusters.
+- A cluster is to its peers what a worker of a gossip run is to its own. Its inner step is one advance of its min_clock,
+  its update how far x moved since the last round. All shards begin rounds at the same clocks of the cluster.
+- The parent gives the first weights and the roster, and takes the last model from the cluster with the lowest number.
+  The run goes on if the parent is lost.
+- Before a clock is published all rounds up to t - s are mixed in (round t, staleness bound s), and x is the mixed model
+  plus what was folded since the last round.
 """
 
 from __future__ import annotations
@@ -36,18 +51,27 @@ from narrows.protocols.wire import decode
 from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedParentLink, asks
 from narrows.ps.store.changes import Change, FloatArray
 
-WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # a peer's model is awaited before the next clock
+WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # in these phases a peer's model is awaited before the next clock
 
 
 class ParentGossip(SeatedParentLink):
-    """Keys [begin, end) toward the same shard of other clusters. The first weights come from the server above, and the last
-    model goes to it. `member`: in process 0, whose peers are ours too; what they see comes to `take`."""
+    """The keys [begin, end) toward the same shard of other clusters."""
 
     _kept: ParentState
 
     def __init__(
         self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
     ) -> None:
+        """A link before its first message.
+
+        Args:
+            index: The number of this shard.
+            place: The seat.
+            keys: The key range [begin, end) of the shard.
+            kept: What an earlier seat has left.
+            member: In process 0: the cluster's member. Its peers are this link's too, and `take` gets their events.
+            timing: The limits of every wait.
+        """
         super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
         settings, worker = place.settings, place.worker
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
@@ -66,7 +90,7 @@ class ParentGossip(SeatedParentLink):
         self.peers.repeat_soon(peer)
 
     def _gain(self, settings: Settings, size: int) -> GossipGain | None:
-        """Return the gain where a round is one clock: that of the place before, where there was one."""
+        """Return the gain of mixing, that of an earlier seat if there is one. None if a round has several clocks."""
         if self.mode.local_steps > 1:
             return None
         gain = self._kept.gain or GossipGain(gossip_sample(size), self._kept.degree)
@@ -79,16 +103,20 @@ class ParentGossip(SeatedParentLink):
 
     @kept.setter
     def kept(self, kept: ParentState) -> None:
+        """What outlives this seat, with the model as it is now."""
         self._kept = kept
 
     @property
     def before(self) -> FloatArray | None:
-        """The model that was here before this place, where workers here compute on it."""
+        """The model that the workers here have computed on since an earlier seat, None if there is none."""
         return self._kept.model if self._kept.start is not None and not self._kept.renewed else None
 
     def begin(self, now_ns: int) -> Asks:
-        """All pairs begin anew at this place. With a clock above of 0 the run begins, from the weights that are there; else its
-        model is with the peers."""
+        """Begin with all pairs of peers anew.
+
+        If the clock of the parent's run is 0, the run begins with the first weights. Else a model is at the peers, or
+        here.
+        """
         before = self.before
         if self.here.clock == 0:
             return super().begin(now_ns)
@@ -141,7 +169,9 @@ class ParentGossip(SeatedParentLink):
         return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
     def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
-        """Hand the driver what peers have said, and the peers what the driver says, until neither has more to say."""
+        """Hand the driver the events of peers, and the peers the messages of the driver, until neither has more to
+        say.
+        """
         effects, queue = Asks(), deque(seen)
         while queue:
             each = queue.popleft()
@@ -169,6 +199,7 @@ class ParentGossip(SeatedParentLink):
         return self._begin_with(self.driver.mixing.model.copy, x, publication) if begins else []
 
     def _moved_by(self, x: FloatArray) -> FloatArray:
+        """Return how far x moved since the last round, float32[size], and begin to count anew."""
         moved: FloatArray = x - self.start
         self._kept = replace(self._kept, start=x.copy())
         return moved
@@ -198,7 +229,7 @@ class ParentGossip(SeatedParentLink):
     # The end.
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Mix with whoever asks until all clusters are done; then the mean of all is the last model."""
+        """Begin the last round, and answer peers until all clusters are done. The last model is the mean of all."""
         if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
         self.finishing, self.master = True, None
@@ -219,7 +250,9 @@ class ParentGossip(SeatedParentLink):
         return self.driver.phase in (GossipPhase.ENDING, GossipPhase.OVER)
 
     def _over(self, now_ns: int) -> Asks:
-        """The last round is mixed: the cluster with the lowest id hands the model to the server above, for all."""
+        """After the last round: take the last model, and as the cluster with the lowest number push it to the parent
+        for all.
+        """
         if self.driver.phase is not GossipPhase.OVER:
             return []
         if self.finishing:

@@ -1,11 +1,27 @@
-"""The side of a shard toward the run above it: here there is none; see parent_push.py (the shard there that has the same
-keys) and parent_gossip.py (the same shard of other clusters). ParentSlot (parent_slot.py) says when it is which.
+"""The link of one shard to its parent. `ParentLink` here is the link of a shard without a parent.
+
+How it works
+
+    ParentLink           no parent, or no seat in its run at present: every stage may go on at once
+    SeatedParentLink     has a seat: a Session with the parent's shard, an Exchange, a replica
+      ParentPush         pushes updates to the parent's shard with the same keys (parent_push.py)
+      ParentGossip       mixes with the same shard of other clusters (parent_gossip.py)
+
+ParentSlot (parent_slot.py) chooses between them. ModelShard calls the link in the stages of each clock:
+
+1. `stepped` after the fold of a clock.
+2. `send_up` pushes what this cluster owes. False: the push must wait, and the clock with it.
+3. `may_publish`: True if the staleness bound of the parent's run allows the next clock to be computed.
+4. `rebase` gives the change that moves the weights onto the parent's newest state: weights = base + what was folded
+   since.
+5. `finish` after the last clock pushes the rest; `last` gives the model that the parent's run ends with.
 
 Rules
-- A place is taken between two clocks. Changes from above are applied there too: weights = base + what was folded since.
-- A clock is published once what is owed for it has left and the next may be computed; what is folded meanwhile is kept.
-- All shards go up at the same clocks of the cluster, counted from the one at which their place begins, and once more when all
-  workers are done: so their clocks above are the same.
+- A seat is taken between two clocks. Changes from the parent are applied there too.
+- A clock is published once what is owed for it has been pushed and the next may be computed; updates that are folded
+  meanwhile are kept.
+- All shards push at the same clocks of the cluster, counted from the clock at which their seat begins, and once more
+  when all workers are done. So their clocks in the parent's run are equal.
 """
 
 from __future__ import annotations
@@ -36,23 +52,23 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.store.changes import Change, FloatArray, LoadArrays, Rebase
 
-Asks = list[ServerEffect]  # toward above: what is to be sent, told and logged
+Asks = list[ServerEffect]  # effects toward the parent: messages to send, log lines
 
 
 @dataclass(frozen=True, slots=True)
 class ParentSeat:
-    """A cluster's place in the run above, as process 0 tells the other shards."""
+    """A cluster's seat in its parent's run, as process 0 hands it to all shards in the ledger."""
 
     settings: Settings
     worker: int
     epoch: int
-    clock: int  # of the first update
-    at: int  # the cluster's clock that this place begins at
-    ports: tuple[int, ...]
-    round: int = 0  # of gossip, the first here
-    server: str = ""  # address of process 0 there
-    before: int = 0  # the epoch there that this one goes on from, under another plan; 0: it begins anew
-    hold: int = -1  # no update from this clock there on is pushed, -1: all may be
+    clock: int  # of the first update that is pushed at this seat
+    at: int  # the cluster's clock at which this seat begins
+    ports: tuple[int, ...]  # of the parent's shards
+    round: int = 0  # gossip: the first round at this seat
+    server: str = ""  # address of the parent's process 0
+    before: int = 0  # the epoch of the seat that this one continues under another plan; 0 if it begins anew
+    hold: int = -1  # no update from this clock of the parent's run on may be pushed; -1 for no hold
 
     def packed(self) -> bytes:
         numbers = [self.worker, self.epoch, self.clock, self.at]
@@ -62,7 +78,7 @@ class ParentSeat:
 
     @staticmethod
     def unpacked(packed: bytes) -> ParentSeat:
-        """Raises RemoteProtocolError where `packed` is none."""
+        """Unpack a seat. Raises RemoteProtocolError if `packed` is none."""
         value: Any = unpack(packed)
         try:
             settings, worker, epoch, clock, at, ports, number, server, before, hold = value
@@ -73,46 +89,63 @@ class ParentSeat:
             raise RemoteProtocolError("a place in the run above is ten values") from None
 
     def turned(self, before: ParentSeat | None) -> bool:
-        """It is this one, at another server, or with another clock to hold at."""
+        """True if this is the seat `before` with another server, or another hold."""
         return before is not None and self == replace(before, ports=self.ports, server=self.server, hold=self.hold)
 
     def follows(self, before: ParentSeat | None) -> bool:
-        """It is this one under the next plan of the run above."""
+        """True if this is the seat `before` under the next plan of the parent's run."""
         return before is not None and (self.worker, self.before) == (before.worker, before.epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class ParentState:
-    """The part that outlives a place. `start`: weights at the last push, or the base that they were set to; `renewed`:
-    nobody here has a state of before; `degree`: of the optimizer here, see `ModelSpec`; `owed`: to the run above by a
-    life before this one, float32[size], until a place there takes it over."""
+    """The state of a link that outlives a seat.
+
+    Attributes:
+        start: The weights at the last push, or the base that they were moved onto; float32[size].
+        feedback: The error feedback of pushes.
+        owed: What an earlier process owed the parent, float32[size], until a seat takes it over.
+        model: This cluster's model (gossip).
+        gain: The gain of mixing (gossip).
+        outer: The outer momentum (gossip).
+        degree: How updates of the optimizer here scale, as in `ModelSpec`.
+        renewed: True if no worker here has a state of an earlier seat.
+    """
 
     start: FloatArray | None = None
     feedback: ErrorFeedback | None = None
     owed: FloatArray | None = None
-    model: FloatArray | None = None  # of clusters that gossip
-    gain: GossipGain | None = None  # the same
-    outer: OuterMomentum | None = None  # the same
+    model: FloatArray | None = None
+    gain: GossipGain | None = None
+    outer: OuterMomentum | None = None
     degree: float = 1.0
     renewed: bool = False
 
     @property
     def residual(self) -> FloatArray | None:
-        """All that compression has left out of what was pushed. None: nothing."""
+        """What compression has left out of all pushes, float32[size]; None for nothing."""
         return self.feedback.residual if self.feedback is not None else self.owed
 
     def owes(self, x: FloatArray) -> FloatArray:
-        """Return the part of weights x that was never pushed: the residual, and what was folded since the
-        last push. float32[size]."""
+        """Return the part of weights x that was never pushed, float32[size].
+
+        It is the residual, and what was folded since the last push.
+        """
         since = np.zeros_like(x) if self.start is None else x - self.start
         return since if self.residual is None else since + self.residual
 
 
 class ParentLink:
-    """Nothing above: for good, or of a cluster (`kept`) that has no place there at present. `x`: the weights, float32[size].
+    """The link of a shard without a parent, or of a cluster that has no seat in its parent's run at present.
 
-    kept: what outlives the place. asked: ours are to be the first weights of the run above. master: the model that it ends
-    with, once all that is here is in it. ready: the first state of this place is here.
+    In all methods `x` is the shard's weights, float32[size], which the link does not change.
+
+    Attributes:
+        kept: What outlives the seat.
+        place: The seat, None for none.
+        ready: True once the first state of this seat is here.
+        asked: True if the parent wants its first weights from this cluster.
+        master: The model that the parent's run ends with, once it contains all updates of this cluster; else None.
     """
 
     def __init__(self, kept: ParentState | None = None, place: ParentSeat | None = None) -> None:
@@ -122,126 +155,136 @@ class ParentLink:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the run above has no weights yet. Once its model is here the ask is void: another cluster gave, and to give
-        now would drop what is owed there."""
+        """True if the parent still has no weights and wants ours.
+
+        Once its model is here the request is void: another cluster gave the weights, and to give ours now would lose
+        what is owed.
+        """
         return self.asked and not self.ready
 
     @property
     def trouble(self) -> str:
-        """The reason to end this stream, and the cluster with it; "" for none."""
+        """The reason to end this link, and the cluster with it; "" for none."""
         return ""
 
     def repeat_soon(self, peer: str = "") -> None:
-        """The connection to the shard above is another one, or that to this peer."""
+        """Have the next tick repeat what is not acknowledged: the connection to the parent's shard ("") or this peer
+        is new.
+        """
 
     def turn(self, place: ParentSeat) -> None:
-        """The same place is at another server now, which has all that this one was told of; or it holds at another clock."""
+        """Keep the seat at another server, which has all that the earlier one acknowledged; or take another hold."""
         before, self.place = self.place, place
         if before is None or (before.server, before.ports) != (place.server, place.ports):
             self.repeat_soon()
 
     def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
-        """The same place under another plan. All that was pushed is in, and nothing that is owed is lost."""
+        """Keep the seat under another plan of the parent's run. All that was pushed counts, and nothing that is owed
+        is lost.
+        """
         raise RemoteProtocolError("nothing above has a plan that changes")
 
     def owe(self, owed: FloatArray) -> None:
-        """Keep what a life before this one owes to the run above. float32[size]."""
+        """Keep what an earlier process owes the parent, float32[size]."""
         self.kept = replace(self.kept, owed=owed)
 
     @property
     def clock(self) -> int:
-        """Updates pushed, counted from the first of the run above; -1: it has not begun here."""
+        """Updates pushed, counted from the first of the parent's run; -1 before this seat has begun."""
         return -1
 
     def summary(self) -> Summary:
-        """Return the figures of this shard as a member there."""
+        """Return the figures of this shard as a member of the parent's run."""
         return Summary()
 
     @property
     def at_rest(self) -> bool:
-        """The server above has all that was pushed."""
+        """True if the parent has acknowledged all that was pushed."""
         return True
 
     @property
     def ended(self) -> bool:
-        """The last round is done, and other clusters are only answered until all have done theirs (gossip)."""
+        """True if the last round is done here, and peers are only answered until all have done theirs (gossip)."""
         return False
 
     @property
     def addresses(self) -> set[str]:
-        """Where other clusters are reached."""
+        """The addresses of the other clusters."""
         return set()
 
     @property
     def others(self) -> Mapping[int, GossipPeer]:
-        """Other clusters, by their numbers in the run above."""
+        """The other clusters, by their numbers in the parent's run."""
         return {}
 
     # Messages that come.
 
     def begin(self, now_ns: int) -> Asks:
-        """Its first words at this place."""
+        """Return the first messages at this seat."""
         return []
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """Return the events that the session toward above sees in a message of the shard there."""
+        """Return the events of the session with the parent's shard that a message of that shard causes."""
         return []
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
-        """Take the events that this session has seen. Raises RemoteProtocolError."""
+        """Take events of that session. Raises RemoteProtocolError."""
         return []
 
     def hear(self, message: m.Message, now_ns: int) -> Asks:
-        """Take a message of another cluster. Raises RemoteProtocolError for one that none sends us."""
+        """Take a message of another cluster. Raises RemoteProtocolError for one that no cluster may send."""
         raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
-        """Who the other clusters are; `alone`: no server above will say more."""
+        """Take the packed roster of the other clusters. `alone`: the parent is lost and will send no newer one."""
         return []
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
-        """These are the first weights of the run above."""
+        """Give the parent x as its first weights."""
         return []
 
     def tick(self, now_ns: int) -> Asks:
+        """Repeat what is not acknowledged."""
         return []
 
     # The stages of a clock.
 
     def stepped(self, samples: int) -> None:
-        """A clock of the cluster is folded."""
+        """Take note that a clock of the cluster is folded, over this many samples."""
 
     def moved(self) -> None:
-        """The weights are on their way again: the last model was none."""
+        """Take note that the weights have changed: the last model that was asked for is void."""
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push what is owed; whether all of that has left."""
+        """Push what is owed. Returns the effects, and False if the push must wait."""
         return [], True
 
     def may_publish(self) -> bool:
-        """The next clock may be computed on what is here."""
+        """True if the next clock may be computed on the state that is here."""
         return True
 
     def first(self, x: FloatArray, publication: int) -> list[Change]:
-        """Once the first state of this place is here: who has nothing of ours yet is shown it at once, as `publication`."""
+        """Return the change that begins with the first state of this seat, as publication `publication`.
+
+        The list is empty if that state is not here, or the workers here compute on a state of their own already.
+        """
         return []
 
     def rebase(self) -> list[Change]:
-        """Between two clocks: let the weights stand on what has come."""
+        """Return the change that moves the weights onto the parent's newest state. Called between two clocks."""
         return []
 
     def last(self) -> list[Change]:
-        """After the last clock: let them be the model that the run above ends with."""
+        """Return the change that takes over the model that the parent's run ends with. Called after the last clock."""
         return []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """All workers are done: push all that is left; false where that must wait."""
+        """All workers are done: push the rest. Returns the effects, and False if that must wait."""
         return [], True
 
 
 class SeatedParentLink(ParentLink):
-    """At a place above, toward the shard there with the same keys. `member`: in process 0, whose session is ours too, and which
-    says again what is not answered. `whole`: the shard there publishes whole states."""
+    """A shard with a seat in the parent's run: the link to the parent's shard with the same keys."""
 
     def __init__(
         self,
@@ -253,15 +296,26 @@ class SeatedParentLink(ParentLink):
         replica: HostReplica,
         whole: bool,
     ) -> None:
+        """A link before its first message.
+
+        Args:
+            index: The number of this shard, here and at the parent. place: The seat. kept: What an earlier seat has
+            left. member: In process 0: the cluster's member, whose first session is this link's, and which repeats what
+            is not
+                acknowledged. None in the other processes: the link has a session of its own.
+            timing: The limits of every wait.
+            replica: The arrays of the exchange with the parent's shard.
+            whole: True if the parent's shard publishes whole states.
+        """
         super().__init__(kept, place)
         self.index, self.own, self.member, self.timing, self.replica = index, member is None, member, timing, replica
         self._sit(place, whole)
-        self.inner = 0  # clocks of the cluster since something was pushed
-        self.due = False  # something was pushed or has come since the base was made
-        self.finishing = False  # the last model is asked for, now that all is pushed
+        self.inner = 0  # clocks of the cluster since the last push
+        self.due = False  # True if something was pushed or has arrived since the base was made
+        self.finishing = False  # True while the last model is requested, after the last push
 
     def _sit(self, place: ParentSeat, whole: bool) -> None:
-        """With a session and an exchange of this place, of which nothing is said yet."""
+        """Make a session and an exchange for this seat; nothing is sent yet."""
         self.place, self.here, self.mode = place, place, place.settings.mode()
         ours = Session(self.index, place.epoch, self.mode, self.timing, LinkMeter())
         self.session = ours if self.member is None else self.member.sessions[0]
@@ -288,7 +342,7 @@ class SeatedParentLink(ParentLink):
 
     @property
     def start(self) -> FloatArray:
-        assert self.kept.start is not None  # once the first state is here
+        assert self.kept.start is not None  # the first state is here
         return self.kept.start
 
     @property
@@ -320,11 +374,16 @@ class SeatedParentLink(ParentLink):
         return self._on(self.master) if self.master is not None and self.kept.start is not self.master else []
 
     def _on(self, base: FloatArray) -> list[Change]:
+        """Return the change that moves the weights onto `base`."""
         before, self.kept = self.start, replace(self.kept, start=base)
         return [Rebase(before, base)]
 
     def _begin_with(self, base: Callable[[], FloatArray], x: FloatArray, publication: int) -> list[Change]:
-        """The model of this place is here. Who has nothing of ours yet begins with it, and what was folded here meanwhile."""
+        """Begin with the parent's model at this seat.
+
+        Workers that compute on a state of their own keep it: then no change is returned. Otherwise the weights become
+        that model plus what was folded here meanwhile.
+        """
         self.ready, before = True, self.kept.start
         if before is not None and not self.kept.renewed:
             return []
@@ -335,5 +394,8 @@ class SeatedParentLink(ParentLink):
 
 
 def asks(effects: Iterable[MemberEffect | Log]) -> Asks:
-    """Return the effects for a runner: send to the shard above, whose number is the peer, tell another cluster, log."""
+    """Return the effects that are for a runner.
+
+    They send to the parent's shard, whose number stands in place of the peer, send to another cluster, or log.
+    """
     return [effect for effect in effects if isinstance(effect, (Send, SendToPeer, Log))]

@@ -1,8 +1,12 @@
-"""One shard as a child of the shard above that has the same keys.
+"""One shard as a child that pushes updates to the parent's shard with the same keys.
+
+    start ──(clocks of the cluster fold)──> x          update = x - start
+      push: replica.encode(update) ──> parent's shard, error feedback keeps what compression leaves out; start = x
+      state of the parent arrives ──> base ──> Rebase(start, base): x = base + (x - start); start = base
 
 Rules
-- A cluster's server is a worker of the server above. Its inner step is one advance of its min_clock, its update what the
-  shard's weights moved by since the last push, and it reads its own writes: base = replica (protocols/member/exchange.py).
+- The cluster's server is a worker of its parent. Its inner step is one advance of its min_clock. Its update is how far
+  the shard's weights moved since the last push. It reads its own writes: base = replica (protocols/member/exchange.py).
 """
 
 from __future__ import annotations
@@ -28,23 +32,36 @@ NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
 def _codings(place: ParentSeat) -> tuple[Compressor, bool]:
-    """Return the compressor of updates on the way up, and whether the shard above publishes whole states. The link up
-    is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
+    """Return the compressor of pushes, and True if the parent's shard publishes whole states.
+
+    The link to the parent is not measured yet. So under `auto` the compressor is the sparsest of the ladder, with which
+    a worker begins too.
+    """
     return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
 
 
 class ParentPush(SeatedParentLink):
-    """Keys [begin, end) toward a shard that folds what is pushed."""
+    """The keys [begin, end) toward a parent's shard that folds pushes."""
 
     def __init__(
         self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
     ) -> None:
+        """A link before its first message.
+
+        Args:
+            index: The number of this shard.
+            place: The seat.
+            keys: The key range [begin, end) of the shard.
+            kept: What an earlier seat has left.
+            member: In process 0: the cluster's member of the parent's run.
+            timing: The limits of every wait.
+        """
         up, whole = _codings(place)
         self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
-        self.feedback.change(up)  # one that was kept is of the plan that the run above had then
+        self.feedback.change(up)  # an earlier feedback has the compressor of an earlier plan
         replica = HostReplica(*keys, [(keys, self.feedback)], parts)
         super().__init__(index, place, kept, member, timing, replica, whole)
-        self.samples = 0  # that the clocks since the last push were computed on
+        self.samples = 0  # samples of the clocks since the last push
         if kept.owed is not None:
             self.owe(kept.owed)
 
@@ -85,6 +102,7 @@ class ParentPush(SeatedParentLink):
         return self._push(x, now_ns), True
 
     def _push(self, x: FloatArray, now_ns: int, dense: bool = False) -> Asks:
+        """Push x - start with the residual, and make x the new start. `dense`: leave nothing to the residual."""
         update, feedback, clock = x - self.start, self.feedback, self.exchange.clock
         if not update.any() and (feedback.residual is None or not feedback.residual.any()):
             pieces = [coded_piece(NOTHING.encode(update), self.replica.begin, self.replica.end)]
@@ -92,7 +110,7 @@ class ParentPush(SeatedParentLink):
             try:
                 pieces = self.replica.encode(update, clock, dense)
             except ValueError:
-                # Not finite: sent as it is, and the server above names it, or whoever trains there sees it.
+                # An update that is not finite is sent as it is: the parent logs it, or the workers there see it.
                 pieces = self.replica.encode(update, clock, dense=True)
         self.kept = replace(self.kept, start=x.copy(), feedback=feedback)
         samples = min(max(1, self.samples), m.CLOCK_MAX)
@@ -101,7 +119,7 @@ class ParentPush(SeatedParentLink):
         return self._say(self.exchange.push(pieces, samples), now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
-        self.feedback.load_state_dict({})  # all that is owed is in them
+        self.feedback.load_state_dict({})  # x contains all that the residual owes
         if self.kept.start is not None:
             self.kept = replace(self.kept, start=x.copy())
         return super().give_weights(x, now_ns)
@@ -113,6 +131,7 @@ class ParentPush(SeatedParentLink):
         return self._begin_with(self._base, x, publication) if self.exchange.settled >= 0 and not self.ready else []
 
     def _base(self) -> FloatArray:
+        """Return the replica: the parent's newest state with this cluster's own pushes, float32[size]."""
         base = np.empty(self.replica.end - self.replica.begin, np.float32)
         self.exchange.base(self.replica.begin, self.replica.end, base)
         self.due = False
@@ -122,9 +141,11 @@ class ParentPush(SeatedParentLink):
         return self._on(self._base()) if self.due and self.exchange.may_compute else []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far.
+        """Push all that is left, dense, and ask for the model of the run, which is there once all clusters have come as
+        far.
 
-        Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
+        An update of zeros is pushed too: the last clock of every cluster is then one after its steps, and no cluster
+        waits for another.
         """
         if not self.may_publish() or not self.exchange.may_push:
             return [], False

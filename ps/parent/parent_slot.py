@@ -1,10 +1,11 @@
-"""Gives one shard of one generation the place above that the ledger names, and takes it away again. No I/O.
+"""Gives one shard of one generation the seat in the parent's run that the ledger names, and takes it away again. No
+I/O.
 
 Rules
-- A place is taken between two clocks, at the clock that it names, by all shards alike.
-- One that is at another server now, which has taken over from the one before, is kept as it is. So is one whose run has another
-  plan: all shards have pushed as many updates at it, at whichever stage of a clock here each is.
-- Messages of other clusters that come before the place is taken are kept until then.
+- A seat is taken between two clocks, at the clock that it names, by all shards alike.
+- A seat is kept as it is if its server is another (a standby has taken over), or if the parent's run has another plan:
+  all shards have pushed equally many updates there, at whichever stage of its clock each shard is.
+- Messages of other clusters that come before the seat is taken are kept until then.
 """
 
 from __future__ import annotations
@@ -25,30 +26,40 @@ from narrows.ps.parent.parent_link import Asks, ParentLink, ParentSeat, ParentSt
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.store.changes import FloatArray
 
-ABOVE: dict[Rule, type[ParentPush | ParentGossip]] = {
-    Rule.MIX: ParentGossip
-}  # by the rule of the run above; of all others Pushing
+# By the rule of the parent's run; ParentPush for all other rules.
+ABOVE: dict[Rule, type[ParentPush | ParentGossip]] = {Rule.MIX: ParentGossip}
 
 
 class ParentSlot:
-    """The place above of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`:
-    which one (process 0). `degree`: of the optimizer here."""
+    """The slot of one shard: empty, or with a seat in the parent's run."""
 
     def __init__(
         self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing, degree: float
     ) -> None:
+        """An empty slot.
+
+        Args:
+            index: The number of the shard.
+            keys: The key range [begin, end) of the shard.
+            child: True if the cluster has a parent.
+            member: In process 0: the cluster's member of the parent's run.
+            timing: The limits of every wait.
+            degree: How updates of the optimizer here scale, as in `ModelSpec`.
+        """
         self.index, self.keys, self.child, self.member, self.timing = index, keys, child, member, timing
         self.above = ParentLink(ParentState(degree=degree))
-        self.taken = b""  # the place, as the ledger has it; b"": none
-        self.finishes = 0  # of those that the ledger counts, how many were done at this place
+        self.taken = b""  # the packed seat, as the ledger has it; b"" for none
+        self.finishes = 0  # the ledger's `finishes` that this shard has carried out at this seat
         self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)
 
     def placed(self, ledger: m.Ledger) -> bool:
-        """Shard and ledger have the same place above."""
+        """True if the shard has the seat that the ledger names."""
         return bool(ledger.above) and self.taken == ledger.above
 
     def wanted(self, ledger: m.Ledger) -> ParentSeat | None:
-        """The place that is still to be taken. One that the ledger has no more is given up."""
+        """Return the seat that is still to be taken, None for none. A seat that the ledger no longer names is given
+        up.
+        """
         if not self.child or self.taken == ledger.above:
             return None
         if not ledger.above:
@@ -57,7 +68,11 @@ class ParentSlot:
         return ParentSeat.unpacked(ledger.above)
 
     def keep(self, place: ParentSeat, ledger: m.Ledger, now_ns: int) -> Asks | None:
-        """Keep a place that is ours, where only its server, plan or hold is another, and return the asks; else None."""
+        """Keep a seat that differs only in its server, plan or hold.
+
+        Returns:
+            The effects, or None if `place` is another seat.
+        """
         above, said = self.above, Asks()
         if place.turned(above.place):
             above.turn(place)
@@ -69,22 +84,23 @@ class ParentSlot:
         return said
 
     def owe(self, owed: FloatArray | None) -> None:
-        """Keep what a life before this one owes to the run above; what is known already is newer."""
+        """Keep what an earlier process owes the parent, unless this one knows newer figures."""
         if self.child and owed is not None and self.above.kept.residual is None:
             self.above.owe(owed)
 
     def renew(self) -> None:
-        """Nobody here has a state of before."""
+        """Note that no worker here has a state of an earlier seat."""
         self.above.kept = replace(self.above.kept, renewed=True)
 
     def take_place(self, place: ParentSeat, ledger: m.Ledger, now_ns: int) -> Asks:
+        """Begin at this seat."""
         kind = ABOVE.get(place.settings.mode().rule, ParentPush)
         self.finishes, self.taken = 0, ledger.above
         self.above = kind(self.index, place, self.keys, self.above.kept, self.member, self.timing)
         return self.above.begin(now_ns)
 
     def introduce(self, ledger: m.Ledger, now_ns: int) -> Asks:
-        """Tell what is above who the other clusters are, and what they have said too early."""
+        """Hand the link the roster of the other clusters, and the messages of theirs that came too early."""
         if not self.placed(ledger):
             return []
         effects = self.above.introduce(ledger.roster, ledger.alone, now_ns)
@@ -94,14 +110,18 @@ class ParentSlot:
         return effects
 
     def hear(self, message: m.Message, ledger: m.Ledger, now_ns: int) -> Asks:
-        """Take a message of another cluster. Raises RemoteProtocolError for one that none sends us."""
+        """Take a message of another cluster. Raises RemoteProtocolError for one that no cluster may send."""
         if self.child and not self.placed(ledger):
             self.early.append(message)
             return []
         return self.above.hear(message, now_ns)
 
     def finish(self, ledger: m.Ledger, min_clock: int, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, where all workers are done; false where that must wait. Of a root the last model is here."""
+        """Push the rest once all workers are done.
+
+        Returns:
+            The effects, and False if the push must wait. A root has the last model here already.
+        """
         if self.finishes == ledger.finishes or min_clock < ledger.finish_at or (self.child and not self.placed(ledger)):
             return [], True
         asked, done = self.above.finish(x, now_ns)

@@ -1,1 +1,1 @@
-"""The machine of one server process: a shard, in process 0 the coordinator, and the membership in the run above."""
+"""The machine of one server process: a shard, in process 0 also the coordinator and the parent membership."""

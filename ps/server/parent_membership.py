@@ -1,8 +1,26 @@
-"""The membership of a cluster in the run above: process 0 joins it, takes a place for all shards, and leaves it. No I/O.
+"""The membership of a cluster in its parent's run. Process 0 joins, takes a seat for all shards, and leaves. No I/O.
+
+How it works
+
+    Joined ──> declare ──> Started ──> _placed ──> ledger with the seat ──> each shard begins there
+                              │                        │
+                        gossip: ask a peer        Turned | Held | Moved: the same seat, changed
+                        for the round                  │
+                                              leave ──> Left ──> the process ends
+
+1. `Server.start` sends a Hello. `_joined` checks whether the cluster can be a member under the parent's settings.
+2. As soon as a worker has declared its model here, `declare` declares it to the parent.
+3. `_started` takes the seat that the parent gives. `_placed` puts it into the coordinator's next ledger (`ParentSeat`),
+   and each shard begins there between two clocks (ps/parent/parent_slot.py).
+4. If the parent's standby takes over (`_turned`), or the parent's run holds (`_held`) or changes its plan (`_moved`),
+   the seat stays and a ledger carries what is new of it.
+5. While the cluster has no worker it leaves the parent's run, and joins again when enough are here
+   (`_with_the_workers`).
+6. After the last clock `leave` sends a Leave; on the answer the process ends.
 
 Rules
-- The cluster is there while a worker of its own is: the run above would wait for one that has none.
-- Its methods return effects in the order of what happened. The server sends on what is for shard 0 or the coordinator.
+- A cluster is a member of the parent's run only while it has a worker: that run would wait for a cluster without one.
+- Methods return effects in the order of what happened. `Server._route` hands on those for shard 0 and the coordinator.
 """
 
 from __future__ import annotations
@@ -28,8 +46,7 @@ from narrows.ps.shard.shard import Shard
 
 
 class ParentMembership:
-    """`member`: in the run of the server at `parent`. `host`: by which other clusters reach this one, and `public` the key that
-    they find there. `stands`: it may have a standby."""
+    """A cluster as a member of its parent's run."""
 
     def __init__(
         self,
@@ -41,14 +58,26 @@ class ParentMembership:
         public: str,
         stands: bool,
     ) -> None:
+        """A membership before its Hello.
+
+        Args:
+            shard: Shard 0 of this cluster.
+            coordinator: The coordinator of this cluster.
+            member: The member of the parent's run.
+            parent: The address of the parent.
+            host: The host under which other clusters reach this one.
+            public: The public key that other clusters find there, "" for none.
+            stands: True if this server may have a standby.
+        """
         self.public, self.stands = public, stands
         self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
         self.place: ParentSeat | None = None
-        self.leaves = False  # all is done, and the server above has been told
-        self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
-        self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
+        self.leaves = False  # True once all is done and the parent was sent a Leave
+        # gossip: a run that had begun before us, while a peer is asked for the round
+        self.late: e.Started | None = None
+        self.early: list[MemberEffect] = []  # events of peers that came before shard 0 had the newest seat
         self.holding = ParentHold(coordinator, member)
-        self.final = Stop()  # what this process ends with
+        self.final = Stop()  # the effect that this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
         coordinator.attendance.says_above = self._waits
 
@@ -59,7 +88,7 @@ class ParentMembership:
         return self.member.waits
 
     def _rows(self) -> tuple[SummaryRow, ...]:
-        """This cluster, and all below it."""
+        """Return the figures of this cluster, and of all workers and clusters below it."""
         coordinator = self.coordinator
         below = [row for seat in coordinator.declared for row in _now(coordinator, seat)]
         ours = [row.summary for row in below if len(row.path) == 1]
@@ -78,11 +107,11 @@ class ParentMembership:
     # Events.
 
     def declare(self, now_ns: int) -> list[ServerEffect]:
-        """Tell the server above of the model as soon as a worker has told us."""
+        """Declare the model to the parent as soon as a worker has declared it here."""
         member, coordinator = self.member, self.coordinator
         if coordinator.roster.plan is None or member.plan or not coordinator.generations.may_declare:
             return []
-        # Only updates go up: what steps the weights is ours alone.
+        # The parent gets updates only, so the optimizer and the clipping are this cluster's own.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.run.shards)]
         there = f"/{self.public}" if self.public else ""
         member.address = " ".join(f"tcp://{self.host}:{port}{there}" for port in ports)
@@ -90,7 +119,7 @@ class ParentMembership:
         return asks(member.declare(upward.packed(), now_ns))
 
     def agree(self, now_ns: int) -> list[ServerEffect]:
-        """Ask the server above for the value that all agree on, where our workers wait for one."""
+        """Ask the parent for a value that all workers must agree on, if workers here wait for one."""
         upward, member, place = self.coordinator.agreements.upward, self.member, self.place
         if upward is None or place is None or member.phase is not MemberPhase.RUNNING or upward.said == member.epoch:
             return []
@@ -108,7 +137,7 @@ class ParentMembership:
         ]
 
     def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
-        """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
+        """Leave the parent's run while no worker is here; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
         someone = coordinator.declared or coordinator.above.undeclared
         if member.phase is MemberPhase.ALONE and not someone and not coordinator.over:
@@ -120,7 +149,7 @@ class ParentMembership:
         return self.declare(now_ns)
 
     def seen(self, events: list[MemberEffect], now_ns: int) -> list[ServerEffect]:
-        """Carry out what the member has seen, in its order."""
+        """Carry out the events of the member, in their order."""
         effects: list[ServerEffect] = []
         for event in events:
             effects += self._see(event, now_ns)
@@ -150,17 +179,18 @@ class ParentMembership:
         if isinstance(event, e.Failed):
             return self.end(event.code, event.text, now_ns)
         if isinstance(event, e.BuffersWanted):
-            # Its workers' clocks are not those of the run above: what it has is the newest that it can have.
+            # The clocks of workers here are not those of the parent's run: their buffers count as the newest there are.
             return asks(self.member.buffers(packed, m.CLOCK_MAX)) if (packed := coordinator.buffers.packed) else []
         if isinstance(event, e.AgreedTold):
             return [*self.coordinator.agreements.told_above(event.number, event.value)]
         if isinstance(event, e.Left):
-            # All was at rest when we said so. A peer that asks once more, as one does that was killed, finds nobody's repeats.
+            # All was acknowledged before the Leave. A restarted peer that asks once more gets no answer from this
+            # process.
             return [self.final] if self.leaves else []
         return self.shard.from_above([event], now_ns)
 
     def reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
-        """Return what the server above is told of a shard's report."""
+        """Return what the parent must know of a shard's report."""
         member = self.member
         if report.trouble:
             return self.end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
@@ -171,10 +201,10 @@ class ParentMembership:
         member.ended = True
         return [member.beat(now_ns)]
 
-    # Standbys, of the server above and of this cluster.
+    # Standbys, of the parent and of this cluster.
 
     def _turned(self, event: e.Turned, now_ns: int) -> list[ServerEffect]:
-        """The server above is another one from now on. Each shard keeps its place, and goes on with it there."""
+        """Go on with the parent's standby, which serves now. Each shard keeps its seat there."""
         self.parent = event.address
         text = f"the standby at {self.parent} serves above now; training goes on"
         log = Log("above", {"text": text, "parent": self.parent})
@@ -184,18 +214,22 @@ class ParentMembership:
         return [log, *self._keeps(now_ns)]
 
     def _keeps(self, now_ns: int) -> list[ServerEffect]:
-        """Our place is the same, and something of it is new."""
+        """Put the same seat with its changed fields into the next ledger."""
         assert self.place is not None
         return self.coordinator.turned_above(self.place.packed(), self.place.epoch, now_ns)
 
     def copied(self, standby: str) -> None:
-        """Another server has all that is here, "": none has. The one above is told soon: it waits a lease for that one."""
+        """Take note that a standby copies this server, "" for none. The parent learns it from a heartbeat that is sent
+        at once.
+
+        The parent waits a lease for that standby if this server is lost.
+        """
         self.member.copied, self.member.beat_ns = bool(standby), LONG_AGO_NS
 
-    # Another plan of the run above.
+    # Another plan of the parent's run.
 
     def _held(self, event: e.Held, now_ns: int) -> list[ServerEffect]:
-        """No shard is to push an update from that clock on."""
+        """Have each shard push no update from that clock on."""
         if self.place is None or not self.coordinator.above.place or event == self.holding.word:
             return []
         self.place = replace(self.place, hold=event.at)
@@ -204,7 +238,10 @@ class ParentMembership:
         return told
 
     def _moved(self, event: e.Moved, now_ns: int) -> list[ServerEffect]:
-        """Each shard keeps its place there, and what it owes; the workers here notice a pause."""
+        """Go on under another plan of the parent's run.
+
+        Each shard keeps its seat and its residual; the workers here notice no more than a pause.
+        """
         assert self.place is not None
         settings, before = self.member.settings, self.place.epoch
         begun = replace(self.place, epoch=event.epoch, clock=event.clock, at=self.coordinator.min_clock)
@@ -212,10 +249,12 @@ class ParentMembership:
         text = f"the run above has plan {settings.plan_number} from its clock {event.clock} on: {settings.summary()}"
         return [Log("above", {"text": text}), *self._keeps(now_ns)]
 
-    # Peers, where clusters gossip.
+    # Peers, if clusters gossip.
 
     def _of_peers(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
-        """Take what other clusters say to this one: shard 0 mixes with them, but the first round is asked for here."""
+        """Take an event of another cluster. Shard 0 mixes with the peers; the round at which to begin is asked for
+        here.
+        """
         late, told = self.late, list[ServerEffect]()
         if late is not None and isinstance(event, e.OfferArrived) and event.parts[0].number == WHOLE:
             self.late = None
@@ -226,7 +265,7 @@ class ParentMembership:
         return [*told, *self._ask(now_ns), *self.hand_on(now_ns)]
 
     def hand_on(self, now_ns: int) -> list[ServerEffect]:
-        """Hand shard 0 what peers have said, once it has the newest place."""
+        """Hand shard 0 the events of peers, once it has the newest seat."""
         planned, early = self.shard.planned, self.early
         if not early or self.late is not None or planned is None or planned.above.place != self.place:
             return []
@@ -234,7 +273,7 @@ class ParentMembership:
         return self.shard.from_above(early, now_ns)
 
     def _ask(self, now_ns: int) -> list[ServerEffect]:
-        """The longest-standing peer for the round that the run has come to, where we are late."""
+        """Ask the longest-standing peer for the round of a run that had begun before us."""
         peers = self.member.peers
         if self.late is None or peers is None or not peers.epoch or any(p.adopting for p in peers.peers.values()):
             return []
@@ -243,7 +282,7 @@ class ParentMembership:
         text = "the run has begun, and no cluster is left that could give its model: start it again"
         return self.end(m.RefuseCode.INCOMPATIBLE, text, now_ns)
 
-    # The beginning: joined, then started, then at a place.
+    # The beginning: joined, then started, then seated.
 
     def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
         settings = Settings.unpacked(event.settings)
@@ -255,8 +294,14 @@ class ParentMembership:
         return [Log("above", {"text": f"{place}: {settings.summary()}"}), *told]
 
     def _cannot_join(self, settings: Settings, ours: int, theirs: int, elsewhere: bool) -> str:
-        """Why this cluster cannot be a worker of a run of these settings; `ours`, `theirs`: shards; `elsewhere`: some of those
-        are on other machines. "" where it can."""
+        """Return why this cluster cannot be a member of a run with these settings, "" if it can.
+
+        Args:
+            settings: The settings of the parent's run.
+            ours: The number of shards of this cluster.
+            theirs: The number of shards of the parent.
+            elsewhere: True if some of the parent's shards are on other machines.
+        """
         mode = settings.mode()
         if mode.rule is Rule.MIX and self._unreachable:
             return (
@@ -286,13 +331,16 @@ class ParentMembership:
 
     @property
     def _unreachable(self) -> bool:
-        """This cluster listens where only this machine reaches it, and the server above is on another."""
+        """True if only this machine can reach this cluster, and the parent is on another machine."""
         above = self.parent.removeprefix("tcp://").rpartition(":")[0]
         return self.host in LOCAL_HOSTS and above not in LOCAL_HOSTS
 
     def _started(self, event: e.Started, now_ns: int) -> list[ServerEffect]:
-        """Take our place above. In a run of gossip the server above does not know the round: its clock says only
-        whether it has begun; then a peer tells it, or we go on from our own."""
+        """Take the seat that the parent gives.
+
+        Under gossip the parent does not know the round: its clock only says whether the run has begun. Then a peer says
+        which round it is, or this cluster goes on from its own.
+        """
         coordinator, before = self.coordinator, self.place
         assert self.member.settings is not None
         mode = self.member.settings.mode()
@@ -308,12 +356,19 @@ class ParentMembership:
         return self._placed(event, 0, 0, now_ns)
 
     def _placed(self, event: e.Started, number: int, clock: int, now_ns: int) -> list[ServerEffect]:
-        """Begin at round `number` (gossip), where nobody here is further at `clock`, that of the run above."""
+        """Begin at the seat of `event`.
+
+        Args:
+            event: The parent's answer to the declaration.
+            number: The first round at this seat (gossip).
+            clock: The clock of the parent's run. A cluster without progress of its own begins there.
+            now_ns: The time now.
+        """
         member, coordinator = self.member, self.coordinator
         assert member.settings is not None
         at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
         if not coordinator.declared:
-            # Shards go there at once, and may pass the clock of the checkpoint that was asked for.
+            # The shards go there at once, and may pass the clock of a checkpoint that was asked for.
             coordinator.generations.anew()
         where = (event.worker, event.epoch, event.clock, at)
         self.place = ParentSeat(member.settings, *where, member.ports, number, self.parent)
@@ -322,25 +377,25 @@ class ParentMembership:
     # The end.
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C: leave the run above too."""
+        """Ctrl-C: leave the parent's run too."""
         if self.member.phase in (MemberPhase.LEAVING, MemberPhase.OVER):
             return []
         return [*asks(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
 
     def end(self, code: int, text: str, now_ns: int) -> list[ServerEffect]:
-        """The session above is over: tell the workers why, write a checkpoint, and end."""
+        """End the session with the parent: tell the workers why, write a checkpoint, and end."""
         coordinator = self.coordinator
         self.member.end_session()
         if self.leaves:
-            return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
+            return [Stop()]  # all was acknowledged, and shards that have ended would not see a later ledger
         if coordinator.over:
-            return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all our workers are done
+            return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all workers here are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
         self.final = Stop(code, text)
         return [*coordinator.roster.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
     def leave(self, now_ns: int) -> list[ServerEffect]:
-        """All is done here: leave the run above, and then end."""
+        """Leave the parent's run after the last clock, and then end."""
         if self.member.phase in (MemberPhase.OVER, MemberPhase.NEW):
             return [self.final]
         if self.member.phase is MemberPhase.LEAVING:
@@ -350,8 +405,8 @@ class ParentMembership:
 
 
 def _now(coordinator: Coordinator, seat: Seat) -> tuple[SummaryRow, ...]:
-    """The rows of a member, with the clock that it has now: clocks of one moment can be compared."""
-    if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
+    """Return the figures of a member with its present clock, so that clocks of one moment are compared."""
+    if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # under gossip each peer counts its own clocks
         return seat.rows
     first, *others = seat.rows
     return replace(first, summary=replace(first.summary, clock=coordinator.rounds.clock(seat))), *others

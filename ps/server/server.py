@@ -1,13 +1,27 @@
-"""The machine of one server process: a shard, in process 0 the coordinator beside it, and there, in a cluster with a server
-above, the member that joins and leaves that run. No I/O.
+"""The machine of one server process. No I/O.
+
+How it works
+
+    event of the runner ──> happen ──> HAPPENS[kind] ─┬─> Shard              every process
+                                                      ├─> Coordinator        process 0
+                                                      └─> ParentMembership   process 0 of a cluster with a parent
+                                                            │ effects
+    runner <── effects for others ─────────── _route <──────┘
+    advance <── `inner` <── messages between shard 0 and the coordinator
+
+1. The runner calls `happen` with each event: a message, a tick, a written checkpoint, a new connection.
+2. `happen` returns the effects. A message between shard 0 and the coordinator is no effect: it goes to `inner`.
+3. The runner carries out the effects. Then it calls `advance`, which handles the oldest message of `inner`, and carries
+   out its effects, until `inner` is empty.
+4. A message of a worker or a cluster goes to the machine that its type names: `FOR_COORDINATOR`, `OF_CLUSTERS`, or the
+   shard. A message of the parent goes to the membership in process 0, and to the shard in each other process.
 
 Rules
-- A method returns the effects of one event, and leaves in `inner` what shard 0 and the coordinator then have to say to each
-  other. Its runner carries out the effects, and only then calls `advance`, until `inner` is empty: so a ledger that closes a
-  clock is on its way to the other shards before shard 0 folds, and all shards fold at the same time.
-- All that a peer can get wrong is found before `handle` returns: what `advance` handles was made here.
-- `happen` and the `advance` after it are all that changes a machine: of what it was, and the events since, it can be made
-  again. So it holds nothing that pickle does not know, but what its runner gave it.
+- The order of 3 matters: a ledger that closes a clock is on its way to the other shards before shard 0 folds, so all
+  shards fold at the same time.
+- Every fault of a peer's message is found before `handle` returns: what `advance` handles was made in this process.
+- Nothing but `happen` and the `advance` after it changes a machine: a journal of its state and the events since can
+  make it again. So a machine holds only what pickle can store, except for what its runner gave it.
 """
 
 from __future__ import annotations
@@ -30,15 +44,12 @@ from narrows.ps.shard.shard_requests import OfWorkers
 
 OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)
 FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.RemoteShardsOffer)
-OF_CLUSTERS = (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)  # that gossip with this one
+# messages of clusters that gossip with this one
+OF_CLUSTERS = (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)
 
 
 class Server:
-    """Routes messages to its machines; what they tell each other in one process never leaves it.
-
-    `member`: of process 0, where this cluster is a worker of the server at `parent`. `host`: by which other clusters reach
-    this one; `public`: the key that they find there, "" where it has none; `stands`: it may have a standby.
-    """
+    """Routes each event to its machine."""
 
     def __init__(
         self,
@@ -50,39 +61,51 @@ class Server:
         public: str = "",
         stands: bool = False,
     ) -> None:
+        """A server process before its first event.
+
+        Args:
+            shard: The shard of this process.
+            coordinator: In process 0: the coordinator.
+            member: In process 0 of a cluster: its member of the run of the server at `parent`.
+            parent: The address of the parent, "" for none.
+            host: The host under which other clusters reach this one.
+            public: The public key that other clusters find there, "" for none.
+            stands: True if this server may have a standby.
+        """
         self.shard, self.coordinator = shard, coordinator
-        self.membership: ParentMembership | None = None  # in the run above
+        self.membership: ParentMembership | None = None  # in the parent's run
         if member is not None and coordinator is not None:
             self.membership = ParentMembership(shard, coordinator, member, parent, host, public, stands)
-        self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
+        self.inner: deque[m.Message] = deque()  # messages between shard 0 and the coordinator that are not handled yet
         self.tree_shown = False
         self.begun = False
-        self.now_ns = 0  # of the newest event
-        self.happened, self.incarnation = 0, shard.incarnation  # events, in this life
-        self.view, self.standby, self.viewed = (
-            0,
-            "",
-            0,
-        )  # who serves, since which event: ps/replication/replication_primary.py
-        self.before = ""  # and in whose place
+        self.now_ns = 0  # time of the newest event
+        self.happened, self.incarnation = 0, shard.incarnation  # events in this incarnation
+        # The view, its standby, and the event that began it: ps/replication/replication_primary.py.
+        self.view, self.standby, self.viewed = 0, "", 0
+        self.before = ""  # address of the server that this one has replaced, if that was on another machine
 
-    # Asked by a runner.
+    # What a runner reads.
 
     @property
     def over(self) -> bool:
-        """The run is over: who is gone is missed by nobody."""
+        """True if the run is over: nothing waits for a process that dies now."""
         return self.coordinator.over if self.coordinator is not None else self.shard.ledger.over
 
     @property
     def ended(self) -> bool:
-        """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
+        """True if the run is over and this shard has reported all of it. The coordinator ends with the effect
+        `Stop`.
+        """
         reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
         return self.coordinator is None and (self.shard.retired or (self.over and reported))
 
     @property
     def above(self) -> str:
-        """Where the shard above is dialled, "" where there is none: over TCP also on this machine, so that its bytes are those
-        of a link."""
+        """Address of the parent's shard, "" for none.
+
+        It is a TCP address on the same machine too, so that the traffic is that of a link.
+        """
         if self.membership is not None:
             return self.membership.parent
         place = self.shard.above.place
@@ -90,20 +113,21 @@ class Server:
 
     @property
     def beside(self) -> str:
-        """Where the standby of the server above is, while it is asked to serve, else ""."""
+        """Address of the parent's standby while this cluster asks that one to serve, else ""."""
         views = self.membership.member.views if self.membership is not None else None
         return views.standby if views is not None and views.listens else ""
 
     @property
     def others(self) -> Mapping[int, GossipPeer]:
-        """The other clusters that this shard mixes with, by their numbers in the run above."""
+        """The other clusters that this shard mixes with, by their numbers in the parent's run."""
         member = self.membership.member if self.membership is not None else None
-        if member is not None and member.peers is not None:  # it asks them for the round before the shard has its place
+        # process 0 asks them for the round before its shard has a seat
+        if member is not None and member.peers is not None:
             return member.peers.peers
         return self.shard.above.others
 
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
-        """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
+        """Return the effects of a message that caused `error`. A sender that is at fault gets a Refuse."""
         log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
         if not isinstance(error, (RemoteProtocolError, IncompatibleError, AuthenticationError)):
             return log
@@ -112,19 +136,22 @@ class Server:
 
     @property
     def members(self) -> list[Seat]:
-        """The members that process 0 knows; the other processes know none."""
+        """The members that the coordinator knows; [] in the other processes."""
         return self.coordinator.declared if self.coordinator is not None else []
 
     # Events.
 
     def happen(self, event: MachineEvent) -> list[ServerEffect]:
-        """Return the effects of an event. Raises RemoteProtocolError for a message of a peer that is none."""
+        """Return the effects of an event. Raises RemoteProtocolError for a message that breaks the protocol."""
         self.now_ns = event.now_ns
         self.happened += 1
         return HAPPENS[event.kind](self, event)
 
     def start(self, now_ns: int) -> list[ServerEffect]:
-        """The first report of this shard, and where there is a server above, a Hello to it. Nothing of one that had begun."""
+        """Send the first report of this shard, and a Hello to the parent.
+
+        A machine that was restored has begun already: it repeats what may be lost.
+        """
         where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
         if self.begun:
             if self.shard.planned is not None:
@@ -132,11 +159,18 @@ class Server:
             return [*where, *self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
         above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
-        # As if of long ago: process 0 may not listen yet, and the first tick says it again.
+        # Dated 0: process 0 may not listen yet, and the first tick sends the report again.
         return self._route([*where, *effects, self.shard.report(0)], now_ns)
 
     def serve(self, view: int, standby: str, port: int, before: str) -> list[ServerEffect]:
-        """Another view has begun. `port`: where this shard listens by now; `before`: in whose place, on another machine."""
+        """Begin another view.
+
+        Args:
+            view: The number of the view.
+            standby: The address of its standby, "" for none.
+            port: The port that this shard listens at now.
+            before: The address of the server that this one replaces, if that was on another machine; else "".
+        """
         if before and self.coordinator is not None:
             self.coordinator.roster.moved(self.now_ns)
         self.before = before or self.before
@@ -146,24 +180,26 @@ class Server:
         return []
 
     def linked(self, peer: str) -> list[ServerEffect]:
-        """The next tick says again what the shard above, or this peer, has not answered."""
+        """Have the next tick repeat what the parent's shard ("") or this peer has not acknowledged: the connection
+        is new.
+        """
         self.shard.above.repeat_soon(peer)
         if self.membership is not None and not peer:
             self.membership.member.repeat_soon(0)
         return []
 
     def ended_shards(self, shards: tuple[int, ...]) -> list[ServerEffect]:
-        """These had ended when the process of this one was started again."""
+        """Tell the coordinator which shards had ended before this process was restarted."""
         if self.coordinator is not None:
             self.coordinator.ended(shards)
         return []
 
     def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
-        """Cut the keys over so many shards; 0: leave them where they are."""
+        """Cut the keys over `shards` shards; 0 calls a resharding off."""
         return self._route(self.coordinator.reshard(shards, now_ns), now_ns) if self.coordinator is not None else []
 
     def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
-        """A message to this peer found nobody."""
+        """Take note that a message to this peer found no connection."""
         if self.coordinator is not None:
             self.coordinator.roster.unreached(peer, now_ns)
         if self.shard.planned is not None:
@@ -185,7 +221,11 @@ class Server:
         return self._route(effects, now_ns)
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
-        """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
+        """Return the effects of a message of a worker, a shard or another cluster.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol. Nothing has changed.
+        """
         coordinator, above = self.coordinator, self.membership
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
@@ -210,7 +250,7 @@ class Server:
         return self._route(effects, now_ns)
 
     def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
-        """`moved`: bytes to and from above."""
+        """Let time pass in all machines. `moved`: bytes sent to and received from the parent."""
         self.shard.moved = moved
         effects = self.shard.tick(now_ns)
         if self.coordinator is not None:
@@ -221,7 +261,7 @@ class Server:
         return effects + self._first_tree()
 
     def _first_tree(self) -> list[ServerEffect]:
-        """The whole tree, once there is one of several levels and this cluster has begun."""
+        """Log the whole tree of clusters once, as soon as it has several levels and this cluster has begun."""
         coordinator = self.coordinator
         if coordinator is None or self.tree_shown or not coordinator.started:
             return []
@@ -231,7 +271,7 @@ class Server:
         return self.show_tree()
 
     def show_tree(self) -> list[ServerEffect]:
-        """All levels, for the console."""
+        """Log all levels of the tree for the console."""
         coordinator = self.coordinator
         if coordinator is None:
             return []
@@ -243,21 +283,23 @@ class Server:
         return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int, now_ns: int) -> list[ServerEffect]:
-        """The runner wrote it, or could not. That is told at once: a shard that dies next must not take it along."""
+        """Report at once that the runner wrote a checkpoint or failed to: if this shard dies next, the report is not
+        lost.
+        """
         self.shard.wrote_checkpoint(clock, kept, took_ns)
         return self._route([self.shard.report(now_ns)], now_ns)
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C, told to the coordinator, and to the server above."""
+        """Ctrl-C: let the coordinator end the run, and leave the parent's run."""
         if self.coordinator is None:
             return []
         above = self.membership.stop if self.membership is not None else lambda now_ns: []
         return self._route([*self.coordinator.stop(now_ns), *above(now_ns)], now_ns)
 
-    # The server above.
+    # The parent.
 
     def handle_above(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a message of the shard above. Raises RemoteProtocolError."""
+        """Return the effects of a message of the parent's shard. Raises RemoteProtocolError."""
         if self.membership is not None:
             seen = self.membership.seen(self.membership.member.receive(0, message, now_ns), now_ns)
             return self._route(seen, now_ns)
@@ -266,13 +308,13 @@ class Server:
         return self._route(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
 
     def handle_beside(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a message of the standby of the server above. Raises RemoteProtocolError."""
+        """Return the effects of a message of the parent's standby. Raises RemoteProtocolError."""
         above = self.membership
         assert above is not None
         return self._route(above.seen(above.member.receive_standby(message, now_ns), now_ns), now_ns)
 
     def fail_above(self, text: str, now_ns: int, code: int = m.RefuseCode.INCOMPATIBLE) -> list[ServerEffect]:
-        """The session of this shard is over, and with it the cluster's; process 0 is told."""
+        """End this shard's session with the parent, and with it the cluster's; process 0 learns of it by a report."""
         if self.membership is not None:
             return self._route(self.membership.end(code, text, now_ns), now_ns)
         self.shard.trouble = text[: m.TEXT_MAX]
@@ -282,7 +324,7 @@ class Server:
         return self.membership.reported(report, now_ns) if self.membership is not None else []
 
     def _route(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
-        """The effects for the runner; what shard 0 and the coordinator send each other goes to `inner`."""
+        """Return the effects for the runner; put messages between shard 0 and the coordinator into `inner`."""
         if self.coordinator is None:
             return effects
         outer: list[ServerEffect] = []

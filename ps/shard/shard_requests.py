@@ -63,7 +63,7 @@ class ShardRequests:
         if isinstance(message, m.MomentsAsk):
             return self._moments(seat, message, ledger, now_ns), False
         self.publications.pull(seat, message)
-        # The coordinator must know of a worker that waits for the last model: nobody waits for that worker any more.
+        # The coordinator must know of a worker that waits for the last model: no clock waits for that worker any more.
         return self.serve(seat, ledger, now_ns), self.finishing(seat)
 
     def finishing(self, seat: PushSequence) -> bool:
