@@ -1,13 +1,19 @@
-"""When a run starts, which checkpoints it has, when it goes back to one, and when it ends.
+"""Decides when a run starts, when its shards write checkpoints, when it goes back to one, and when it ends.
+
+How it works
+1. The run waits until `needed` workers are members and all shards have its first weights (`decide`). The weights are
+   those of the longest-standing member, of a checkpoint, or of the parent's run. A worker that ends before the start
+   lowers `needed` (`left`, `absent`).
+2. `tick` asks for a checkpoint by its clock, in the ledger. Each shard writes it and reports its checkpoints.
+3. A shard that was restarted begins a generation (`go_back`): every shard goes back to the newest checkpoint that all
+   have (`shared`), and all workers join again. The run starts once they have, or after a lease.
+4. The run ends when the last worker has left and at least one has finished (`deserted`, `end`). Every shard then writes
+   a checkpoint of the present clock. `at_rest` is true once all shards have reported it.
 
 Rules
-- It starts once so many workers have declared and all shards have the weights that it begins with: those of the
-  longest-standing member, of a checkpoint, or of the run above.
-- Where checkpoints are of told clocks, other runs have the other stages of the model: then it waits for all its workers.
-- A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all workers join again.
-- One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have. Unless a time is
-  told, so long is left between two that writing them takes 2 % of it.
-- It ends when the last worker has left and one has finished. Every shard then writes a checkpoint of the clock reached.
+- Shards write one checkpoint at a time: a shard keeps few, and the run can go back only to one that all shards have.
+- Without --checkpoint-every the time between two checkpoints is long enough that writing them takes 2 % of it.
+- With --checkpoint-clocks other runs have the other stages of the model. Then the run always waits for all its workers.
 """
 
 from __future__ import annotations
@@ -26,21 +32,23 @@ from narrows.ps.coordinator.run import Decision, Key, Run, Seat
 class CheckpointSchedule(Decision):
     def __init__(self, run: Run, rounds: Clocks, above: ParentPlace) -> None:
         self.run, self.rounds, self.above = run, rounds, above
-        self.needed = run.settings.workers
-        self.weights = -1  # the worker whose first weights are on all shards, to be handed up
-        self.checkpoint, self.checkpoint_ns = -1, -1  # the newest asked for, and when; no tick has come: -1
-        self.taken: Counter[str] = Counter()  # workers that are not waited for, by the key that said so
-        self.rejoin_ns = 0  # when members were last told to join again, 0: never
-        self.waits_for_all = False
-        self.resumes = False  # a run of gossip that goes on with the models of its workers
+        self.needed = run.settings.workers  # number of members that the start waits for
+        self.weights = -1  # in a cluster: the worker whose first weights all shards have, for the parent; -1: none yet
+        self.checkpoint, self.checkpoint_ns = -1, -1  # clock of the newest one asked for, and when; -1 before a tick
+        self.taken: Counter[str] = Counter()  # by key, workers that ended before the start
+        self.rejoin_ns = 0  # since when the members of an earlier generation have to join again, 0: there are none
+        self.waits_for_all = False  # a user resumed the run: it starts with as many workers as a new one
+        self.resumes = False  # a gossip run that goes on with the models of its workers
         self.said: list[Log] = []
-        self.finished_once = False
-        self.over_version = 0  # of the first ledger that says so
+        self.finished_once = False  # a worker has done its last step
+        self.over_version = 0  # version of the first ledger that says that the run is over
 
     @property
     def initialiser(self) -> int:
-        """The worker that gives the first weights: the longest-standing member, while the run has none; else -1. Of several
-        sources it is the first, and a run of gossip that is resumed knows none before all workers are there."""
+        """The worker that gives the run its first weights: the longest-standing member. -1: none, or the run has weights.
+
+        A gossip run that is resumed takes the first of its `sources`, and none before all workers are members.
+        """
         if self.run.started or self.run.restart_clock >= 0:
             return -1
         if self.resumes:
@@ -52,8 +60,12 @@ class CheckpointSchedule(Decision):
 
     @property
     def sources(self) -> tuple[int, m.Pairs]:
-        """The newest round of which there are models of a majority of the workers, -1: none; and which worker gives the
-        model of which rank. Workers with one folder have the same files, and each gives one at most."""
+        """The round that a resumed gossip run goes on from, and who gives the models of it.
+
+        Returns:
+            The newest round that a majority of the workers can give a model of, -1: none; and pairs (worker, rank): the
+            worker gives the model of this rank. Workers that share a folder have the same files; each gives at most one.
+        """
         seats = self.run.declared
         if not self.resumes or self.run.started or len(seats) < self.needed:
             return -1, ()
@@ -72,7 +84,7 @@ class CheckpointSchedule(Decision):
         return said
 
     def _begin(self, now_ns: int) -> None:
-        """Start the run, one of gossip at the round of its first weights."""
+        """Start the run; a gossip run begins at the round of its first weights."""
         shared, sources = self.sources
         if self.resumes:
             text = (
@@ -86,11 +98,11 @@ class CheckpointSchedule(Decision):
 
     @property
     def may_declare(self) -> bool:
-        """There are workers enough to take part in the run above."""
+        """True if this cluster has enough workers to take part in its parent's run."""
         return len(self.above.undeclared) >= (1 if self.run.started else self.needed)
 
     def decide(self, now_ns: int) -> bool:
-        """Start, or choose the weights that are handed up."""
+        """Start the run, or choose the first weights that a cluster pushes to its parent."""
         if self.run.started:
             return False
         current, first = self.run.current, self.initialiser
@@ -106,40 +118,53 @@ class CheckpointSchedule(Decision):
 
     def _gathered(self, now_ns: int) -> bool:
         declared = self.run.declared
-        # A stage that began without a worker would give it another clock than the other stages of its pipeline have.
+        # A stage that started without one of its workers would come to another clock than the other stages of the
+        # pipeline.
         early = self._waited(now_ns) and self.run.settings.checkpoint_clocks < 0
         return bool(declared) and (len(declared) >= self.needed or early)
 
     def resumed(self) -> None:
-        """A user goes on with this run: it starts with as many workers as a new one, whoever was there before."""
+        """Note that a user resumes this run: it starts with as many workers as a new one."""
         self.waits_for_all = True
 
     def _waited(self, now_ns: int) -> bool:
-        """Who has to join again has had a lease for it."""
+        """True if the workers that have to join again have had a lease's time for it."""
         return self.rejoin_ns > 0 and now_ns - self.rejoin_ns > self.run.settings.lease * NS
 
     def _ready(self, report: m.Report) -> bool:
-        """This shard has the weights that the run begins with."""
+        """True if this shard has the first weights of the run."""
         if self.above.child:
             return self.above.shown(report)
         return self.run.restart_clock >= 0 or report.weights_from == self.initialiser
 
     def left(self, seat: Seat, how: str) -> None:
         self.finished_once |= seat.leaving
-        if how != "refused":  # then another is to come
+        if how != "refused":  # another worker will come instead of a refused one
             self._gone(seat.key, len(self.run.seats) - 1)
 
     def absent(self, done: bool, key: Key) -> str:
-        """Somebody says that a worker without a seat is gone: a sentence where fewer are waited for. Before a run has
-        begun nobody can be done."""
+        """Take a Leave of a worker that has no seat.
+
+        Args:
+            done: the worker did its last step. Before the first start of the run this does not count.
+            key: the key that the sender connected with.
+
+        Returns:
+            A sentence for the log if the start now waits for fewer workers, else "".
+        """
         self.finished_once |= done and (self.run.started or self.rejoin_ns > 0)
         news = self._gone(key, len(self.run.seats))
         failed = f"a worker{f' with the key of {key[0]}' if key[0] else ''} failed before it joined"
         return f"{failed}: the run waits for {self.needed}" if news and not done else ""
 
     def _gone(self, key: Key, here: int) -> bool:
-        """One worker less is waited for at the start. Those who are here are, and with keys one of each other key. Whether that
-        is news: anybody may say so without end."""
+        """Wait for one worker fewer at the start.
+
+        The start still waits for the `here` workers that have a seat and, with keys, for one worker of each other key.
+
+        Returns:
+            True if this changed something, so that a peer that repeats itself cannot fill the log.
+        """
         if self.run.started:
             return False
         (name, others), before = key, self.needed
@@ -152,7 +177,13 @@ class CheckpointSchedule(Decision):
     # Checkpoints, and going back to one.
 
     def go_back(self, shard: int, now_ns: int, shards: int = 0) -> Log:
-        """Begin a generation: this shard was restarted. `shards`: this one is lost with all after it, and so many are left."""
+        """Begin a generation at the newest shared checkpoint, because `shard` was restarted or lost.
+
+        Args:
+            shard: the shard.
+            now_ns: the time.
+            shards: if not 0, this shard and all after it are lost, and this number of shards is left.
+        """
         reached, clock = self.rounds.min_clock, self.shared()
         self.needed = max(1, len(self.run.declared))
         self.finished_once |= any(seat.leaving for seat in self.run.declared)
@@ -161,24 +192,24 @@ class CheckpointSchedule(Decision):
         return Log("restart", {"shard": shard, "from_clock": max(clock, 0), "to_clock": reached})
 
     def shared(self) -> int:
-        """The newest checkpoint that all shards have, -1: none."""
+        """Clock of the newest checkpoint that all shards have, -1: none."""
         return max(set.intersection(*(set(r.checkpoints) for r in self.run.reports.values())), default=-1)
 
     def anew(self) -> None:
         self.checkpoint = -1
 
     def wake(self, now_ns: int) -> None:
-        """Begin to count, with the first tick."""
+        """Begin to measure time, at the first tick."""
         if self.checkpoint_ns < 0:
             self.checkpoint_ns = now_ns
             self.rejoin_ns = now_ns if self.run.restart_clock >= 0 and not self.waits_for_all else self.rejoin_ns
 
     def lapsed(self, now_ns: int) -> bool:
-        """Whether all had finished when a shard was restarted, and nobody has come back."""
+        """True if all workers had finished when a shard was restarted, and none has joined again within a lease."""
         return self.deserted and self._waited(now_ns) and not self.run.over
 
     def tick(self, now_ns: int) -> bool:
-        """Ask for a checkpoint, where it is time for that. Under gossip the workers write their models themselves."""
+        """Ask for a checkpoint if one is due. Under gossip the workers write their models themselves."""
         if self.run.mode.rule is Rule.MIX:
             return False
         clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
@@ -194,11 +225,11 @@ class CheckpointSchedule(Decision):
         return True
 
     def tried(self, clock: int) -> bool:
-        """All shards have written the checkpoint of this clock, or could not; -1: there is none."""
+        """True if each shard has written the checkpoint of this clock or has failed to. -1 stands for no checkpoint."""
         return all(clock in (-1, report.tried) for report in self.run.reports.values())
 
     def ask(self, clock: int) -> bool:
-        """Ask for a checkpoint of the clock that is reached. False: another one is being written."""
+        """Ask for a checkpoint of the present clock. Return False while another one is being written."""
         if self.checkpoint <= clock and not self.tried(self.checkpoint):
             return False
         self.checkpoint = clock
@@ -206,7 +237,7 @@ class CheckpointSchedule(Decision):
 
     @property
     def _every_ns(self) -> int:
-        """From one checkpoint to the next, 0: none but the last. The first is due at once: it has what the run began with."""
+        """Time from one checkpoint to the next, 0: only at the end. The first one, of the first weights, is due at once."""
         told = self.run.settings.checkpoint_every
         if told >= 0 or self.checkpoint < 0:
             return int(told * NS) if told >= 0 else 1
@@ -217,19 +248,21 @@ class CheckpointSchedule(Decision):
 
     @property
     def deserted(self) -> bool:
+        """True if no worker is here any more and at least one has finished."""
         return self.finished_once and not self.run.seats
 
     def end(self, version: int) -> None:
+        """End the run with a checkpoint of the present clock. `version`: of the first ledger that says so."""
         self.run.move("end")
         self.checkpoint, self.over_version = self.rounds.min_clock, version
 
     @property
     def at_rest(self) -> bool:
-        """The run is over, and all shards have seen that and done what comes before it."""
+        """True if the run is over and all shards have done all that it asks of them (`rests`)."""
         return self.run.over and sum(map(self.rests, self.run.reports.values())) == self.run.shards
 
     def rests(self, report: m.Report) -> bool:
-        """This shard has, where the run is over."""
+        """True if the shard of this report has seen the end of the run and has done everything before it."""
         done = report.at_rest and report.min_clock >= self.rounds.min_clock
         return done and report.ledger_seen >= self.over_version
 

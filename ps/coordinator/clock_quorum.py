@@ -1,4 +1,4 @@
-"""Closes the clocks of a run: when a clock closes, and over which updates.
+"""Closes the clocks of a run: decides when a clock closes, and over which updates.
 
 How it works
 
@@ -6,14 +6,14 @@ How it works
     worker 1  ──u5──────u6──             sets[5] = ((0, 5), (1, 5))    bsp, local: the shards fold these, in this order
     worker 2  ────────u5────             staleness s: a worker computes clock c on a state of min_clock >= c - s
 
-1. A shard reports how many updates of each worker have arrived there (`Report.arrived`). An update is open once it is
-   on all shards and in no set.
-2. `_closable`: a clock closes when each member has an open update. A member that waits for the last model is not
-   waited for.
+1. A shard reports how many updates of each worker have arrived there (`Report.arrived`). An update is open once all
+   shards have it and no set contains it.
+2. `_closable`: a clock closes when each member has an open update. The clock does not wait for a member that has done
+   its last step and waits for the last model.
 3. With a barrier `_close` names a set: the oldest open update of each member, and of each member that left since. So
-   a worker that dies between two shards is in the set of all shards, or of none.
-4. With --quorum a clock also closes when so many members have an open update and the grace after that is over. A
-   later update is in the next set. The log names its age.
+   the update of a worker that dies between two pushes is in the set of all shards, or of none.
+4. With --quorum a clock also closes when that number of members have an open update and the grace after that is over.
+   A later update is in the next set. The log names its age.
 5. `norms` gathers the norm of a clock's mean over all shards, for `max_grad_norm`.
 
 Staleness is enforced in two places: here, since min_clock advances only when all members' updates are there; and at
@@ -31,26 +31,26 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
-# Adaptive grace, as a share of what a round took of late until its quorum was there: room for workers that are meant to be
-# alike, and a quarter of their pace at most is what one that is truly slow can cost the others.
+# Adaptive grace, as a share of the time that recent rounds took until their quorum was there. The share leaves room for
+# workers of equal speed, and a truly slow worker costs the others at most a quarter of their pace.
 GRACE_SHARE = 0.25
 GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
-GRACE_MAX_NS = 60 * NS  # nor longer than a lease: who is silent for so long is dead
-STALLED_NS = 10 * NS  # a clock that others wait for so long: who keeps it open is named
-FIRST_STEP_NS = 30 * NS  # the same, of a member whose pace is not known: a first step compiles
-STALLED_STEPS = 3  # and so many steps of its own pace
-NAMED = 8  # members in one line
-ROUND_GAIN = 0.25  # weight of the newest round: a slow first one, with all its warming up, is forgotten in ten
+GRACE_MAX_NS = 60 * NS  # the grace is never longer than a lease either: a worker that is silent for a lease is dead
+STALLED_NS = 10 * NS  # after others have waited so long for a clock, the log names the members that keep it open
+FIRST_STEP_NS = 30 * NS  # the same for a member whose pace is not known yet: its first step compiles
+STALLED_STEPS = 3  # a member is late only after this number of its own steps
+NAMED = 8  # members that one log line names
+ROUND_GAIN = 0.25  # weight of the newest round: after ten rounds a slow first one, with its warm-up, hardly counts
 
 
 @dataclass(slots=True)
 class MemberProgress:
-    """One member's. `arrived[i]`: its clock on shard i."""
+    """How far the updates of one member have come."""
 
-    arrived: list[int]
-    taken: int  # its updates below are in sets (barrier)
-    due: int  # the clock whose set its next update is for: one in a later set is late
-    moved_ns: int
+    arrived: list[int]  # by shard, the member's clock there: the number of its updates that the shard has
+    taken: int  # with a barrier: updates below this number are in sets
+    due: int  # the clock that the member's next update is for; in the set of a later clock the update is late
+    moved_ns: int  # when its newest update arrived on shard 0, or a clock closed with its update
     step_ns: int = 0  # longest recent time between two of its updates
 
 
@@ -59,16 +59,16 @@ class Clocks(Decision):
         self.run, self.mode = run, run.mode
         self.min_clock = max(run.restart_clock, 0)
         self.reached_ns: dict[int, int] = {}  # when min_clock came to each of the last s + 1 clocks
-        self.progress: dict[int, MemberProgress] = {}  # of members
-        self.departed: dict[int, int] = {}  # worker that left -> its open update
+        self.progress: dict[int, MemberProgress] = {}  # by worker, of members
+        self.departed: dict[int, int] = {}  # worker that left -> the number of its open update, for the next set
         self.sets: dict[int, tuple[tuple[int, int], ...]] = {}  # clock -> (worker, its update), by worker
-        self.quorum_ns = -1  # when the quorum of the present clock was there, -1: not yet
-        self.round_ns = 0  # smoothed: from the close of a clock to the quorum of the next
-        self.norms: dict[int, float] = {}
-        self.shard_norms: dict[int, dict[int, float]] = {}  # squared, of clocks for which some are awaited
-        self.said: list[Log] = []  # to be told with the ledger that has the set
-        self.stop = -1  # no clock from here on closes, -1: all may
-        self.stalled = -1  # the clock of which it was told who keeps it open
+        self.quorum_ns = -1  # when the present clock had its quorum; -1: not yet
+        self.round_ns = 0  # smoothed time from the close of a clock to the quorum of the next
+        self.norms: dict[int, float] = {}  # by clock, norm of its mean update over all shards
+        self.shard_norms: dict[int, dict[int, float]] = {}  # by clock and shard, squared norms, until all have come
+        self.said: list[Log] = []  # log events that go out with the ledger that has the set
+        self.stop = -1  # clocks from this one on stay open; -1: no limit
+        self.stalled = -1  # the newest clock whose late members the log has named
 
     # Members.
 
@@ -81,14 +81,15 @@ class Clocks(Decision):
         self.progress.pop(seat.worker, None)
 
     def heard(self, report: m.Report, now_ns: int) -> None:
-        """A shard of the present generation says what has arrived there."""
+        """Take the report of a shard of the present generation: which updates and norms it has."""
         for worker, clock in report.arrived:
             progress = self.progress.get(worker)
             if progress is None or clock <= progress.arrived[report.shard]:
                 continue
             progress.arrived[report.shard] = clock
             if report.shard == 0:
-                # Waiting for others is no step, or one death would lengthen the lease of all who waited for it.
+                # Time spent waiting for others is no part of a step: else one death would lengthen the lease of each
+                # member that waited for the dead one.
                 began_ns = max(progress.moved_ns, self.reached_ns.get(clock - 1 - (self.mode.bound or 0), 0))
                 progress.step_ns = max(now_ns - began_ns, progress.step_ns // 2)
                 progress.moved_ns = now_ns
@@ -97,36 +98,38 @@ class Clocks(Decision):
                 self.shard_norms.setdefault(clock, {})[report.shard] = squares
 
     def clock(self, seat: Seat) -> int:
+        """The member's clock: the number of its updates that all shards have."""
         return min(self.progress[seat.worker].arrived)
 
     def reached(self, seat: Seat) -> int:
-        """Its own clock, as the shards know it: with a quorum it has passed the rounds that closed without it too."""
+        """The member's own clock, as far as the shards know it; with a quorum, rounds that closed without it count."""
         progress = self.progress[seat.worker]
         return progress.due + min(progress.arrived) - progress.taken if self.mode.barrier else min(progress.arrived)
 
     def closed(self, worker: int) -> int:
-        """Updates of it below this are in closed sets; without a barrier: are on all shards."""
+        """The worker's updates below this number are in closed sets; without a barrier, on all shards."""
         progress = self.progress.get(worker)
         if progress is None:
             return self.departed.get(worker, m.CLOCK_MAX)
         return progress.taken if self.mode.barrier else min(progress.arrived)
 
     def final(self, seat: Seat) -> int:
-        """With a barrier: updates of it below this count if it leaves now."""
+        """With a barrier: the member's updates below this number count if it leaves now."""
         return self.progress[seat.worker].taken + self._open(seat)
 
     def folded(self, worker: int) -> int:
-        """Updates of it below this are in the model of all shards."""
+        """The worker's updates below this number are in the model of all shards."""
         published = min((report.min_clock for report in self.run.reports.values()), default=0)
         closing = (dict(rows).get(worker) for clock, rows in self.sets.items() if clock >= published)
         return min((update for update in closing if update is not None), default=self.closed(worker))
 
     def step_ns(self, seat: Seat) -> int:
+        """The member's longest recent step; 0 before it has one."""
         return self.progress[seat.worker].step_ns if seat.epoch else 0
 
     @property
     def resting(self) -> dict[int, int]:
-        """Members, with their clocks, that wait for the last model, all that they pushed being in."""
+        """Members that wait for the last model and whose updates are all in closed clocks, with their own clocks."""
         waiting = [report.finishing for report in self.run.reports.values()]
         if not waiting or not all(waiting):
             return {}
@@ -135,26 +138,29 @@ class Clocks(Decision):
         return {seat.worker: self.clock(seat) for seat in seats if not self._open(seat)}
 
     def _going(self) -> list[Seat]:
-        """Members that are waited for."""
+        """Members that a clock waits for."""
         resting = self.resting
         return [seat for seat in self.run.declared if seat.worker not in resting] if resting else self.run.declared
 
     def late(self) -> list[Seat]:
-        """Members that are waited for, whose update of the present clock is not on all shards."""
+        """Members that the present clock waits for and whose update is not on all shards yet."""
         return [seat for seat in self._going() if not self._open(seat)]
 
     def _open(self, seat: Seat) -> bool:
-        """An update of it is on all shards that no closed clock has."""
+        """True if all shards have an update of this member that no closed clock contains."""
         return self._ahead(seat) > 0
 
     # Clocks.
 
     def open(self, now_ns: int) -> None:
-        """The run begins with the present clock."""
+        """Note that the run starts, at the present clock."""
         self.reached_ns = {self.min_clock: now_ns}
 
     def begin(self, clock: int, now_ns: int) -> int:
-        """The clock at which a new place above begins: `clock`, that of the run above, where nobody here is further."""
+        """Return the clock at which this cluster's new place in its parent's run begins.
+
+        That is the present clock; if this cluster has no members, it first advances to `clock`, the parent's.
+        """
         if not self.progress:
             self.min_clock = max(self.min_clock, clock)
             self.open(now_ns)
@@ -167,11 +173,11 @@ class Clocks(Decision):
             table.clear()
 
     def stop_at(self, clock: int) -> None:
-        """Close no clock from this one on; -1: as before."""
+        """Close no clock from this one on; -1 lifts the limit."""
         self.stop = clock
 
     def shift(self) -> None:
-        """All members go on from this clock, over other shards or in another mode; none has an update that is not folded."""
+        """Go on from the present clock over other shards or in another mode: every update of a member is folded."""
         self.mode = self.run.mode
         for worker, before in self.progress.items():
             start = self.run.seats[worker].start
@@ -181,7 +187,7 @@ class Clocks(Decision):
             table.clear()
         self.reached_ns = {
             self.min_clock: self.reached_ns.get(self.min_clock, 0)
-        }  # with another bound others are asked for
+        }  # another bound looks up other clocks
         self.stop = -1
 
     def decide(self, now_ns: int) -> bool:
@@ -204,7 +210,7 @@ class Clocks(Decision):
         return False
 
     def _closable(self, now_ns: int) -> bool:
-        # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
+        # After the end no clock closes: it would wait for shards that have reached the last clock and ended.
         open_ = self.run.started and not self.run.over and self.min_clock != self.stop
         going = self._going() if open_ else []
         if not going:
@@ -213,11 +219,12 @@ class Clocks(Decision):
             pushed = sum(map(self._open, going)) + len(self.departed) if self.run.settings.quorum > 0 else 0
             if not self._grace_over(pushed, now_ns):
                 return False
-        # Late updates alone could close one clock after the other, with no one to see them.
+        # With a barrier the shards must have published the clock before: else late updates alone could close one clock
+        # after the other without a state in between.
         return not self.mode.barrier or all(report.min_clock >= self.min_clock for report in self.run.current)
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
-        """Whether the present clock, with so many open updates, is to be closed without the rest."""
+        """True if the present clock, with `pushed` open updates, closes without the rest."""
         if not 0 < self.run.settings.quorum <= pushed:
             return False
         if self.quorum_ns < 0:
@@ -228,14 +235,14 @@ class Clocks(Decision):
 
     @property
     def grace_ns(self) -> int:
-        """How long a clock stays open once its quorum is there."""
+        """How long a clock stays open after it has its quorum."""
         if self.run.settings.grace >= 0:
             return int(self.run.settings.grace * NS)
         limit = min(GRACE_MAX_NS, int(self.run.settings.lease * NS))
         return min(max(int(GRACE_SHARE * self.round_ns), GRACE_MIN_NS), limit)
 
     def _close(self, now_ns: int) -> None:
-        """The set of the present clock: the oldest open update of each worker."""
+        """Name the set of the present clock: the oldest open update of each worker."""
         clock, taken = self.min_clock, dict(self.departed)
         for seat in filter(self._open, self.run.declared):
             progress = self.progress[seat.worker]
@@ -247,7 +254,7 @@ class Clocks(Decision):
                 self.said.append(Log("late", which | {"text": f"{late} and is in clock {clock}, {age} after it"}))
             progress.taken += 1
             progress.due = clock + 1
-            progress.moved_ns = now_ns  # its next step begins with what this clock is folded to
+            progress.moved_ns = now_ns  # the worker's next step begins with the state of this clock
         self.sets[clock] = tuple(sorted(taken.items()))
         self.departed.clear()
 
@@ -258,7 +265,7 @@ class Clocks(Decision):
                 del table[clock]
 
     def stalls(self, now_ns: int) -> list[Log]:
-        """Name the members that keep the present clock open while others wait for it. Each clock is told of once."""
+        """Log which members keep the present clock open while others wait for it, once for each clock."""
         since_ns, bound = self.reached_ns.get(self.min_clock, now_ns), self.mode.bound
         open_ = self.run.started and not self.run.over and self.min_clock not in (self.stop, self.stalled)
         if not open_ or bound is None or now_ns - since_ns < STALLED_NS:
@@ -278,7 +285,7 @@ class Clocks(Decision):
         return [Log("stalled", {"workers": [seat.worker for seat in late], "clock": self.min_clock, "text": text})]
 
     def _ahead(self, seat: Seat) -> int:
-        """Updates of this member that no closed clock has."""
+        """Number of updates of this member that no closed clock contains."""
         progress = self.progress[seat.worker]
         return min(progress.arrived) - (progress.taken if self.mode.barrier else self.min_clock)
 
@@ -287,7 +294,7 @@ class Clocks(Decision):
         pace_ns = STALLED_STEPS * progress.step_ns or FIRST_STEP_NS
         return now_ns - progress.moved_ns >= max(STALLED_NS, pace_ns)
 
-    # For the broadcast.
+    # For the ledger.
 
     def tell(self) -> list[Log]:
         said, self.said = self.said, []

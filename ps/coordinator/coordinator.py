@@ -1,4 +1,4 @@
-"""The coordinator of a cluster: who is a member, in which epoch, and which clocks are closed over which members.
+"""The coordinator of a cluster decides who is a member, in which epoch, and which clocks are closed over which members.
 
 How it works
 
@@ -9,19 +9,19 @@ How it works
                                                         │  Agreements
                                                         └── Ledger ──> each shard
 
-1. A message or a tick changes what one decision knows: `Members` admits a worker, `Clocks` sees in a Report which
+1. A message or a tick changes the state of one decision: `Members` admits a worker, `Clocks` sees in a Report which
    updates are on all shards.
 2. `_decide` asks the decisions in their order until none has anything more to decide. A decision reads `Run` and
-   those made before it, never those after it.
-3. Each decision adds its fields to the ledger. The coordinator sends the ledger to each shard, and again every
+   the decisions before it, never those after it.
+3. Each decision adds its fields to the ledger. The coordinator sends the ledger to each shard, and repeats it every
    `LEDGER_RETRY` until a Report shows that the shard has seen it.
-4. A shard obeys the newest ledger and reports what it has seen and done. A Report replaces the one before, so a lost
-   one costs time only.
+4. A shard obeys the newest ledger and reports what it has seen and done. Each Report replaces the one before, so a
+   lost Report costs time only.
 
 Rules
-- The coordinator lives in process 0, beside shard 0. It is the one owner of membership.
-- Each change of the member set begins an epoch. A message of a member names the epoch in which it joined, so a late
-  message of an earlier membership is known as such.
+- The coordinator lives in process 0, beside shard 0. No other code changes the membership.
+- Each change of the member set begins an epoch. A member's message names the epoch in which the member joined, so the
+  coordinator recognizes a late message of an earlier membership.
 """
 
 from __future__ import annotations
@@ -58,18 +58,25 @@ TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line 
 
 @dataclass(slots=True)
 class ShardLine:
-    """The way to a shard."""
+    """The coordinator's connection to one shard, and what the two have acknowledged."""
 
-    peer: bytes
-    sent_ns: int = 0
-    seen: int = -1  # version of its report that it was shown to be here
+    peer: bytes  # routing id of the shard; b"" for shard 0, which is in this process
+    sent_ns: int = 0  # when the newest ledger was sent
+    seen: int = -1  # version of the shard's report that the newest ledger acknowledged; -1: no report
 
 
 class Coordinator:
-    """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life.
+    """The machine of the coordinator: it takes workers' messages, shards' Reports and ticks, and returns effects.
 
-    `child`: this cluster is a member of a run above, and admits workers once it has its place there (`joined_above`,
-    `placed`). `keys_max`: parameters of a model that the servers have memory for. `coded`: what each SPEC costs.
+    Args:
+        settings: of the run.
+        first_epoch: the first epoch of this life of the coordinator, greater than any epoch of an earlier life.
+        restart_clock: clock of the checkpoint that the run resumes from; -1: none.
+        child: this cluster is a member of its parent's run. It admits workers once it has its place there
+            (`joined_above`, `placed`).
+        keys_max: the largest number of model parameters that the shards have memory for.
+        away: host of each shard that is on another machine, by shard.
+        coded: cost of each SPEC, for replanning.
     """
 
     def __init__(
@@ -82,9 +89,9 @@ class Coordinator:
         away: Mapping[int, str] | None = None,
         coded: Mapping[str, CodecCost] | None = None,
     ) -> None:
-        self.stop_ns = -1  # when the server was stopped, while workers hand over their models (gossip)
+        self.stop_ns = -1  # gossip: when the user stopped the server; -1 unless workers are handing over their models
         self.version, self.lines = 1, {0: ShardLine(b"")}  # shard 0 is in our process
-        self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
+        self.tree_above: Callable[[], str] = str  # the tree of all levels that the parent sent, "" without one
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
         self.rounds = rounds = Clocks(run)
@@ -100,7 +107,7 @@ class Coordinator:
         first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
         self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans, self.agreements)
 
-    # For a runner, or a machine beside it.
+    # State that the runner, and the other machines of this process, read.
 
     @property
     def declared(self) -> list[Seat]:
@@ -119,7 +126,10 @@ class Coordinator:
         return self.rounds.min_clock
 
     def tree(self) -> str:
-        """This server, its children, and what clusters among them say of theirs: a line each; of a large run the first."""
+        """Return the tree of this server: a line for the server and for each child, then the lines that a cluster sent.
+
+        At most TREE_CHARACTERS_MAX characters: of a large run the first lines, and the number of lines left out.
+        """
         run = self.run
         lines = [f"{run.settings.summary()}, {run.shards} shards, clock {self.min_clock}"]
         for seat in sorted(run.declared, key=lambda seat: seat.rank):
@@ -138,8 +148,20 @@ class Coordinator:
     # Messages.
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
-        """Return the effects of a message from `peer`; `key`: of a Hello or a Leave. Raises RemoteProtocolError for one that no
-        worker sends."""
+        """Handle a message from `peer`.
+
+        Args:
+            peer: routing id of the sender; b"" for shard 0.
+            message: the message.
+            now_ns: the time.
+            key: for a Hello or a Leave, the key that the sender connected with.
+
+        Returns:
+            The effects of the message.
+
+        Raises:
+            RemoteProtocolError: no worker or shard sends such a message.
+        """
         if isinstance(message, m.Report):
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
@@ -172,7 +194,7 @@ class Coordinator:
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
         if self.moves.holds:
-            return []  # it asks again
+            return []  # the worker repeats its Declare
         if self.above.holds(seat, declare):
             return []
         self.roster.admit(seat, declare.address, now_ns)
@@ -190,13 +212,13 @@ class Coordinator:
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
     def _seen(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> list[ServerEffect]:
-        """Hand on what a member says of itself and of those below it, for whoever watches."""
+        """Store the summaries of a member and of the members below it, and log them for consoles and dashboards."""
         if not rows or not seat.epoch:
             return []
         skipped = seat.skipped
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
         size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is Rule.MIX
-        clock = 0 if mixes else self.min_clock  # under gossip none closes here
+        clock = 0 if mixes else self.min_clock  # under gossip the coordinator closes no clock
         told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
         news = [skips(seat, self.min_clock)] if seat.skipped and not skipped else []
         return [Log("summary", told), *news]
@@ -224,7 +246,7 @@ class Coordinator:
         return [*news, self.roster.event(how, seat), *self._broadcast(now_ns)]
 
     def _ended(self) -> list[Log]:
-        """End the run, which its workers have done; they have made so many steps, -1: nobody here counts them (gossip)."""
+        """End a finished run, and log its number of steps: -1 under gossip, where the server counts no steps."""
         self.generations.end(self.version + 1)
         steps = -1 if self.run.mode.rule is Rule.MIX else self.min_clock * self.run.mode.local_steps
         return [Log("ended", {"clock": self.min_clock, "steps": steps})]
@@ -240,8 +262,8 @@ class Coordinator:
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
             if (report.incarnation, report.version) == (before.incarnation, before.version):
-                self.lines[index].peer = peer  # it may have connected anew, and have no more to say
-            return []  # overtaken by a newer one, be it of the process that came after
+                self.lines[index].peer = peer  # the shard may have connected again without any news
+            return []  # a newer report overtook this one; the newer one may be of the shard's next process
         self.lines.setdefault(index, ShardLine(peer)).peer = peer
         self.reports[index] = report
         effects: list[ServerEffect] = []
@@ -258,32 +280,32 @@ class Coordinator:
         return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers.packed)]
 
     def ended(self, shards: Iterable[int]) -> None:
-        """The processes of these have done all that a run that is over asks of them, and say no more."""
+        """Note that the processes of `shards` have ended after the run was over: they send no more Reports."""
         seen, clock = self.generations.over_version, self.rounds.min_clock
         for shard in self.reports.keys() & set(shards) if self.over else ():
             self.reports[shard] = replace(self.reports[shard], ledger_seen=seen, min_clock=clock, at_rest=True)
 
     def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
-        """Cut the keys over so many shards from now on; 0: leave them where they are."""
+        """Begin to reshard the keys over this number of shards; 0 calls off the resharding that is under way."""
         number, log = self.moves.number, self.moves.ask(shards)
         return [log, *(self._broadcast(now_ns) if self.moves.number != number else self._settle(now_ns))]
 
     def _lose(self, guest: RemoteHost, now_ns: int) -> list[ServerEffect]:
-        """This machine is gone with its shards, if it has any, and with those after them."""
+        """Handle the loss of a machine. Its shards, if it has any, and all shards after them are lost with it."""
         run, first, who = self.run, guest.first, f"the machine at {guest.host} is lost"
         self.guests.lose(guest)
         if not 0 <= first < run.shards:
             coming = first >= 0 and self.moves.may_stay
             return [self.moves.call_off(who), *self._broadcast(now_ns)] if coming else []
         if run.over and all(self.generations.rests(self.reports[shard]) for shard in self.reports if guest.has(shard)):
-            return []  # they have ended
+            return []  # these shards have done all that the run asks of them
         reached, back, before = self.min_clock, self.generations.shared(), run.shards
         if run.over or back < 0:
             goes_on = f"--resume goes on from clock {back}" if back >= 0 else "no checkpoint is on all shards"
             text = f"{who}, and shard {first} with it: {goes_on}"
             return [*self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text), Stop(m.RefuseCode.SERVER_LOST, text)]
         if self.moves.may_stay:
-            self.moves.call_off(who)  # which is said below
+            self.moves.call_off(who)  # the log line below names the reason
         self.generations.go_back(first, now_ns, first)
         for decision in self.decisions:
             decision.anew()
@@ -292,15 +314,21 @@ class Coordinator:
         )
         return [self.moves.where(text), *self._broadcast(now_ns)]
 
-    # The run above.
+    # The parent's run.
 
     def joined_above(self, rank: int, clusters: int, now_ns: int) -> list[ServerEffect]:
-        """The run above knows this cluster; workers may come."""
+        """The parent has welcomed this cluster as `rank` of `clusters`: welcome the workers that wait."""
         self.above.joined(rank, clusters)
         return self.roster.greet(now_ns)
 
     def placed(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
-        """This cluster's place in the run above; b"" when it gives it up."""
+        """Take this cluster's place in the parent's run, and handle the Declares that waited for it.
+
+        Args:
+            place: the packed place; b"" when this cluster gives its place up.
+            epoch: the parent's epoch in which this cluster has the place.
+            now_ns: the time.
+        """
         if self.run.over:
             return []
         self.above.take(place, epoch)
@@ -312,17 +340,17 @@ class Coordinator:
         return effects
 
     def turned_above(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
-        """The same place: another server has taken over from the one above, or the run there changes its plan."""
+        """Keep the same place in the parent's run under new values: a standby took over, or the parent replans."""
         self.above.take(place, epoch)
         return self._broadcast(now_ns)
 
     def introduced_above(self, roster: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
-        """Who this cluster may gossip with. `alone`: the server above is gone."""
+        """Take the encoded roster of the clusters that this cluster may gossip with. `alone`: the parent is gone."""
         self.above.introduced(roster, alone)
         return self._broadcast(now_ns)
 
     def cut_off(self, now_ns: int) -> list[ServerEffect]:
-        """There is no run above any more: checkpoint at the clock reached, and end."""
+        """The parent's run is over: checkpoint at the present clock, and end this run."""
         self.above.take(b"", 0)
         self.generations.end(self.version + 1)
         return self._broadcast(now_ns)
@@ -330,7 +358,11 @@ class Coordinator:
     # Time.
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C: checkpoint at the clock reached, and end. Under gossip the workers have the model: they are asked for it."""
+        """Handle Ctrl-C: checkpoint at the present clock, and end the run.
+
+        Under gossip the workers have the model. So the first call asks the workers for their models, and a later one
+        ends the run.
+        """
         if self.stop_ns < 0 and (asked := self._handing_over()):
             self.stop_ns = now_ns
             acks = [(seat, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns, stops=True)) for seat in asked]
@@ -342,13 +374,13 @@ class Coordinator:
         return [*refuse, *self._broadcast(now_ns)]
 
     def _handing_over(self) -> list[Seat]:
-        """Workers of a run of gossip that have not handed over their model."""
+        """Workers of a gossip run that have not handed over their model yet."""
         if self.run.mode.rule is not Rule.MIX or not self.run.started or self.run.over:
             return []
         return [s for s in self.declared if not s.leaving and not s.below and not self.rounds.clock(s)]
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
-        """Expire leases, ask for checkpoints, send unseen ledgers again."""
+        """Expire leases, ask for checkpoints, decide, and repeat each ledger that its shard has not seen."""
         if self.stop_ns >= 0 and not (self._handing_over() and now_ns - self.stop_ns < MODEL_HAND_OVER_NS):
             return self.stop(now_ns)
         self.generations.wake(now_ns)
@@ -368,15 +400,15 @@ class Coordinator:
                 effects.append(self._ledger(shard, now_ns))
         return effects
 
-    # Decisions, and ledgers that tell of them.
+    # Decisions, and the ledgers that carry them.
 
     def _decide(self, now_ns: int) -> None:
-        """Take all that can be taken."""
+        """Ask the decisions in their order, from the first again after each one taken, until none is left to take."""
         while any(decision.decide(now_ns) for decision in self.decisions):
             self.version += 1
 
     def _settle(self, now_ns: int) -> list[ServerEffect]:
-        """Decide all that can be decided, and tell the shards if anything was."""
+        """Take all decisions that can be taken, and send the shards a ledger if there were any."""
         version = self.version
         self._decide(now_ns)
         effects = [effect for seat in self.roster.done() for effect in self._remove(seat, "left", now_ns)]
@@ -395,7 +427,7 @@ class Coordinator:
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words(), *self.guests.words(self.version)]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:
-        """All that is decided, for one shard."""
+        """The ledger for one shard: all that is decided."""
         line, report = self.lines[shard], self.reports.get(shard)
         line.sent_ns, line.seen = now_ns, report.version if report is not None else -1
         fields: dict[str, Any] = {k: v for decision in self.decisions for k, v in decision.fields(shard).items()}

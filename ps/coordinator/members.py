@@ -1,10 +1,25 @@
-"""The door of a run: who comes in, with which plan, and who has to go.
+"""Admits the workers of a run, checks their model spec, and expires the leases of silent ones.
+
+How it works
+
+    worker                          Members
+    Hello  ───────────────────────> a seat at the lowest free rank, once all shards have reported and a parent, if there
+           <─────────────── Welcome   is one, knows this cluster; before that the Hello waits in `waiting`
+    Declare model spec ───────────> `refusal` checks it; the first worker's spec becomes that of the run
+           <───────────────── Ready once every shard has reported the epoch of the new member
+    Heartbeat, any message ───────> renews the lease
+    silent for longer than `lease_ns`, or not connected for a shorter time: `expired`
+    Leave  ───────────────────────> the seat ends once every shard has reported the worker's last update (`done`)
+
+1. A worker joins in two steps: its Hello reserves a rank; its Declare makes it a member in a new epoch, at the
+   min_clock of the members.
+2. A member whose connection is cut has less time than a silent one: a live member connects again soon. `probes` sends
+   a small message to a silent member, and the runner reports if nobody is connected under its name (`unreached`).
+3. A cluster with a standby keeps its whole lease, since the standby goes on over another connection.
 
 Rules
-- A worker joins in two steps: Hello reserves a rank; Declare makes it a member in a new epoch, at the members' min_clock.
-- Ready is sent once every shard knows that epoch.
-- A plan is adopted after it was checked, or never.
-- Who said Hello for a worker speaks for it, by the name that its routing ids begin with, and nobody else does.
+- The coordinator adopts a model spec only after its check.
+- A worker's messages count only under the name that its first routing id began with. No other peer speaks for it.
 """
 
 from __future__ import annotations
@@ -33,7 +48,7 @@ from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat
 
 WAITING_MAX = 1024  # joiners that wait for the shards to report
-EXPECT_BYTES_MAX = 64 << 10  # the flags of a worker, which anybody may send
+EXPECT_BYTES_MAX = 64 << 10  # the flags in a Hello, which any peer may send
 
 ENDED = "the run has ended; start the server again"
 ENDING = "the run is about to end: all its workers have done their last step; start the server again"
@@ -41,19 +56,19 @@ WAITING = "all workers of this cluster have done their last step: join another c
 
 
 class Members(Decision):
-    """`keys_max`: parameters of a model that the servers have memory for."""
+    """Decides who is a member. `keys_max`: the largest number of model parameters that the shards have memory for."""
 
     def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory, keys_max: int) -> None:
         self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
         self.plan: ModelSpec | None = None
         self.plan_packed = b""
-        self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}
-        self.dialled_ns = 0  # from then on who is connected has dialled
-        self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
-        self.lost = 0  # workers that went before they were done
+        self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}  # by token, Hellos that have no answer yet
+        self.dialled_ns = 0  # until then members are still dialling a server that moved to another machine
+        self.gone: dict[str, None] = {}  # tokens of workers that left, at most WAITING_MAX
+        self.lost = 0  # number of workers that stopped or expired before they were done
 
     def _closed(self, name: bytes) -> str:
-        """The reason to let the worker of this name in no more, since all have done their last step; "": it may come."""
+        """Return why the worker of this name cannot join after all others did their last step; "" if it can join."""
         if not (self.meeting.closed or self.above.closed) or self.above.waited(name):
             return ""
         return WAITING if self.above.child else ENDING
@@ -61,7 +76,7 @@ class Members(Decision):
     # Hello.
 
     def hello(self, peer: bytes, hello: m.Hello, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
-        """Welcome a worker, as soon as all shards have reported and the run above knows this cluster."""
+        """Welcome a worker once all shards have reported and the parent, if there is one, knows this cluster."""
         if len(hello.expect) > EXPECT_BYTES_MAX:
             raise RemoteProtocolError(
                 f"the flags of a Hello have {len(hello.expect)} bytes, more than {EXPECT_BYTES_MAX}"
@@ -101,7 +116,7 @@ class Members(Decision):
         return m.Welcome(
             seat.token,
             seat.worker,
-            self.above.rank + clusters * seat.rank,  # one to each cluster in turn: however many there are of us
+            self.above.rank + clusters * seat.rank,  # clusters take ranks in turn, so no cluster needs a fixed size
             clusters * settings.workers,
             self.run.epoch,
             settings.packed(),
@@ -109,18 +124,18 @@ class Members(Decision):
         )
 
     def greet(self, now_ns: int) -> list[ServerEffect]:
-        """Answer those who had to wait."""
+        """Answer the Hellos that wait."""
         waiting, self.waiting = self.waiting, {}
         return [effect for peer, hello, key in waiting.values() for effect in self.hello(peer, hello, now_ns, key)]
 
     # Declare.
 
     def adopt(self, packed: bytes) -> None:
-        """The run's plan: of its first worker, or of an earlier life."""
+        """Adopt the run's packed model spec: that of its first worker, or of the checkpoint it resumes from."""
         self.plan, self.plan_packed = ModelSpec.unpacked(packed), packed
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
-        """Why this worker cannot be a member; where it can, its plan is that of the run."""
+        """Return why this worker cannot be a member. If it can be one, the first worker's spec becomes the run's."""
         if closed := self._closed(seat.name):
             return m.Refuse(RefuseCode.OVER, seat.worker, 0, closed)
         if conflict := self._unfit(ModelSpec.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
@@ -130,7 +145,7 @@ class Members(Decision):
         return None
 
     def _unfit(self, plan: ModelSpec) -> str:
-        """Why this run cannot train a model of this plan; "" where it can."""
+        """Return why this run cannot train a model of this spec; "" if it can."""
         if self.plan is not None:
             try:
                 self.plan.check_same(plan)
@@ -140,24 +155,28 @@ class Members(Decision):
             return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
         if plan.tables and (why := why_not(self.run.settings, self.run.mode, self.above.child)):
             return why
-        # The server holds two values of a key, one of a row, and its optimizer's.
+        # The shards hold two float32 of each key, one of each value of a row, and the state of their optimizer.
         if (size := plan.size + sum(table.size for table in plan.tables) // 2) > self.keys_max:
             return f"the model has {size} parameters, and the server's memory holds {self.keys_max} at most"
         return ""
 
     def admit(self, seat: Seat, address: str, now_ns: int) -> None:
-        """Make it a member. Under gossip no clock closes here: 1 says that the run has begun, its model is with the workers."""
+        """Make the worker a member, at the members' min_clock.
+
+        Under gossip the coordinator closes no clock. There a start clock of 1 means that the run has begun and the
+        workers have the model; 0 means that it has not.
+        """
         seat.declare(self.run.changed(), self.rounds.min_clock + self.meeting.begun, address)
         self.rounds.enter(seat, now_ns)
 
     def readies(self, buffers: bytes, only: Seat | None = None) -> list[ServerEffect]:
-        """Ready for each member whose epoch every shard knows by now; for `only`, once more."""
+        """Return Ready for each member whose epoch every shard has reported; with `only`, for that member again."""
         waiting = [seat for seat in self.run.declared if not seat.ready_sent] if only is None else [only]
         if not waiting or self.plan is None or not self.run.complete:
             return []
         reports = self.run.reports
         if self.run.started and any(report.from_above != self.above.epoch for report in reports.values()):
-            return []  # what the shards have is older than our place
+            return []  # the shards' state is older than this cluster's place in the parent's run
         known = min(report.epoch if self.run.planned(shard) else 0 for shard, report in reports.items())
         ranges = tuple(split(self.plan.size, self.run.shards))
         effects: list[ServerEffect] = []
@@ -168,7 +187,7 @@ class Members(Decision):
                 effects += [Send(seat.peer, ready), *self.meeting.rosters([seat])]
         return effects
 
-    # Those who are here, and those who go.
+    # Live members, and members that leave.
 
     def seated(
         self,
@@ -176,7 +195,16 @@ class Members(Decision):
         message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk | m.RangeAsk | m.AgreeAsk,
         now_ns: int,
     ) -> Seat | None:
-        """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator. Raises RemoteProtocolError."""
+        """Return the seat of a message's sender, and renew its lease.
+
+        Worker numbers begin anew in each life of the coordinator, so the epoch of the message decides too.
+
+        Returns:
+            None if the worker has no seat, or has one of an earlier life of the coordinator alone.
+
+        Raises:
+            RemoteProtocolError: the routing id of `peer` has another name than the seat.
+        """
         seat = self.run.seats.get(message.worker)
         if seat is None or message.epoch < self.run.first_epoch:
             return None
@@ -188,7 +216,7 @@ class Members(Decision):
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
-        """Any message of a member to shard 0 renews its lease."""
+        """Renew the lease of a member that sent any message to shard 0."""
         if worker in self.run.seats:
             self._saw(self.run.seats[worker], now_ns)
 
@@ -197,19 +225,22 @@ class Members(Decision):
         seat.peer, seat.seen_ns, seat.cut_ns = peer or seat.peer, now_ns, 0
 
     def moved(self, now_ns: int) -> None:
-        """The server is on another machine from now on: members have a lease to find it."""
+        """The standby has taken over, on another machine: each member has a lease's time to connect to it."""
         self.dialled_ns = now_ns + int(self.run.settings.lease * NS)
         for seat in self.run.seats.values():
             seat.seen_ns, seat.cut_ns = now_ns, 0
 
     def unreached(self, peer: bytes, now_ns: int) -> None:
-        """Nobody is connected under this name. Who lives connects again soon, and says something; a standby has a lease."""
+        """No connection has the name of `peer`: shorten the time that its member may be silent.
+
+        A live member connects again soon and sends a message. A cluster with a standby keeps its whole lease.
+        """
         for seat in self.run.seats.values():
             if seat.name == m.name_of(peer) and not seat.copied and now_ns >= self.dialled_ns:
                 seat.cut_ns = seat.cut_ns or now_ns
 
     def probes(self, now_ns: int) -> list[Send]:
-        """Something small for each member that is silent: where nobody is connected, we are told."""
+        """Return a small message to each silent member: the runner reports a name that has no connection."""
         effects = []
         for seat in self.run.declared:
             if now_ns - max(seat.seen_ns, seat.asked_ns) >= MEMBER_PROBE_NS:
@@ -222,11 +253,12 @@ class Members(Decision):
         return m.Refuse(RefuseCode.NOT_A_MEMBER, worker, epoch, text)
 
     def refuse_all(self, code: int, text: str) -> list[ServerEffect]:
-        """Who is still there need not find out by silence."""
+        """Refuse all members that are still here, so that none has to wait for its timeout."""
         there = [seat for seat in self.run.seats.values() if not seat.leaving]
         return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
 
     def expired(self, now_ns: int) -> list[Seat]:
+        """Seats whose worker has been silent for longer than its lease, or not connected for longer than `cut_ns`."""
         cut_ns = max(RECONNECT_LEAST_NS, int(self.run.settings.lease * RECONNECT_LEASES * NS))
 
         def gone(seat: Seat) -> bool:
@@ -238,12 +270,14 @@ class Members(Decision):
         return [seat for seat in self.run.seats.values() if gone(seat)]
 
     def lease_ns(self, seat: Seat) -> int:
-        """How long this one may be silent: as was told, or three steps of its own; and its road on top: a word may be as late
-        as that behind the one before."""
+        """How long this worker may be silent: --lease or three of its own steps, the larger, plus its round trip.
+
+        A message may arrive later than the one before it by as much as a round trip.
+        """
         return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.rounds.step_ns(seat)) + seat.road_ns
 
     def done(self) -> list[Seat]:
-        """Those who leave and whose last update every shard has reported: a shard may know it earlier than we do."""
+        """Members that are leaving and whose last update every shard has reported."""
         return [seat for seat in self.run.declared if seat.leaving and self.rounds.clock(seat) >= seat.last]
 
     def left(self, seat: Seat, how: str) -> None:
@@ -255,7 +289,7 @@ class Members(Decision):
             self.forget(seat.token)
 
     def forget(self, token: str) -> bool:
-        """Who has this token does not come any more. False: that was known."""
+        """Note that the worker with this token does not come any more. Return False if that was known."""
         self.waiting.pop(token, None)
         news = token not in self.gone
         self.gone[token] = None

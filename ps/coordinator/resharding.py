@@ -1,17 +1,31 @@
-"""Cuts the keys of a run anew, over more or fewer shards, or gives it another plan, at a clock of the run; training goes on.
+"""Reshards a run: cuts its keys over more or fewer shards, or gives it other settings, while training goes on.
+
+How it works
+
+    phase    the coordinator                                       ends when
+    STILL    no resharding is under way                            the supervisor, a remote host or `Replans` asks
+    ASKED    waits for the new shards                              all new shards have reported, and the run has started
+    TOLD     sends members Move(at = min_clock + s + 1): push no   each member has acknowledged it
+             update from clock `at` on; closes no clock
+    HELD     closes clocks up to `at`                              each shard has published min_clock `at`
+    WRITING  asks for a checkpoint of `at`                         each shard has written it
+    PASSED   begins the next generation (`Run.shift`)              each shard of it has reported the new epoch
+    STILL    sends each member its new epoch, ports and ranges
+
+1. `at` is the first clock that no member can have pushed: no clock closes until all members know of the hold. So at
+   the end of HELD each shard has folded all updates before `at`, and none after it.
+2. Each shard writes a checkpoint of `at`. The next generation begins from it, over the new shards.
+3. Members keep their seats, and the updates that they have not pushed. Each gets a new epoch, so that no message from
+   before counts.
 
 Rules
-- Members are told to hold: to push no update from clock `at` on. It is the first one that none can have pushed, for no clock
-  closes until all have said that they know. Then all updates before it are folded, on all shards, and none after it.
-- Each shard writes a checkpoint of that clock. The next generation begins from it, over the new shards. Members keep their
-  seats and what they have not sent. Each gets a new epoch, so that nothing from before counts.
-- Until that checkpoint is on all disks, all can go on as before, and do so where anything fails. From then on a shard that
-  fails goes back to it, as to any other.
-- While members hold, nobody else becomes one.
-- Another plan, a mode and a SPEC (replans.py), is a move too: the next generation has other settings over the same shards. So
-  whoever has a place in a generation has its plan, and nothing that was coded by another one counts there.
-- Shards of other machines (remote_shards.py) are the last ones. A report counts where it comes from the machine that
-  the shard is on.
+- Until that checkpoint is on all disks (`may_stay`), a failure calls the resharding off, and the run goes on as before.
+  From PASSED on a shard that fails goes back to that checkpoint, as to any other.
+- While members hold, no worker becomes a member.
+- A replan, to another mode and SPEC (replans.py), takes the same way: the next generation has other settings over the
+  same shards. So every process of a generation has the same settings, and no payload of another codec counts there.
+- Remote shards (remote_shards.py) have the highest numbers. A report of a shard counts only if it comes from the host
+  that the shard is on.
 """
 
 from __future__ import annotations
@@ -36,12 +50,12 @@ LEVELS = "this run has two levels"
 
 
 class ReshardPhase(Enum):
-    STILL = "still"  # there is no move
-    ASKED = "asked"  # new shards are awaited, and the start of the run
-    TOLD = "told"  # members are told to hold
-    HELD = "held"  # all know; what is under way is folded
-    WRITING = "writing"  # the checkpoint of the clock that all hold at
-    PASSED = "passed"  # the shards begin from it
+    STILL = "still"  # no resharding is under way
+    ASKED = "asked"  # the coordinator waits for the new shards and for the start of the run
+    TOLD = "told"  # the coordinator has asked all members to hold
+    HELD = "held"  # all members hold; the shards fold the updates that are in flight
+    WRITING = "writing"  # the shards write the checkpoint of the clock that all members hold at
+    PASSED = "passed"  # the shards of the next generation begin from that checkpoint
 
 
 MOVE_LIFE: dict[ReshardPhase, dict[str, ReshardPhase]] = {
@@ -55,7 +69,7 @@ MOVE_LIFE: dict[ReshardPhase, dict[str, ReshardPhase]] = {
 
 
 class Resharding(Decision):
-    """`target`: shards that there are to be. `at`: the clock at which all hold. `number`: of the newest word to members."""
+    """Decides when the run moves to another number of shards, or to other settings."""
 
     def __init__(
         self,
@@ -69,28 +83,38 @@ class Resharding(Decision):
         self.run, self.rounds, self.above = run, rounds, above
         self.generations, self.roster = generations, roster
         self.phase = ReshardPhase.STILL
+        # The number of shards of the next generation; the clock at which members hold; number of the newest Move.
         self.target, self.at, self.number = run.shards, -1, 0
-        self.next = run.settings  # of the generation after this move
-        self.most = run.shards  # that there ever were to be
+        self.next = run.settings  # the settings of the next generation
+        self.most = run.shards  # the largest `target` so far
         self.since_ns = 0  # when the present phase began
-        self.told = 0  # the newest number that all members were sent
-        self.away = {**away}  # by shard, the host of those that are on other machines, or to come there
-        self.why = ""  # the newest move was called off
-        self.offered: dict[int, tuple[bytes, m.Report]] = {}  # shards that are to come: where each is, and what it says
+        self.told = 0  # the newest Move number that all members were sent
+        self.away = {**away}  # by shard, the host of each remote shard, and of each that is to start
+        self.why = ""  # why the newest resharding was called off
+        self.offered: dict[int, tuple[bytes, m.Report]] = {}  # by new shard, its routing id and its newest report
         self.said: list[Log] = []
 
     @property
     def holds(self) -> bool:
-        """Who is a member does not change, but for those who go."""
+        """True while members hold: no worker becomes a member, though members may leave."""
         return self.phase not in (ReshardPhase.STILL, ReshardPhase.ASKED)
 
     def _move(self, step: str) -> None:
         self.phase = MOVE_LIFE[self.phase][step]
 
-    # Requests of the owner of the processes.
+    # Requests of the supervisor, which owns the shard processes, and of other decisions.
 
     def ask(self, shards: int, host: str = "") -> Log:
-        """Move to so many, the new ones on `host`; 0: to none, where that can still be. Asked again, the answer is the same."""
+        """Ask for a resharding.
+
+        Args:
+            shards: the number of shards to have; 0 calls off the resharding under way, if that is still possible. The
+                same number again changes nothing.
+            host: the machine of the new shards, "" for that of shard 0.
+
+        Returns:
+            The log event with the answer.
+        """
         if shards == self.target or not shards:
             return self.call_off("a new shard did not start") if not shards and self.may_stay else self.where("")
         if why := self.unfit(shards, host):
@@ -103,13 +127,13 @@ class Resharding(Decision):
         return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
 
     def change(self, settings: Settings) -> None:
-        """Give the run this plan. The caller has asked whether it may."""
+        """Ask for a generation with these settings. The caller has checked `fixed` and that no resharding is under way."""
         self._move("ask")
         self.next = settings
 
     @property
     def fixed(self) -> str:
-        """Why a new plan of this run takes a restart, "" where it does not."""
+        """Why this run cannot replan without a restart; "" if it can."""
         mode = self.run.mode
         if mode.rule is Rule.OPTIMIZER:
             return "the servers have the state of the optimizer, for gradients are pushed; with --push update workers have it"
@@ -120,7 +144,7 @@ class Resharding(Decision):
         return self.never
 
     def unfit(self, shards: int, host: str = "") -> str:
-        """Why they cannot become so many now, "" where they can."""
+        """Return why the run cannot reshard to this number of shards now; "" if it can."""
         if self.phase is not ReshardPhase.STILL:
             return "another move is under way"
         if not 1 <= shards <= SHARDS_MAX:
@@ -133,7 +157,7 @@ class Resharding(Decision):
 
     @property
     def never(self) -> str:
-        """Why the keys of this run do not move, "" where they do."""
+        """Why this run can never reshard; "" if it can."""
         mode = self.run.mode
         if mode.rule is Rule.MIX:
             return "under --sync gossip the model is with the workers"
@@ -150,7 +174,7 @@ class Resharding(Decision):
         return self.above.child or any(seat.below for seat in self.run.declared)
 
     def where(self, text: str) -> Log:
-        """How many shards there are and are to be."""
+        """Log event: `text`, with the number of shards that the run has and is to have."""
         told = {
             "shards": self.run.shards,
             "target": self.target,
@@ -162,10 +186,11 @@ class Resharding(Decision):
 
     @property
     def may_stay(self) -> bool:
-        """There is a move to call off."""
+        """True if a resharding is under way that can still be called off."""
         return self.phase not in (ReshardPhase.STILL, ReshardPhase.PASSED)
 
     def call_off(self, why: str) -> Log:
+        """Call the resharding off: members that hold go on. Return the log event that names the reason."""
         stays = (
             "the keys stay where they are"
             if self.next.plan_number == self.run.settings.plan_number
@@ -180,16 +205,19 @@ class Resharding(Decision):
         return self.where(f"{stays}: {why}")
 
     def _settle(self) -> None:
-        """There are no more shards than there are."""
+        """Forget the shards that were to come, and the settings of the generation that was to come."""
         self.target, self.next = self.run.shards, self.run.settings
         self.away = {shard: host for shard, host in self.away.items() if shard < self.target}
 
     def known(self, report: m.Report) -> bool:
-        """It comes from where this shard is: another machine may have had it before, by another clock."""
+        """True if the report comes from the host that this shard is on.
+
+        An earlier host of the shard may still send reports, and its time is that of another machine.
+        """
         return report.host == self.away.get(report.shard, "")
 
     def offer(self, peer: bytes, report: m.Report) -> bool:
-        """Take the report of a shard that is to come, or has gone. False: the shard is neither."""
+        """Take the report of a shard that is to come, or that was resharded away. False if the shard is in the run."""
         if not self.run.shards <= report.shard < self.most:
             return False
         if report.shard >= self.target or not self.known(report):
@@ -199,10 +227,10 @@ class Resharding(Decision):
             self.offered[report.shard] = (peer, report)
         return True
 
-    # The move.
+    # The phases.
 
     def decide(self, now_ns: int) -> bool:
-        """Take the next step."""
+        """Call the resharding off if something broke, else go on to the next phase if this one is over."""
         if self.phase is ReshardPhase.STILL:
             return False
         if self.may_stay and (why := self._broken(now_ns)):
@@ -213,7 +241,7 @@ class Resharding(Decision):
         return done
 
     def _broken(self, now_ns: int) -> str:
-        """Why the keys stay where they are, "" where they need not."""
+        """Return why the resharding has to be called off; "" if it can go on."""
         if self.run.over:
             return "the run is over"
         if self.holds and not self.run.declared:
@@ -229,16 +257,18 @@ class Resharding(Decision):
 
     @property
     def _waited_for(self) -> list[Seat]:
-        """Members that go on: who leaves pushes nothing more."""
+        """Members that have to hold: a member that is leaving pushes nothing more."""
         return [seat for seat in self.run.declared if not seat.leaving]
 
     @property
     def _known(self) -> bool:
+        """True if all these members have acknowledged the newest Move."""
         return all(seat.move == self.number for seat in self._waited_for)
 
     def _tell(self) -> bool:
+        """ASKED to TOLD."""
         come = all(shard in self.offered for shard in range(self.run.shards, self.target))
-        unaware = any(seat.before for seat in self.run.declared)  # of the move before
+        unaware = any(seat.before for seat in self.run.declared)  # a member has not acknowledged the resharding before
         if not (come and self.run.started and self._waited_for) or unaware:
             return False
         bound = self.run.mode.bound
@@ -250,6 +280,7 @@ class Resharding(Decision):
         return True
 
     def _hold(self) -> bool:
+        """TOLD to HELD."""
         if not self._known:
             return False
         self._move("hold")
@@ -257,6 +288,7 @@ class Resharding(Decision):
         return True
 
     def _write(self) -> bool:
+        """HELD to WRITING, once all shards have published clock `at`."""
         here = self.run.complete and all(report.min_clock == self.at for report in self.run.current)
         if not here or len(self.run.current) < self.run.shards or len(self._waited_for) < len(self.run.declared):
             return False
@@ -266,7 +298,7 @@ class Resharding(Decision):
         return True
 
     def _pass(self) -> bool:
-        """All is on the disks, or one of them has refused."""
+        """WRITING to PASSED, once all shards have the checkpoint; call the resharding off if a disk has refused it."""
         if not self.generations.tried(self.at):
             return False
         lacks = [shard for shard, report in sorted(self.run.reports.items()) if self.at not in report.checkpoints]
@@ -276,7 +308,7 @@ class Resharding(Decision):
         self._move("pass")
         before = self.run.settings
         self.run.shift(self.next, self.at)
-        for shard, (_, report) in self.offered.items():  # each can begin from the others' checkpoint
+        for shard, (_, report) in self.offered.items():  # a new shard can begin from the checkpoint of the others
             self.run.reports[shard] = replace(report, checkpoints=(self.at,))
         self.rounds.shift()
         self.generations.anew()
@@ -286,6 +318,7 @@ class Resharding(Decision):
         return True
 
     def _serve(self) -> bool:
+        """PASSED to STILL, once all shards of the new generation have reported its epoch."""
         current = self.run.current
         if len(current) < self.run.shards or any(report.epoch < self.run.generation for report in current):
             return False
@@ -296,7 +329,7 @@ class Resharding(Decision):
         return True
 
     def anew(self) -> None:
-        """A shard was restarted, or some are lost: all join again, wherever the keys are."""
+        """A shard was restarted or lost: call the resharding off. All workers join again."""
         if self.may_stay:
             self.said.append(self.call_off("a shard was restarted"))
         self._settle()
@@ -304,7 +337,7 @@ class Resharding(Decision):
     # Messages to members.
 
     def word(self, seat: Seat) -> list[Send]:
-        """The newest, for one that does not have it."""
+        """The newest Move, if this member has not acknowledged it."""
         if (
             seat.move == self.number
             or self.phase is ReshardPhase.PASSED
@@ -322,7 +355,7 @@ class Resharding(Decision):
         return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
 
     def knows(self, seat: Seat, number: int) -> bool:
-        """The newest word that this member has. False: that was known."""
+        """Note the number of the newest Move that this member has. Return False if that was known."""
         news = seat.move != number
         seat.move = number
         if number == self.number and not self.holds:
@@ -334,7 +367,7 @@ class Resharding(Decision):
         return said
 
     def words(self) -> list[Send]:
-        """The newest for all, once."""
+        """The newest Move for all members, once; heartbeats repeat it (`word`)."""
         if self.told == self.number or self.phase is ReshardPhase.PASSED:
             return []
         self.told = self.number

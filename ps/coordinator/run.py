@@ -1,10 +1,18 @@
-"""A run as all decisions see it: how far it has come, who has a seat in it, what its shards have said. And what a decision is.
+"""The state of a run that all decisions share, and `Decision`, the base class of the coordinator's decisions.
+
+How it works
+1. A worker's Hello gives it a `Seat` (`Run.sit`): a worker number, and the lowest free rank.
+2. Its Declare makes it a member: the run has a new epoch, and the seat notes this epoch and the worker's first clock.
+3. `Run.start` starts the run once enough workers are members and the shards have the first weights.
+4. Shards report. `Run.reports` keeps the newest Report of each shard; decisions read from it what is on all shards.
+5. `Run.restart` begins a generation without members: a shard was restarted or lost, so all workers join again.
+   `Run.shift` begins a generation whose members stay: the run was resharded or replanned.
 
 Rules
-- A run moves by `RUN_LIFE` alone, a seat by `SEAT_LIFE`. A seat can end in each phase: its worker leaves, expires or is
-  refused, or a generation begins.
-- The epoch grows with each change of the members. A worker number is given once in the life of a coordinator.
-- A report replaces the one before it. One of an earlier generation says where a shard was, not where it is.
+- The phase of a run changes by `RUN_LIFE` alone, the phase of a seat by `SEAT_LIFE`. A seat can end in each phase: its
+  worker leaves, expires or is refused, or a generation begins.
+- The epoch grows with each change of the members. A coordinator gives each worker number once in its life.
+- Each report replaces the one before. A report of an earlier generation shows where a shard was, not where it is.
 """
 
 from __future__ import annotations
@@ -19,24 +27,24 @@ from narrows.protocols.member.heartbeat_summary import SummaryRow
 
 
 class RunPhase(Enum):
-    GATHERING = "gathering"  # workers, and the weights that it begins with
+    GATHERING = "gathering"  # the run waits for its workers and for its first weights
     STARTED = "started"
     OVER = "over"
     CALLED_OFF = "called off"  # over, and not started in this generation
 
 
 class SeatPhase(Enum):
-    WELCOMED = "welcomed"  # it has a rank
-    WAITING = "waiting"  # it has declared its model, and this cluster has no place above yet
-    DECLARED = "declared"  # it is a member: clocks wait for it
-    LEAVING = "leaving"  # it is done, and a member until every shard has its last update
+    WELCOMED = "welcomed"  # the worker has a rank
+    WAITING = "waiting"  # the worker has declared its model, and this cluster has no place in its parent's run yet
+    DECLARED = "declared"  # the worker is a member: clocks wait for it
+    LEAVING = "leaving"  # the worker is done; it stays a member until every shard has its last update
 
 
 RUN_LIFE: dict[RunPhase, dict[str, RunPhase]] = {
     RunPhase.GATHERING: {"start": RunPhase.STARTED, "restart": RunPhase.GATHERING, "end": RunPhase.CALLED_OFF},
     RunPhase.STARTED: {"restart": RunPhase.GATHERING, "end": RunPhase.OVER},
     RunPhase.OVER: {"restart": RunPhase.CALLED_OFF, "end": RunPhase.OVER},
-    # The report that a start waits for may come after the end.
+    # The report that the start waits for may arrive after the end.
     RunPhase.CALLED_OFF: {"start": RunPhase.OVER, "restart": RunPhase.CALLED_OFF, "end": RunPhase.CALLED_OFF},
 }
 SEAT_LIFE: dict[SeatPhase, dict[str, SeatPhase]] = {
@@ -47,41 +55,41 @@ SEAT_LIFE: dict[SeatPhase, dict[str, SeatPhase]] = {
 }
 
 
-Key = tuple[str, int]  # by which a worker was let in: its name, and how many others there are
+Key = tuple[str, int]  # the key that a worker connected with: its name, and the number of other keys in the folder
 NO_KEY: Key = ("", 0)
 
 
 @dataclass(slots=True)
 class Seat:
-    """One worker, from its Hello on."""
+    """The coordinator's entry for one worker or cluster, from its Hello on."""
 
-    worker: int
-    token: str
+    worker: int  # its number, given once in the life of a coordinator
+    token: str  # the worker's own random name, by which a repeated Hello finds this seat
     host: str
-    rank: int
-    peer: bytes
-    seen_ns: int
-    cut_ns: int = 0  # since when nobody is connected under its name, 0: somebody may be
-    asked_ns: int = 0  # when it was last sent something to find that out
+    rank: int  # the lowest free one at its Hello; another worker may get it later
+    peer: bytes  # routing id of its newest connection
+    seen_ns: int  # when its newest message arrived: its lease runs from here
+    cut_ns: int = 0  # since when no connection has its name; 0: there may be one
+    asked_ns: int = 0  # when the coordinator last sent a message to find out whether it is connected
     phase: SeatPhase = SeatPhase.WELCOMED
-    epoch: int = 0  # in which it declared, 0 before
-    start: int = 0  # its clock then
+    epoch: int = 0  # the epoch in which it became a member; 0 before
+    start: int = 0  # its clock at that time
     address: str = ""  # where its peers reach it (gossip)
-    models: m.Pairs = ()  # rank, round: of a run before, in files there (gossip)
-    below: str = ""  # of a cluster: itself and all below it, a line each
-    rows: tuple[SummaryRow, ...] = ()  # its summary, and those of all below it, as seen from here
+    models: m.Pairs = ()  # (rank, round) of the models of an earlier run that it has in files (gossip)
+    below: str = ""  # of a cluster: a line for the cluster and for each member below it
+    rows: tuple[SummaryRow, ...] = ()  # its summary and those of all members below it, with their paths from here
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
-    name: bytes = b""  # of its routing ids: nobody else speaks for it
-    move: int = 0  # number of the newest Move that it has
-    before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
+    name: bytes = b""  # prefix of its routing ids: the coordinator takes its messages under this name alone
+    move: int = 0  # number of the newest Move that it has acknowledged
+    before: int = 0  # its epoch before the newest resharding, until it acknowledges that resharding; then 0
     key: Key = NO_KEY
-    copied: bool = False  # it has a standby, which goes on with another connection
-    road_ns: int = 0  # the longest round trip to it of late, as it says
+    copied: bool = False  # it has a standby, which would go on over another connection
+    road_ns: int = 0  # the longest recent round trip that it measured
 
     @property
     def skipped(self) -> int:
-        """Steps that it has left out, since their gradients were not finite."""
+        """Number of steps that the worker skipped because their gradients were not finite."""
         return self.rows[0].summary.skipped if self.rows else 0
 
     @property
@@ -101,13 +109,19 @@ class Seat:
 
 
 def skips(seat: Seat, clock: int) -> Log:
-    """Tell the steps that a member has left out by this clock of the run, since their gradients were not finite."""
+    """Log event: the number of steps that a member has skipped by this clock, as their gradients were not finite."""
     told: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "clock": clock}
     return Log("skipped", told | {"steps": seat.skipped})
 
 
 class Run:
-    """`restart_clock`: the checkpoint that this generation starts from, -1: none."""
+    """The state of a run.
+
+    Args:
+        settings: of the run.
+        first_epoch: the first epoch, greater than any of an earlier life of the coordinator.
+        restart_clock: clock of the checkpoint that this generation starts from; -1: none.
+    """
 
     def __init__(self, settings: Settings, first_epoch: int, restart_clock: int) -> None:
         self.settings, self.mode, self.shards = settings, settings.mode(), settings.shards
@@ -116,8 +130,8 @@ class Run:
         self.restart_clock = restart_clock
         self.seats: dict[int, Seat] = {}  # by worker, in the order of their Hellos
         self.next_worker = 0
-        self.reports: dict[int, m.Report] = {}  # the newest of each shard
-        self.first_round = 0  # that a run of gossip begins with
+        self.reports: dict[int, m.Report] = {}  # by shard, its newest report
+        self.first_round = 0  # the round that a gossip run begins with
 
     @property
     def started(self) -> bool:
@@ -131,22 +145,22 @@ class Run:
         self.phase = RUN_LIFE[self.phase][step]
 
     def start(self, first_round: int) -> None:
-        """All workers are there. `first_round`: that they begin with under gossip."""
+        """Start the run. `first_round`: under gossip, the round that all workers begin with."""
         self.first_round = first_round
         self.move("start")
 
     def restart(self, clock: int, shards: int) -> None:
-        """A generation without members, over so many shards."""
+        """Begin a generation without members, over `shards` shards, from the checkpoint of `clock`."""
         self.move("restart")
         self.generation, self.restart_clock = self.changed(), clock
         self.seats.clear()
         self._adopt(replace(self.settings, shards=shards))
 
     def shift(self, settings: Settings, clock: int) -> None:
-        """A generation with these settings, which begins where the one before has come to: its members stay."""
+        """Begin a generation with these settings at `clock`, the present clock. The members keep their seats."""
         self.generation, self.restart_clock = self.changed(), clock
         for seat in [seat for seat in self.seats.values() if not seat.epoch]:
-            del self.seats[seat.worker]  # it was told of the shards before, and joins again
+            del self.seats[seat.worker]  # its Welcome named the shards of the generation before: it joins again
         for seat in self.seats.values():
             seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, clock
         self._adopt(settings)
@@ -158,24 +172,24 @@ class Run:
             del self.reports[shard]
 
     def changed(self) -> int:
-        """A new epoch."""
+        """Begin an epoch, and return its number."""
         self.epoch += 1
         return self.epoch
 
     @property
     def declared(self) -> list[Seat]:
-        """The members."""
+        """The seats of the members, in the order of their Hellos."""
         return [seat for seat in self.seats.values() if seat.epoch]
 
     def leads(self, seat: Seat) -> bool:
-        """Whether it is the live worker with the lowest rank, whose module buffers are those of the run."""
+        """True for the live worker of the lowest rank, whose module buffers are those of the run."""
         return seat.epoch > 0 and all(seat.rank <= other.rank for other in self.declared)
 
     def named(self, token: str) -> Seat | None:
         return next((seat for seat in self.seats.values() if seat.token == token), None)
 
     def sit(self, hello: m.Hello, peer: bytes, now_ns: int, key: Key = NO_KEY) -> Seat:
-        """A seat at the lowest free rank."""
+        """Make a seat for the sender of a Hello, at the lowest free rank."""
         taken = {seat.rank for seat in self.seats.values()}
         rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         seat = Seat(self.next_worker, hello.token, hello.host, rank, peer, now_ns, name=m.name_of(peer), key=key)
@@ -185,44 +199,48 @@ class Run:
 
     @property
     def where(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Port and host of each shard, as in Welcome; all have reported."""
+        """Ports and hosts of the shards, as Welcome has them. Call it once all shards have reported."""
         reports = [self.reports[shard] for shard in range(self.shards)]
         hosts = tuple(report.host for report in reports)
         return tuple(report.port for report in reports), hosts if any(hosts) else ()
 
     @property
     def complete(self) -> bool:
-        """All shards have reported."""
+        """True if all shards have reported."""
         return len(self.reports) == self.shards
 
     def planned(self, shard: int) -> bool:
-        """This shard is in the present generation and has the plan."""
+        """True if this shard has the model spec and is in the present generation."""
         report = self.reports.get(shard)
         return report is not None and report.planned and report.generation == self.generation
 
     @property
     def current(self) -> list[m.Report]:
+        """The reports of the shards that have the model spec and are in the present generation."""
         return [report for shard, report in self.reports.items() if self.planned(shard)]
 
 
 class Decision:
-    """One matter that is decided of a run, and the only owner of its fields. The coordinator asks all in turn, from the first
-    again after each decision that was taken, until there is none to take."""
+    """One matter that the coordinator decides in a run. A decision is the only owner of its fields.
+
+    The coordinator calls `decide` of all decisions in their order, from the first again after each True, until all
+    return False. Then it builds a ledger of their `fields`.
+    """
 
     def decide(self, now_ns: int) -> bool:
-        """Take one decision, if there is one to take."""
+        """Take one decision. Return False if there is none to take."""
         return False
 
     def left(self, seat: Seat, how: str) -> None:
-        """A worker is gone: "left", "stopped" before it was done, "expired" or "refused"."""
+        """A worker is gone. `how`: "left" after its last step, "stopped" before it, "expired" or "refused"."""
 
     def anew(self) -> None:
-        """A generation has begun: forget what counted in the one before."""
+        """A generation without members has begun: forget the state of the one before."""
 
     def tell(self) -> list[Log]:
-        """Return what is to be said with the next ledgers, once."""
+        """Return the log events that go out with the next ledgers; each is returned once."""
         return []
 
     def fields(self, shard: int) -> dict[str, object]:
-        """Its part of a ledger for this shard."""
+        """Return this decision's fields of the ledger for this shard, by the names of `Ledger`."""
         return {}

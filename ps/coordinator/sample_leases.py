@@ -1,13 +1,22 @@
-"""Which samples each worker computes on next, where a script has the run hand them out (`ranges()`). No I/O.
+"""Leases ranges of samples to workers, for a script that takes its samples from the run (`ranges()`). No I/O.
+
+How it works
+1. Ranges have numbers from 0 on, through all epochs. A worker asks for one (`RangeAsk`) and names the clock of the
+   update that will hold it. The coordinator leases it the lowest range that no worker has (`RangeLedger.pick`).
+2. A range is done once that update is in the model of all shards (`_settle`). An epoch is over once all its ranges are
+   done.
+3. A worker leaves or dies (`left`). A range whose update it cannot have pushed goes back at once. The others wait in
+   `gone` until the shards have reported which updates of the worker they have (`_settle_gone`):
+   - with a barrier an update is on all shards or on none: the range is done, or goes back;
+   - folded at once, an update may be on some shards only. Then the range is torn: it goes back, and counts as done
+     twice once it is done.
+4. A checkpoint has the ranges that are not done in it (`_keep`). A run that goes back to the checkpoint leases these
+   again (`load`). Folded at once, each shard reports which updates its checkpoint has. Until all shards have, no range
+   is leased: the ranges of a checkpoint are among those leased before it.
 
 Rules
-- The ranges of all epochs are counted through and handed out in this order. Each is bound to the update that will hold it.
-- A range is done once that update is in the model of all shards. An update that counts for nothing, because it is not finite
-  or a check leaves it out, counts here: the next worker would fare no better with the same samples.
-- A range of a worker that is gone goes back once it is known whether its update is in. With a barrier that update is on all
-  shards or on none. Folded at once it may be on some alone: the range is torn, and counts as done twice when it is done.
-- With each checkpoint goes what is not done in it. Folded at once, each shard says which updates are in its part, and until
-  all have said so nothing is handed out: what is done in a checkpoint is known by what was handed out before it.
+- A range is done even if its update did not count, because it was not finite or a filter dropped it: the next worker
+  would fare no better with the same samples.
 """
 
 from __future__ import annotations
@@ -29,9 +38,9 @@ from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
-HELD_MAX = 1 << 12  # ranges of one worker whose updates it has not pushed, or not all shards have
-AHEAD_MAX = 1 << 16  # and that it may be ahead of the slowest member, where nothing else bounds that
-OLDER = 2  # checkpoints before the newest that all shards have: the run goes back to one of them if that is damaged
+HELD_MAX = 1 << 12  # ranges of one worker whose updates are not in the model of all shards
+AHEAD_MAX = 1 << 16  # folded at once: ranges of one worker whose updates are of clocks after min_clock
+OLDER = 2  # checkpoints kept before the newest shared one: the run goes back to one of them if the newest is damaged
 
 BELOW = (
     "ranges() hands out the samples of a run to the workers of one server, and this one is a cluster below another: use "
@@ -42,28 +51,28 @@ OTHER = (
 )
 TOO_MANY = "worker {} has taken {} ranges and has made no update of them: call optimizer.step() after each range or two"
 
-Bound = tuple[int, int]  # the clock of an update of a worker, and a range that is to be in it
+Bound = tuple[int, int]  # the clock of a worker's update, and the number of a range that is to be in this update
 
 
 @dataclass(slots=True)
 class RangeLedger:
-    """The ranges that are done: all before `next`, but for those in `back`, and those that workers have."""
+    """Which ranges are done: all before `next`, except those in `back` and those that workers hold."""
 
-    samples: int = 0  # of an epoch, 0: nobody has asked yet
-    size: int = 1
-    next: int = 0  # the first that nobody has had
-    back: list[int] = field(default_factory=list)  # a heap: to be done again
-    torn: set[int] = field(default_factory=set)  # not done, and some shard may have an update with it
-    twice: Counter[int] = field(default_factory=Counter)  # by epoch
-    over: int = 0  # epochs that were told of
+    samples: int = 0  # samples of an epoch, 0: no worker has asked yet
+    size: int = 1  # samples of a range
+    next: int = 0  # the first range that was never leased
+    back: list[int] = field(default_factory=list)  # a heap of ranges that have come back, to be leased again
+    torn: set[int] = field(default_factory=set)  # ranges that are not done though a shard may have an update with them
+    twice: Counter[int] = field(default_factory=Counter)  # by epoch, the number of ranges done twice
+    over: int = 0  # number of epochs whose end was logged
 
     @property
     def each(self) -> int:
-        """Ranges of an epoch."""
+        """Number of ranges of an epoch."""
         return -(-self.samples // self.size)
 
     def pick(self, limit: int) -> int:
-        """The next one before `limit`, -1: all are with somebody, or done."""
+        """Take the next free range below `limit`, -1: workers hold all of them, or they are done."""
         if self.back and self.back[0] < limit:
             return heappop(self.back)
         if self.next >= limit:
@@ -89,31 +98,37 @@ class RangeLedger:
 
 @dataclass(slots=True)
 class LostRange:
-    """A worker that is gone. `held`: what may be in the model. `epoch`: the first without it."""
+    """The ranges of a worker that is gone, until the shards have reported its last updates."""
 
-    held: list[Bound]
-    epoch: int
-    arrived: list[int]  # its clock on each shard
+    held: list[Bound]  # ranges whose updates may be in the model
+    epoch: int  # the first epoch without the worker
+    arrived: list[int]  # by shard, the worker's clock there
 
 
 class SampleLeases(Decision):
     def __init__(self, run: Run, rounds: Clocks, generations: CheckpointSchedule, above: ParentPlace) -> None:
         self.run, self.rounds, self.generations, self.above = run, rounds, generations, above
         self.work = RangeLedger()
-        self.held: dict[int, list[Bound]] = {}  # by worker: not in the model yet
-        self.ahead: dict[int, list[Bound]] = {}  # in it, and maybe not in the next checkpoint
-        self.gone: dict[int, LostRange] = {}
+        self.held: dict[int, list[Bound]] = {}  # by worker: ranges whose updates are not in the model yet
+        self.ahead: dict[int, list[Bound]] = {}  # by worker: done ranges that the next checkpoint may lack
+        self.gone: dict[int, LostRange] = {}  # by worker
         self.answers: dict[int, m.Range] = {}  # by worker: the newest
-        self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: what is done in it, packed
-        self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by that and the shard: which updates are in it
-        self.due: set[int] = set()  # shards that have not said so of the newest one: nothing is handed out meanwhile
-        self.waiting: dict[int, m.RangeAsk] = {}  # who has asked meanwhile
+        self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: which ranges are done in it, packed
+        self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by clock, shard and worker: the updates in a checkpoint
+        self.due: set[int] = (
+            set()
+        )  # shards that have not reported `saved` of the newest one: no range is leased until then
+        self.waiting: dict[int, m.RangeAsk] = {}  # by worker: asks that came in the meantime
         self.said: list[Log] = []
 
-    # Handing out.
+    # Leasing.
 
     def hear(self, seat: Seat, ask: m.RangeAsk) -> list[ServerEffect]:
-        """The answer, and which epochs are over. Raises RemoteProtocolError."""
+        """Answer an ask, and log the epochs that are over.
+
+        Raises:
+            RemoteProtocolError: the numbers of the ask make no ranges.
+        """
         if min(ask.samples, ask.size, ask.number) < 1 or min(ask.clock, ask.holds, ask.limit) < 0:
             raise RemoteProtocolError(f"ranges of {ask.size} of {ask.samples} samples before {ask.limit} are none")
         last = self.answers.get(seat.worker)
@@ -129,12 +144,12 @@ class SampleLeases(Decision):
         return [*self.tell(), Send(seat.peer, m.Range(seat.worker, seat.epoch, last.number, last.index, last.over))]
 
     def tell(self) -> list[Log]:
-        """Which epochs are over."""
+        """Log events of the epochs that are over, each once."""
         said, self.said = self.said, []
         return said
 
     def _unfit(self, seat: Seat, ask: m.RangeAsk) -> str:
-        """Why this worker cannot have a range, "" where it can."""
+        """Return why this worker cannot have a range; "" if it can."""
         work = self.work
         if self.above.child:
             return BELOW
@@ -151,7 +166,7 @@ class SampleLeases(Decision):
             held.remove(bound)
             work.give_back([bound[1]])
         self._settle_of(seat.worker)
-        if work.next >= (work.over + 1) * work.each:  # all of this epoch are with somebody, or done
+        if work.next >= (work.over + 1) * work.each:  # workers hold all other ranges of this epoch, or they are done
             self._settle()
         index = work.pick(ask.limit) if len(self.ahead.get(seat.worker, ())) < AHEAD_MAX else -1
         if index >= 0:
@@ -161,13 +176,13 @@ class SampleLeases(Decision):
     # Ranges that are done.
 
     def _least(self) -> int:
-        """The first that is not done."""
+        """The lowest range that is not done."""
         work = self.work
         bounds = [*self.held.values(), *(gone.held for gone in self.gone.values())]
         return min((work.next, *work.back[:1], *(index for each in bounds for _, index in each)))
 
     def _settle(self) -> None:
-        """Find out what is done by now."""
+        """Find the ranges that are done by now, and the epochs that are over."""
         for worker in [*self.held]:
             self._settle_of(worker)
         for worker in [*self.gone]:
@@ -194,7 +209,8 @@ class SampleLeases(Decision):
             self.work.done(index for clock, index in gone.held if clock < folded)
             gone.held = [bound for bound in gone.held if bound[0] >= folded]
         elif self.run.complete and all(report.epoch >= gone.epoch for report in self.run.reports.values()):
-            # A move passes once all shards have closed its clock: they have said their last word of who was gone before.
+            # A resharding ends once all shards have folded its clock: by then they have reported the last updates of
+            # workers that were gone before.
             low, high = min(gone.arrived), max(gone.arrived)
             self.work.torn.update(index for clock, index in gone.held if low <= clock < high)
             self.work.done(index for clock, index in gone.held if clock < low)
@@ -204,7 +220,7 @@ class SampleLeases(Decision):
             del self.gone[worker]
 
     def heard(self, report: m.Report) -> list[ServerEffect]:
-        """A shard of the present generation says what has arrived there, of those who are gone too."""
+        """Take the report of a shard of the present generation: which updates it has, also of workers that are gone."""
         for worker, clock in report.arrived if self.gone else ():
             gone = self.gone.get(worker)
             if gone is not None and gone.epoch > self.run.generation:
@@ -220,17 +236,20 @@ class SampleLeases(Decision):
         return [effect for worker, ask in waiting.items() for effect in self.hear(self.run.seats[worker], ask)]
 
     def left(self, seat: Seat, how: str) -> None:
-        """Asked before `Clocks` forgets it, and before there is an epoch without it."""
+        """Return the ranges of a worker that is gone.
+
+        The coordinator calls this before `Clocks` forgets the worker, and before the epoch without it begins.
+        """
         worker = seat.worker
         if worker in self.held:
             self._settle_of(worker)
         for table in (self.answers, self.waiting, self.ahead):
             table.pop(worker, None)
         held = self.held.pop(worker, [])
-        last = seat.last if seat.leaving else m.CLOCK_MAX  # from there on it has pushed nothing
+        last = seat.last if seat.leaving else m.CLOCK_MAX  # the worker has pushed no update from this clock on
         if (
             held and self.rounds.mode.barrier
-        ):  # of what is in no set, the next one takes the oldest, and the rest is dropped
+        ):  # of its updates that are in no set, the next set takes the oldest, and the shards drop the others
             last = min(last, self.rounds.final(seat))
         self.work.give_back(index for clock, index in held if clock >= last)
         if held := [bound for bound in held if bound[0] < last]:
@@ -240,14 +259,14 @@ class SampleLeases(Decision):
     # Checkpoints.
 
     def decide(self, now_ns: int) -> bool:
-        """Keep what is done at a checkpoint that was asked for, before the next clock closes."""
+        """Note which ranges are done at a checkpoint that was asked for, before the next clock closes."""
         clock = self.generations.checkpoint
         if clock == self.rounds.min_clock and clock not in self.kept and self.run.complete:
             self._keep(clock)
         return False
 
     def fields(self, shard: int) -> dict[str, object]:
-        """Nothing. The end of a run asks for a checkpoint, too, and decides nothing more."""
+        """No field. The end of a run asks for a checkpoint too, and no decision comes after it, so note the ranges here."""
         self.decide(0)
         return {}
 
@@ -272,11 +291,17 @@ class SampleLeases(Decision):
         self.kept[clock] = pack([array("q", each).tobytes() for each in lists])
 
     def packed(self, clock: int) -> bytes:
-        """For the checkpoint of this clock."""
+        """The ranges that are done at the checkpoint of this clock, packed; b"": no worker has asked for ranges."""
         return self.kept.get(clock, b"")
 
     def load(self, packed: bytes, clock: int, saved: Sequence[dict[int, int]]) -> None:
-        """Go on from this checkpoint. `saved`: of each shard, or (): which updates of a worker are in its part of it."""
+        """Go on from a checkpoint.
+
+        Args:
+            packed: its ranges, as `packed` returned them.
+            clock: its clock.
+            saved: for each shard, the number of updates of each worker that its file has; () if that is not known.
+        """
         for table in (self.kept, self.saved):
             for later in [at for at in table if at >= clock]:
                 del table[later]
@@ -290,7 +315,7 @@ class SampleLeases(Decision):
         )
         work.torn, work.twice = set(torn), Counter(dict(zip(twice[::2], twice[1::2], strict=True)))
         for worker, at, index in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-            # Who is in nobody's part may have left before: its updates may be in.
+            # A worker that no shard's file names may have left before the checkpoint: its updates may be in the model.
             clocks = [each.get(worker, -1) for each in saved]
             if not self.rounds.mode.barrier and (not clocks or min(clocks) < 0):
                 clocks = [0, m.CLOCK_MAX]
