@@ -1,13 +1,15 @@
 """One number that all workers of a run agree on, at one step of their scripts: `narrows.worker.agree(value)`.
 
 How it works
-1. A worker asks (`AgreeAsk`): the step at which its script calls, which of the calls at that step it is, its clock, its value.
-2. The coordinator waits for the same call of each other member that has not gone past that step. A member has gone past it
-   once the shards have an update of it after that clock, or once it has done its last step. A member that dies is not waited
-   for, and a member that joins later has begun at a later clock.
-3. The answer is the mean of the values, weighted by the workers that are behind each. It is made once and kept: a worker that
-   asks again, or calls late, has the same answer as the others.
-4. A cluster does not answer: it asks the server above with the mean of its own workers, and hands down what it hears there.
+1. A worker sends `AgreeAsk`: the step at which its script calls, the number of the call at that step, its clock, its
+   value.
+2. The coordinator waits for the same call of each other member that has not gone past that step. A member has gone
+   past it once the shards have an update of the member after that clock, or once the member has done its last step.
+   The coordinator does not wait for a dead member. A member that joins later has begun at a later clock.
+3. The answer is the mean of the values, each weighted by the number of workers behind it. The coordinator makes it
+   once and keeps it. So a worker that asks again, or late, gets the same answer as the others.
+4. A cluster makes no answer of its own. It asks its parent with the mean of its workers, and sends them the parent's
+   answer.
 """
 
 from __future__ import annotations
@@ -23,24 +25,24 @@ from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
-KEPT_MAX = 64  # answers: a worker that asks again does so within a few steps
-Call = tuple[int, int]  # the step of the script, and which of its calls at that step
+KEPT_MAX = 64  # answers that are kept: a worker that asks again does so within a few steps
+Call = tuple[int, int]  # the step of the script, and the number of the call at that step
 
 
 @dataclass(slots=True)
 class ParentAgreement:
-    """What a cluster asks the server above. said: the epoch there in which it was said, 0: not yet."""
+    """What a cluster asks its parent."""
 
     call: Call
     number: int
     value: float
-    weight: int
-    said: int = 0
+    weight: int  # number of workers behind the value
+    said: int = 0  # the parent's epoch in which the ask was sent, 0: it was not sent yet
 
 
 @dataclass(slots=True)
 class PendingAgreement:
-    """The asks of one call, by worker."""
+    """The asks of one call that has no answer yet, by worker."""
 
     asks: dict[int, m.AgreeAsk] = field(default_factory=dict)
 
@@ -54,21 +56,27 @@ class PendingAgreement:
 
     @property
     def mean(self) -> float:
-        """In the order of the workers: a replay of the coordinator has the same bits."""
+        """Weighted mean of the values, summed in the order of the workers, so that a replay gives the same bits."""
         return sum(self.asks[worker].value * self.asks[worker].weight for worker in sorted(self.asks)) / self.weight
 
 
 class Agreements(Decision):
+    """Decides when a call has its answer."""
+
     def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory) -> None:
         self.run, self.rounds, self.above, self.meeting = run, rounds, above, meeting
-        self.open: dict[Call, PendingAgreement] = {}
-        self.made: dict[Call, float] = {}  # the newest KEPT_MAX
-        self.upward: ParentAgreement | None = None  # is asked of the server above
-        self.numbers = 0  # of those asks
+        self.open: dict[Call, PendingAgreement] = {}  # calls without an answer
+        self.made: dict[Call, float] = {}  # the newest KEPT_MAX answers
+        self.upward: ParentAgreement | None = None  # the ask that waits for the parent's answer
+        self.numbers = 0  # number of asks sent to the parent
         self._answers: list[Send] = []
 
     def hear(self, seat: Seat, ask: m.AgreeAsk) -> list[Send]:
-        """Return the answer, where it is made already. Raises RemoteProtocolError for an ask that no worker makes."""
+        """Take an ask, and return the answer if there is one already.
+
+        Raises:
+            RemoteProtocolError: no worker sends such numbers.
+        """
         if min(ask.number, ask.weight) < 1 or ask.weight > m.WORKERS_MAX or min(ask.at, ask.call, ask.clock) < 0:
             raise RemoteProtocolError(f"worker {seat.worker} asks for call {ask.call} at step {ask.at}: there is none")
         if not seat.epoch:
@@ -77,7 +85,7 @@ class Agreements(Decision):
         if call in self.made:
             return [_answer(seat, ask, self.made[call])]
         for other in [other for other, asked in self.open.items() if other != call and seat.worker in asked.asks]:
-            self._withdraw(other, seat.worker)  # it had to join again, and calls at another step
+            self._withdraw(other, seat.worker)  # the worker had to join again, and now calls at another step
         self.open.setdefault(call, PendingAgreement()).asks[seat.worker] = ask
         return []
 
@@ -87,10 +95,11 @@ class Agreements(Decision):
             del self.open[call]
 
     def decide(self, now_ns: int) -> bool:
-        """Answer the first call that nobody is waited for any more."""
+        """Answer the first call that waits for no member any more; a cluster asks its parent instead."""
         for call in sorted(self.open):
             asked = self.open[call]
-            # With a quorum steps of workers differ by the rounds that closed without one: a later call is past this one.
+            # With a quorum, workers' steps differ by the rounds that closed without them. A worker with a later call
+            # has gone past this one.
             later = {worker for other, each in self.open.items() if other > call for worker in each.asks}
             missing = [s for s in self.run.declared if s.worker not in asked.asks and s.worker not in later]
             if any(not self._past(seat, asked) for seat in missing):
@@ -105,10 +114,10 @@ class Agreements(Decision):
         return False
 
     def _past(self, seat: Seat, asked: PendingAgreement) -> bool:
-        """This member does not make that call any more."""
+        """True if this member will not make that call any more."""
         if seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting:
             return True
-        if self.run.mode.rule is Rule.MIX:  # its updates do not come here: it tells its round with its heartbeat
+        if self.run.mode.rule is Rule.MIX:  # gossip updates do not come to the server: heartbeats name the round
             return bool(seat.rows) and seat.rows[0].summary.clock > asked.clock
         return self.rounds.reached(seat) > asked.clock
 
@@ -121,14 +130,14 @@ class Agreements(Decision):
         self._answers += [_answer(seats[worker], ask, value) for worker, ask in asks.items() if worker in seats]
 
     def answers(self) -> list[Send]:
-        """To be sent, once."""
+        """Answers to send, each once."""
         answers, self._answers = self._answers, []
         return answers
 
-    # The run above.
+    # The parent.
 
     def told_above(self, number: int, value: float) -> list[Send]:
-        """The server above has answered."""
+        """Take the parent's answer to the ask of this number, and return the answers to the workers."""
         if self.upward is None or self.upward.number != number:
             return []
         call, self.upward = self.upward.call, None

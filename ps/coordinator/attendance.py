@@ -1,10 +1,11 @@
-"""For which members a run waits: one clause, which consoles, pages and the members themselves show.
+"""Says for which members a run waits, in one clause that consoles, dashboards and the members themselves show.
 
 Rules
-- Before the start it counts those that have joined. After it, it names those whose update the present clock lacks, and in the
-  end it counts those that have done their last step.
-- A cluster whose own workers are all there waits for what its server above waits for, and says that.
-- The console has it once it has held for a while, and again after twice as long. A page has each change of it.
+- Before the start the clause counts the workers that have joined. After it, the clause names the members whose update
+  the present clock lacks. At the end it counts the members that have done their last step.
+- If a cluster lacks none of its own workers, its clause is that of its parent.
+- The console shows a clause after it has held for SAY_NS, and again after intervals that double. A dashboard gets each
+  change.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Run, Seat
 
-FRESH_NS = NS // 2  # a clause is made anew after this: each heartbeat of a thousand members asks for it
-SAY_NS = 10 * NS  # it has held for so long when the console first has it
-SAY_MOST_NS = 600 * NS  # and from one line to the next at most
+FRESH_NS = NS // 2  # a clause is kept for so long, since each heartbeat of a thousand members asks for it
+SAY_NS = 10 * NS  # a clause has held for so long when the console first shows it
+SAY_MOST_NS = 600 * NS  # longest time from one line on the console to the next
 NAMED_MAX = 3  # members that a clause names
 
 
 class Attendance:
-    """says_above: the clause of the server above, as this cluster has heard it."""
+    """Makes the clause of a run. `says_above` returns the newest clause that the parent sent this cluster."""
 
     def __init__(
         self, run: Run, rounds: Clocks, above: ParentPlace, generations: CheckpointSchedule, meeting: GossipDirectory
@@ -34,12 +35,12 @@ class Attendance:
         self.run, self.rounds, self.above, self.generations, self.meeting = run, rounds, above, generations, meeting
         self.says_above: Callable[[], str] = str
         self.made = ""  # the newest clause
-        self.made_ns = self.began_ns = -1  # when it was made, and since when members are missing
-        self.told = ""  # to whoever watches
-        self.said_ns, self.every_ns = 0, SAY_NS  # for the console
+        self.made_ns = self.began_ns = -1  # when it was made; since when members are missing, -1: none is
+        self.told = ""  # the clause of the newest log event
+        self.said_ns, self.every_ns = 0, SAY_NS  # when the console got it, and the time to the next line
 
     def clause(self, now_ns: int) -> str:
-        """What the run waits for, "": for no member."""
+        """The clause, "" if the run waits for no member."""
         if self.made_ns < 0 or now_ns - self.made_ns >= FRESH_NS:
             self.made, self.made_ns = self._clause(), now_ns
         return self.made
@@ -84,7 +85,7 @@ class Attendance:
         return seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting
 
     def _lagging(self) -> str:
-        """Those whose update of the present clock is missing, where others have pushed theirs."""
+        """The members whose update of the present clock is missing while others have pushed theirs."""
         if self.run.mode.rule is Rule.MIX or self.run.mode.bound is None:
             return ""
         late = self.rounds.late()
@@ -95,7 +96,7 @@ class Attendance:
         return f"waiting for rank{'s' * (len(late) > 1)} {names}{more}, at clock {self.rounds.min_clock}"
 
     def tick(self, now_ns: int) -> list[Log]:
-        """What is told of it: to a page with each change, to the console while members are missing."""
+        """Log the clause: each change for dashboards, and at growing intervals for the console."""
         clause = self.clause(now_ns)
         missing = clause if not self.run.started or self._ending() else ""
         if not missing:

@@ -45,7 +45,7 @@ class CheckpointSchedule(Decision):
 
     @property
     def initialiser(self) -> int:
-        """The worker that gives the run its first weights: the longest-standing member. -1: none, or the run has weights.
+        """The worker that gives the run its first weights: the longest-standing member. -1: none, or it has weights.
 
         A gossip run that is resumed takes the first of its `sources`, and none before all workers are members.
         """
@@ -64,7 +64,8 @@ class CheckpointSchedule(Decision):
 
         Returns:
             The newest round that a majority of the workers can give a model of, -1: none; and pairs (worker, rank): the
-            worker gives the model of this rank. Workers that share a folder have the same files; each gives at most one.
+            worker gives the model of this rank. Workers that share a folder have the same files; each gives one at
+            most.
         """
         seats = self.run.declared
         if not self.resumes or self.run.started or len(seats) < self.needed:
@@ -237,7 +238,7 @@ class CheckpointSchedule(Decision):
 
     @property
     def _every_ns(self) -> int:
-        """Time from one checkpoint to the next, 0: only at the end. The first one, of the first weights, is due at once."""
+        """Time from one checkpoint to the next, 0: only at the end. The first one, of first weights, is due at once."""
         told = self.run.settings.checkpoint_every
         if told >= 0 or self.checkpoint < 0:
             return int(told * NS) if told >= 0 else 1

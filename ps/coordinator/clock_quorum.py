@@ -185,9 +185,8 @@ class Clocks(Decision):
             self.progress[worker] = MemberProgress(arrived, start, start, before.moved_ns, before.step_ns)
         for table in (self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
-        self.reached_ns = {
-            self.min_clock: self.reached_ns.get(self.min_clock, 0)
-        }  # another bound looks up other clocks
+        # Another bound looks up other clocks.
+        self.reached_ns = {self.min_clock: self.reached_ns.get(self.min_clock, 0)}
         self.stop = -1
 
     def decide(self, now_ns: int) -> bool:

@@ -1,8 +1,9 @@
-"""Introduces the workers of a run that gossips to each other.
+"""Introduces the workers of a gossip run to each other.
 
 Rules
-- All hear of each change of the members, and so does who says that it has an older roster.
-- Once all have done their last step nobody joins any more, so all end with the mean of the same models.
+- Each member gets a new roster at each change of the members. A member whose heartbeat names an older roster gets it
+  again.
+- Once all members have done their last step no worker joins any more. So all end with the mean of the same models.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from narrows.ps.coordinator.run import Decision, Run, Seat
 
 
 class GossipDirectory(Decision):
-    """In other modes it never begins."""
+    """Decides who is on the roster of a gossip run. In other modes it does nothing."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.mixes = run, run.mode.rule is Rule.MIX
         self.ended: set[int] = set()  # workers that have done their last step
-        self.closed = False  # all had
-        self.introduced = 0  # epoch of the roster that all were sent
+        self.closed = False  # all members have done their last step
+        self.introduced = 0  # epoch of the newest roster that all members were sent
 
     @property
     def begun(self) -> bool:
@@ -30,11 +31,14 @@ class GossipDirectory(Decision):
 
     @property
     def epoch(self) -> int:
-        """That of the newest roster that a member may have; 0: there is none."""
+        """Epoch of the newest roster; 0: there is none."""
         return self.run.epoch if self.begun else 0
 
     def mismatch(self, address: str) -> str:
-        """Why who has this address cannot gossip with those who are here: shards mix with the same shard of others."""
+        """Return why the owner of this address cannot gossip with the members; "" if it can.
+
+        An address has a part for each shard. Each shard mixes with the same shard of the others.
+        """
         ours = {len(other.address.split(" ")) for other in self.run.declared} if self.mixes else set()
         if not ours or len(address.split(" ")) in ours:
             return ""
@@ -44,13 +48,13 @@ class GossipDirectory(Decision):
         )
 
     def end(self, seat: Seat) -> bool:
-        """It has done its last step. False: that was known."""
+        """Note that a member has done its last step. Return False if that was known."""
         news = seat.worker not in self.ended
         self.ended.add(seat.worker)
         return news
 
     def rosters(self, seats: Iterable[Seat]) -> list[Send]:
-        """The roster, for each of `seats` that knows what to do with it."""
+        """The roster, for each of `seats` that was sent Ready."""
         if not self.begun:
             return []
         members = self.run.declared
@@ -66,7 +70,7 @@ class GossipDirectory(Decision):
         ]
 
     def introductions(self) -> list[Send]:
-        """The roster for all, where it has changed since the last time."""
+        """The roster for all members, if it has changed since the last call."""
         before, self.introduced = self.introduced, self.epoch
         return self.rosters(self.run.declared) if before != self.introduced else []
 

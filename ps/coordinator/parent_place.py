@@ -1,11 +1,12 @@
-"""A cluster's part in the run of the server above, and when all its workers are done. A root is the only cluster of its run.
+"""A cluster's part in its parent's run, and the finish: the time when all workers are done. A root has no parent.
 
 Rules
-- Workers are welcomed once the run above knows this cluster, and are members once it has a place there.
-- When all members wait for the last model, that is a finish. Each shard of a root then gives them its model. Each shard of a
-  cluster pushes what is left and asks for the model above.
-- A server finishes once, a cluster once at each place above. From then on no worker joins: the run above may end before it has
-  the next update of this cluster. A worker whose lease has ended while it waits comes back, since it pushes no more.
+- A cluster welcomes workers once its parent knows it, and makes them members once it has a place in the parent's run.
+- The finish begins when all members wait for the last model. Each shard of a root then gives them its model. Each shard
+  of a cluster pushes what is left, and asks its parent for the last model.
+- A root finishes once, a cluster once in each place. From then on no worker joins: the parent's run may end before it
+  has the next update of this cluster. A worker whose lease expired while it waited may come back, since it pushes no
+  more.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from narrows.ps.coordinator.run import Decision, Run, Seat
 
 
 class ParentPlace(Decision):
-    """`child`: there is a server above."""
+    """Decides when a server finishes, and holds its place in the parent's run. `child`: the server has a parent."""
 
     def __init__(self, run: Run, rounds: Clocks, child: bool) -> None:
         self.run, self.rounds, self.child = run, rounds, child
-        self.rank, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
-        self.place, self.epoch = b"", 0  # our place there, packed, and its epoch
-        self.roster = b""  # of clusters that gossip, encoded
-        self.alone = False  # no server above will send another
-        self.undeclared: dict[int, m.Declare] = {}  # of workers that wait for our place
-        self.finishes, self.finish_at = 0, 0
+        self.rank, self.clusters = (-1, 0) if child else (0, 1)  # rank of this cluster, and the number of clusters
+        self.place, self.epoch = b"", 0  # this cluster's packed place in the parent's run, and the parent's epoch
+        self.roster = b""  # gossip: the parent's encoded roster of clusters
+        self.alone = False  # gossip: the parent is gone, so no newer roster will come
+        self.undeclared: dict[int, m.Declare] = {}  # by worker, Declares that wait for the place
+        self.finishes, self.finish_at = 0, 0  # 1 from the finish on, else 0; the clock of the finish
         self.finished: set[bytes] = set()  # names of the workers that were done at the finish
 
     def joined(self, rank: int, clusters: int) -> None:
@@ -38,7 +39,7 @@ class ParentPlace(Decision):
         self.roster, self.alone = roster, alone
 
     def holds(self, seat: Seat, declare: m.Declare) -> bool:
-        """Let this worker wait, where we have no place yet."""
+        """Let this worker's Declare wait if this cluster has no place yet. Return True if the Declare waits."""
         if not self.child or self.place:
             return False
         seat.wait()
@@ -46,36 +47,36 @@ class ParentPlace(Decision):
         return True
 
     def released(self) -> dict[int, m.Declare]:
-        """Those who waited, where we have one."""
+        """The Declares that waited, by worker, if this cluster now has a place."""
         waiting, self.undeclared = (self.undeclared, {}) if self.place else ({}, self.undeclared)
         return waiting
 
     def shown(self, report: m.Report) -> bool:
-        """This shard has the first state of our place."""
+        """True if this shard has the first state of this cluster's place."""
         return report.from_above == self.epoch > 0
 
     @property
     def ended(self) -> bool:
-        """All shards have done their last round with other clusters, but for that of all (gossip)."""
+        """Gossip: all shards have done their last round with other clusters, except the final mean of all."""
         return self.run.complete and all(r.ended and r.from_above == self.epoch for r in self.run.reports.values())
 
     @property
     def closed(self) -> bool:
-        """All workers here have done their last step: none joins any more."""
+        """True if all workers of this cluster have done their last step: no other joins any more."""
         return self.finishes > 0
 
     def waited(self, name: bytes) -> bool:
-        """Whether the worker that speaks under this name was done at the finish of a cluster, and comes for the last model."""
+        """True if the worker of this name was done at the finish of this cluster, and so comes for the last model."""
         return self.child and name in self.finished
 
     def decide(self, now_ns: int) -> bool:
-        """Finish, where all workers are done and all shards have the place above."""
+        """Begin the finish once all workers are done and all shards have the place in the parent's run."""
         members, reports = self.rounds.progress, self.run.reports.values()
         if self.run.over or self.closed or any((r.from_above, r.finishes) != (self.epoch, 0) for r in reports):
             return False
         if not members or len(self.rounds.resting) < len(members):
             return False
-        # A cluster below may have new workers when it comes back, and so have more to push.
+        # A child cluster may come back with new workers, and so with more to push.
         self.finished = {seat.name for seat in self.run.declared if not seat.below}
         self.finishes, self.finish_at = 1, self.rounds.min_clock
         return True
@@ -84,7 +85,10 @@ class ParentPlace(Decision):
         self.undeclared.pop(seat.worker, None)
 
     def anew(self) -> None:
-        """Also at another place: of the last finish some shards may have pushed theirs at the one before, and others not."""
+        """Forget the finish, at a new generation and at a new place in the parent's run.
+
+        In the old place some shards may have pushed their last update and others not.
+        """
         self.finishes, self.finished = 0, set()
 
     def fields(self, shard: int) -> dict[str, object]:

@@ -1,13 +1,13 @@
-"""Other machines that have shards of this server: which, from when on, and until when.
+"""Decides which other machines have shards of this server, which shards, and from when to when.
 
 Rules
-- A guest says what it wants (`RemoteShardsOffer`), again and again: that is its sign of life. The answer
-  (`RemoteShardsGrant`) says which shards are its.
-- It comes and goes by a move of keys, one at a time. Its shards come after all that are there. Where it goes, those after
-  its own go too; their machines join again.
-- A machine that is silent for REMOTE_HOST_LOST_LEASES leases is lost with its shards, and all after them: the run goes back to
-  the newest checkpoint, over the shards before them.
-- A coordinator that begins anew knows which shards are on which host, and waits for a word of their guests as long.
+- A remote host is a machine that runs `ps-serve --join`. It repeats what it wants (`RemoteShardsOffer`), which is its
+  sign of life. The answer (`RemoteShardsGrant`) names its shards.
+- A remote host comes and goes by a resharding, one host at a time. Its shards get the numbers after all others. When it
+  goes, the shards after its own go too; their hosts join again.
+- A remote host that is silent for REMOTE_HOST_LOST_LEASES leases is lost with its shards and all shards after them. The
+  run goes back to the newest checkpoint, over the shards before them.
+- A coordinator that was restarted knows which shards are on which host. It waits as long for an offer of those hosts.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ from narrows.protocols.messages import RefuseCode, Wish
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run
 
-GONE_MAX = 256  # tokens of those who were here that are remembered
+GONE_MAX = 256  # number of former remote hosts whose tokens are remembered
 FAILED, DONE = 1, 0  # exit codes
 
 
 @dataclass(slots=True)
 class RemoteHost:
-    """One machine. `token` "": of before this life of the coordinator."""
+    """One machine that has, or waits for, shards of this server."""
 
-    token: str
+    token: str  # "": the host joined before this life of the coordinator, and has not sent an offer since
     host: str
-    shards: int  # that it has room for, or has
-    seen_ns: int
-    first: int = -1  # of its shards, -1: it waits for the move before
-    came: bool = False  # it has had keys
+    shards: int  # the number of shards that it has, or has room for
+    seen_ns: int  # when its newest offer arrived; -1: before the first decision
+    first: int = -1  # its lowest shard, -1: it waits for the resharding before its own
+    came: bool = False  # its shards have had keys
     wish: int = Wish.STAY
-    again: bool = False  # its shards go because those before them do: then it joins again
-    peer: bytes = b""  # by which it spoke last
+    again: bool = False  # its shards go because shards before them go: then it joins again
+    peer: bytes = b""  # routing id of its newest offer
 
     def has(self, shard: int) -> bool:
         return self.first <= shard < self.first + self.shards
 
 
 class RemoteShards(Decision):
-    """`guests`: in the order of their shards; who waits comes last."""
+    """Decides who of `guests`, the remote hosts, has which shards. They are in the order of their shards; a host that
+    waits comes last."""
 
     def __init__(self, run: Run, moves: Resharding) -> None:
         self.run, self.moves = run, moves
         self.guests = [RemoteHost("", host, 1, -1, shard, came=True) for shard, host in sorted(moves.away.items())]
-        self.gone: dict[str, tuple[int, str]] = {}  # by token, the exit code and why
-        self.untold: list[RemoteHost] = []  # that are forgotten, and have not been sent why
+        self.gone: dict[str, tuple[int, str]] = {}  # by token of a former host, its exit code and the reason
+        self.untold: list[RemoteHost] = []  # former hosts that were not sent the reason yet
         self.said: list[Log] = []
 
-    # Messages of guests.
+    # Messages of remote hosts.
 
     def hear(self, peer: bytes, join: m.RemoteShardsOffer, now_ns: int) -> None:
+        """Take an offer of a remote host: it renews the host's lease, and may make it a new host."""
         guest = self._of(join)
         if guest is None and join.token not in self.gone:
             guest = self._new(join, now_ns)
@@ -91,7 +93,7 @@ class RemoteShards(Decision):
             self.gone.pop(next(iter(self.gone)))
 
     def room(self, token: str, version: int) -> m.RemoteShardsGrant:
-        """Return what the guest with this token is told."""
+        """Return the answer to an offer with this token: the host's shards, or why it is no remote host any more."""
         guest = next((guest for guest in self.guests if guest.token == token), None)
         code, text = self.gone.get(token, (DONE, ""))
         first, count = (guest.first, guest.shards) if guest is not None else (-1, 0)
@@ -100,9 +102,10 @@ class RemoteShards(Decision):
             token, self.run.epoch, version, first, count, shards, target, guest is None, code, text
         )
 
-    # Who comes and who goes.
+    # Hosts that come and go.
 
     def decide(self, now_ns: int) -> bool:
+        """Begin the resharding by which the next host goes or comes, if none is under way."""
         for guest in self.guests:
             guest.came |= 0 <= guest.first < self.run.shards
             guest.seen_ns = now_ns if guest.seen_ns < 0 else guest.seen_ns
@@ -112,7 +115,7 @@ class RemoteShards(Decision):
         if gone := [guest for guest in self.guests if guest.first >= self.run.shards]:
             self._let_go(gone[-1])
             return True
-        for guest in self.guests:  # its last shards may be gone
+        for guest in self.guests:  # a resharding may have taken the last shards of a host
             guest.shards = min(guest.shards, self.run.shards - guest.first) if guest.first >= 0 else guest.shards
         if going is not None:
             return self._go(going)
@@ -120,14 +123,14 @@ class RemoteShards(Decision):
         return coming is not None and self._come(coming)
 
     def _gives_up(self, going: RemoteHost) -> bool:
-        """A move is under way; that to this guest is called off, where that can still be."""
+        """Call off the resharding under way, if this host comes by it and it can still be called off."""
         if going.first < self.run.shards or not self.moves.may_stay:
             return False
         self.said.append(self.moves.call_off(f"the machine at {going.host} goes"))
         return True
 
     def _let_go(self, guest: RemoteHost) -> None:
-        """Its shards have no keys any more, or never had any."""
+        """Forget a host whose shards have no keys any more, or never had any."""
         self.guests.remove(guest)
         if guest.wish == Wish.STAY and guest.again:
             self._forget(guest, RefuseCode.NOT_A_MEMBER, "the keys of a machine before it have moved back")
@@ -140,7 +143,7 @@ class RemoteShards(Decision):
         if guest.first < 0:
             self._let_go(guest)
             return True
-        if self.moves.unfit(guest.first):  # no run to go from, or none that is not over
+        if self.moves.unfit(guest.first):  # the run cannot reshard, for example because it is over
             return False
         for other in self.guests:
             other.again = other.first > guest.first
@@ -157,16 +160,16 @@ class RemoteShards(Decision):
         self.said.append(self.moves.ask(shards, guest.host))
         return True
 
-    # Those who are lost.
+    # Hosts that are lost.
 
     def lost(self, now_ns: int) -> RemoteHost | None:
-        """One that is silent, or says so itself."""
+        """The first host that has been silent for too long, or that has said that its shards are gone."""
         limit_ns = int(REMOTE_HOST_LOST_LEASES * self.run.settings.lease * NS)
         silent = [guest for guest in self.guests if guest.seen_ns >= 0 and now_ns - guest.seen_ns > limit_ns]
         return next((each for each in self.guests if each in silent or each.wish == Wish.GONE), None)
 
     def lose(self, guest: RemoteHost) -> None:
-        """It is none any more; those after it join again."""
+        """Forget a lost host. The hosts after it join again."""
         after = [each for each in self.guests if each.first > guest.first >= 0]
         self.guests = [each for each in self.guests if each is not guest and each not in after]
         self._forget(guest, RefuseCode.SERVER_LOST, "the server has not heard this machine, and went on without it")
@@ -174,7 +177,7 @@ class RemoteShards(Decision):
             self._forget(each, RefuseCode.NOT_A_MEMBER, "a machine before it was lost")
 
     def words(self, version: int) -> list[Send]:
-        """Tell those who are no guests any more: nobody may be here when they ask again, for the run may be over."""
+        """Tell former hosts the reason at once: if the run is over, no coordinator may answer their next offer."""
         untold, self.untold = self.untold, []
         return [Send(guest.peer, self.room(guest.token, version)) for guest in untold if guest.peer]
 

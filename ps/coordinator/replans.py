@@ -1,12 +1,14 @@
-"""Whether another plan of a running run, a mode and a SPEC, would gain by what its members measure now. docs/planning.md.
+"""Decides whether a running run would gain from another mode and SPEC, by what its members measure. docs/planning.md.
 
 Rules
-- Plans are numbered from 1 on (Settings.plan_number), and this is the one owner. `Resharding` brings a new one to all,
+- A way is a mode and a SPEC. The ways of a run, one after the other, are its plans, numbered from 1 on
+  (`Settings.plan_number`). This decision is the only one that makes a new plan; `Resharding` brings it to all processes
   at one clock.
-- The present way and the others are priced alike, by the newest figures of every member: who has none yet is waited for.
-- A way that gains more than GAIN for --replan-after seconds without a break is proposed, each once in a plan. With --replan
-  change it is the next plan.
-- Figures measured under one plan do not count under the next: a way back takes as long as the way there.
+- The present way and the others are priced alike, by the newest figures of every member. There are no prices before
+  each member has sent figures.
+- A way that gains more than GAIN for --replan-after seconds without a break is proposed, once in each plan. With
+  --replan change it becomes the next plan.
+- Figures measured under one plan do not count under the next. So a change back takes as long to decide as the change.
 """
 
 from __future__ import annotations
@@ -26,35 +28,38 @@ from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.replanning import ChildRates, WayPrice, present, prices
 from narrows.ps.planner.step_prices import CodecCost
 
-GAIN = 0.2  # of the time to a loss
-LOOKS = 10  # in --replan-after
-MEMBERS_MAX = 256  # a look at so many takes 22 ms; one at 1,023 takes 143 ms
-LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # a member says what it measures some times in a lease
+GAIN = 0.2  # the share of the time to a loss that another way must save
+LOOKS = 10  # comparisons in --replan-after seconds
+MEMBERS_MAX = 256  # a comparison with this number of members takes 22 ms, one with 1,023 takes 143 ms
+LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # time between two; a member sends figures several times in a lease
 
 
 @dataclass(slots=True)
 class StepMeter:
-    """One worker's newest summary, and the seconds of computing in a step between two of them; 0: not known yet."""
+    """What is known of the steps of one worker."""
 
     newest: Summary
-    own_s: float = 0.0
+    own_s: float = 0.0  # seconds of computing in a step, between the two newest summaries; 0: not known yet
 
 
 class Replans(Decision):
-    """`coded`: what each SPEC costs; of none, nothing is compared."""
+    """Decides whether to replan. `coded`: cost of each SPEC. If the run's own SPEC has none, no way is compared."""
 
     def __init__(
         self, run: Run, rounds: Clocks, roster: Members, moves: Resharding, coded: Mapping[str, CodecCost]
     ) -> None:
         self.run, self.rounds, self.roster, self.moves, self.coded = run, rounds, roster, moves, coded
-        self.plan = run.settings.plan_number  # that all below is of
-        self.steps: dict[tuple[int, ...], StepMeter] = {}  # by member, and the ranks of the worker below it
-        self.due_ns, self.since_ns = 0, -1  # the next look; since when another way gains, -1: none does
-        self.proposed: set[ModeAndSpec] = set()
+        self.plan = run.settings.plan_number  # the plan that the following figures belong to
+        self.steps: dict[tuple[int, ...], StepMeter] = {}  # by (member, ranks of the path to the worker below it)
+        self.due_ns, self.since_ns = 0, -1  # when to compare next; since when another way gains, -1: none does
+        self.proposed: set[ModeAndSpec] = set()  # ways that were proposed in this plan
         self.said: list[Log] = []
 
     def heard(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> None:
-        """A member says what it and those below it measure. A cluster computes as long as the slowest worker below it."""
+        """Store the summaries of a member and of the members below it.
+
+        A cluster counts as computing for as long as the slowest worker below it.
+        """
         if self.plan != self.run.settings.plan_number:
             self.anew()
         seat.rows = rows
@@ -78,7 +83,7 @@ class Replans(Decision):
         self.proposed.clear()
 
     def decide(self, now_ns: int) -> bool:
-        """Look whether a way gains, some times in --replan-after, and propose one that has for so long."""
+        """Compare the ways LOOKS times in --replan-after, and propose one that has gained for that long."""
         settings, after_ns = self.run.settings, int(self.run.settings.replan_after * NS)
         if settings.replan == "off" or settings.compress not in self.coded or now_ns < self.due_ns:
             return False
@@ -94,7 +99,7 @@ class Replans(Decision):
         return True
 
     def _children(self) -> list[tuple[Seat, ChildRates]]:
-        """Return what each member measures; none where one of them has not measured yet, or there are too many."""
+        """Return the figures of each member; [] if a member has none yet, or if there are too many members."""
         found, members = [], self.run.declared
         for seat in members if len(members) <= MEMBERS_MAX else ():
             own_s = [steps.own_s for key, steps in self.steps.items() if key[0] == seat.worker]
@@ -105,7 +110,10 @@ class Replans(Decision):
         return found
 
     def _best(self) -> tuple[WayPrice, WayPrice, Seat, ChildRates] | None:
-        """The cheapest way that the run may go, the present one, and the member with the slowest link."""
+        """The cheapest other way, the present way, and the member with the slowest link with its figures.
+
+        None while there are no prices, or while the run cannot change.
+        """
         run, children = self.run, self._children()
         open_ = (
             run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is ReshardPhase.STILL

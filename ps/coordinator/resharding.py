@@ -127,7 +127,7 @@ class Resharding(Decision):
         return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
 
     def change(self, settings: Settings) -> None:
-        """Ask for a generation with these settings. The caller has checked `fixed` and that no resharding is under way."""
+        """Ask for a generation with these settings. The caller has checked `fixed`, and that the phase is STILL."""
         self._move("ask")
         self.next = settings
 

@@ -115,9 +115,8 @@ class SampleLeases(Decision):
         self.answers: dict[int, m.Range] = {}  # by worker: the newest
         self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: which ranges are done in it, packed
         self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by clock, shard and worker: the updates in a checkpoint
-        self.due: set[int] = (
-            set()
-        )  # shards that have not reported `saved` of the newest one: no range is leased until then
+        # Shards that have not reported `saved` of the newest checkpoint. No range is leased while there are any.
+        self.due: set[int] = set()
         self.waiting: dict[int, m.RangeAsk] = {}  # by worker: asks that came in the meantime
         self.said: list[Log] = []
 
@@ -266,7 +265,7 @@ class SampleLeases(Decision):
         return False
 
     def fields(self, shard: int) -> dict[str, object]:
-        """No field. The end of a run asks for a checkpoint too, and no decision comes after it, so note the ranges here."""
+        """No fields. Note the ranges here too: the end of a run asks for a checkpoint, and no decision follows it."""
         self.decide(0)
         return {}
 
@@ -291,7 +290,7 @@ class SampleLeases(Decision):
         self.kept[clock] = pack([array("q", each).tobytes() for each in lists])
 
     def packed(self, clock: int) -> bytes:
-        """The ranges that are done at the checkpoint of this clock, packed; b"": no worker has asked for ranges."""
+        """The ranges that are done at the checkpoint of this clock, packed; b"": they were not noted."""
         return self.kept.get(clock, b"")
 
     def load(self, packed: bytes, clock: int, saved: Sequence[dict[int, int]]) -> None:

@@ -1,10 +1,10 @@
-"""The module's buffers (BatchNorm) of a run: those of the live worker with the lowest rank. No I/O.
+"""The module buffers (BatchNorm) of a run: those of the live worker with the lowest rank, the lead. No I/O.
 
 Rules
-- They go along with checkpoints, and to whoever joins.
-- A worker that shows the shared model asks for them. It has an answer at once where they are as new as that worker's own
-  updates, or as the updates of the one that they come from. Else they are asked for with the next ack.
-- Under gossip they count 1 once all have done their last step, and 0 before.
+- Each checkpoint contains them, and each worker that joins gets them.
+- A worker that is about to show the shared model asks for them. It gets them at once if they are as new as its own
+  updates, or as those of the lead. Otherwise the next acknowledgement asks the lead for newer ones.
+- Under gossip the clock of buffers is 1 once all workers have done their last step, and 0 before.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from narrows.ps.coordinator.run import Run, Seat
 
 
 class SharedBuffers:
-    """packed: the newest, after `clock` updates of the worker that sent them. asking: the workers that wait for newer ones."""
+    """Holds the buffers of a run, and asks the lead for newer ones."""
 
     def __init__(self, run: Run, rounds: Clocks) -> None:
         self.run, self.rounds = run, rounds
-        self.packed, self.clock, self.heard_ns = b"", -1, 0
-        self.asking: dict[int, int] = {}  # by worker, its clock
+        self.packed, self.clock, self.heard_ns = b"", -1, 0  # the newest, the lead's clock then, when they came
+        self.asking: dict[int, int] = {}  # by worker that waits for newer ones, its clock
 
     def wanted(self, worker: int, now_ns: int) -> bool:
-        """Whether this worker should send its own now."""
+        """True if this worker is the lead and should send its buffers now."""
         seat = self.run.seats.get(worker)
         if seat is None or not self.run.leads(seat):
             return False
@@ -35,7 +35,11 @@ class SharedBuffers:
         return bool(self.asking) or not self.heard_ns or now_ns - self.heard_ns >= every * NS / 2
 
     def hear(self, seat: Seat, message: m.Buffers | m.BuffersAsk, now_ns: int) -> list[ServerEffect]:
-        """Raises RemoteProtocolError for buffers that are none: they would end each joiner."""
+        """Take buffers from the lead, or an ask for them from another worker.
+
+        Raises:
+            RemoteProtocolError: the payload holds no buffers. They would end each worker that joins.
+        """
         if isinstance(message, m.BuffersAsk):
             return self._ask(seat, message.clock)
         if not self.run.leads(seat):
@@ -47,9 +51,9 @@ class SharedBuffers:
         return [self._told(self.run.seats[worker]) for worker in waiting if worker in self.run.seats]
 
     def _ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
-        """Tell this worker the buffers now; where they are not here yet, it is told once they are."""
+        """Send this worker the buffers if they are new enough; otherwise it gets them once they are here."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
-        counted = lead.epoch and self.run.mode.rule is not Rule.MIX  # the updates of who mixes do not come here
+        counted = lead.epoch and self.run.mode.rule is not Rule.MIX  # gossip updates do not come to the server
         if self.clock >= min(clock, self.rounds.clock(lead) if counted else clock):
             return [self._told(seat)]
         if lead is seat:

@@ -1,1 +1,1 @@
-"""A standby: what it copies, and when it serves in the place of its server."""
+"""Replication of a server to a standby, and failover: the standby serves when the primary is lost."""

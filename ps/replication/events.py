@@ -1,5 +1,8 @@
-"""The events of a server process's machine, each a record. The same state before and the same event always give the
-same state after, so a machine whose process was killed can be made again (ps/process/journal.py). No I/O."""
+"""The events of a server process's machine, as records. No I/O.
+
+The same state and the same event always give the same next state. So the machine of a killed process can be rebuilt
+from its journal (ps/process/journal.py), and a standby can follow a primary.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,45 @@ from narrows.protocols.wire import decode, pack, unpack
 
 
 class EventKind(IntEnum):
-    """The values of an event are named behind its kind."""
+    """The kinds of events. The comment of a kind names the `values` of its events, then a colon."""
 
-    START = 0  # the process is there; its machine may have begun before
-    BELOW = 1  # a message of a peer that dialled us; of a Hello or a Leave with keys: its name, how many other keys there are
+    START = 0  # the process has started; its machine may be older
+    BELOW = 1  # key name, number of other keys (with keys, of a Hello or Leave): a message of a peer that dialled us
     COORDINATOR = 2  # a message of shard 0
-    ABOVE = 3  # a message of the shard above
-    FAILED_ABOVE = 4  # text, code: the session with it is over
-    TICK = 5  # bytes to and from above, if any have moved
+    ABOVE = 3  # a message of the parent's shard
+    FAILED_ABOVE = 4  # text, code: the session with the parent is over
+    TICK = 5  # bytes sent to the parent and received from it, if any: a tick
     WROTE = 6  # clock, kept, took_ns: a checkpoint was written, or could not be
     STOP = 7  # Ctrl-C
-    LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
-    UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
-    ENDED = 10  # shards: these had ended when the process was started again
-    VIEW = 11  # view, standby, port, before: who serves and stands by, where this shard listens, in whose place from now on
-    RESHARD = 12  # shards: the keys are to be cut over so many
-    BESIDE = 13  # a message of the standby of the server above
+    LINKED = 8  # peer: there is a new connection to this cluster, or for "" to the parent's shard
+    UNREACHED = 9  # no connection has the name of this peer, which had dialled us
+    ENDED = 10  # shards: these had ended when this process was restarted
+    VIEW = 11  # view, standby, port, before: a view begins; this shard, on `port`, has the place of that at `before`
+    RESHARD = 12  # shards: the user asks for this number of shards
+    BESIDE = 13  # a message of the parent's standby
 
 
 @dataclass(frozen=True, slots=True)
 class MachineEvent:
-    """`values`: as its kind says."""
+    """One event of a server process's machine."""
 
     kind: EventKind
     now_ns: int
-    peer: bytes = b""
+    peer: bytes = b""  # routing id of the message's sender, if it dialled us
     message: m.Message | None = None
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()  # as the comment of the kind names them
 
     def described(self) -> bytes:
-        """All of it but its message."""
+        """The event without its message, packed."""
         return pack([int(self.kind), self.now_ns, bytes(self.peer), [*self.values]])
 
     @classmethod
     def of(cls, about: bytes, frames: Sequence[m.Buffer]) -> MachineEvent:
-        """The event that was described so, and whose message has these frames. Raises RemoteProtocolError."""
+        """The event that `described` packed as `about`, with the message of these frames.
+
+        Raises:
+            RemoteProtocolError: `about` or `frames` hold no event.
+        """
         described: Any = unpack(about)
         try:
             number, now_ns, peer, values = described

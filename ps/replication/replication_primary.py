@@ -3,25 +3,25 @@
 How it works
 
     primary                              standby                         members
-    machine, in parts ─────────────────> thaws it
-    event 12, before its effects leave ─> has event 12
-      <── ReplicationFollow have 12 ───── does event 12 again
+    machine, in parts ─────────────────> rebuilds it
+    event 12, before its effects leave ─> stores event 12
+      <── ReplicationFollow have 12 ───── handles event 12 again
       effects of event 12 leave ───────────────────────────────────────> State, PushAck, ...
-    lost for `lost_ns` ................. asks for votes <── FailoverVote ─ a member that misses the server
+    silent for `lost_ns` ............... counts votes  <── FailoverVote ── a member that has not heard the primary
                                          serves with the votes of half of the members
 
-1. Each shard has a `ReplicationPrimary`. It gives the standby the machine once and then each event
+1. Each shard has a `ReplicationPrimary`. It sends the standby the machine once and then each event
    (replication_stream.py).
-2. An event is handed over before anything that follows from it is sent. So the standby has the cause of all that
-   members have seen.
-3. Which server serves is a view; views are numbered. A member votes once in each view: for the server, or for its
-   standby.
-4. The standby serves with the votes of half of the members. The server goes on without its standby with the votes of
+2. The standby acknowledges an event before any effect of this event leaves the primary. So the standby has the cause
+   of everything that members have seen.
+3. A view is one choice of server and standby; views are numbered. A member votes once in each view: for the primary,
+   or for its standby.
+4. The standby serves with the votes of half of the members. The primary goes on without its standby with the votes of
    more than half. So the two never serve in one view.
-5. Shard 0 decides a view for all shards of its server; the others take it from shard 0 alone.
+5. Shard 0 decides a view for all shards of its server; the other shards take a view from shard 0 alone.
 
-The other side is standby.py. peer_shards.py keeps what shard 0 knows of the other shards. docs/design/copies.md has
-the reasons.
+standby.py is the other side. peer_shards.py has what shard 0 knows of the other shards. docs/design/copies.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -46,9 +46,18 @@ from narrows.ps.shard.reports import COORDINATOR
 
 
 class ReplicationPrimary:
-    """Copies shard `index`, which serves and listens on `port`, to a standby by its `feed`, and says who serves.
-    `freeze`: its machine, as bytes. `first_view`: none of an earlier life of the run was as large. `before`: where the shard
-    is that this one copied, and in whose place it serves now."""
+    """Replicates a shard that serves to its standby, and takes part in the choice of the server.
+
+    Args:
+        index: the shard's number.
+        machine: the shard's machine.
+        port: the port that the shard listens on.
+        lost_ns: the silence after which the standby counts as lost.
+        freeze: returns the machine as bytes.
+        siblings: what shard 0 knows of the other shards.
+        first_view: greater than any view of an earlier life of the run.
+        before: address of the primary whose place this shard took as its standby; "": it took none.
+    """
 
     def __init__(
         self,
@@ -63,35 +72,35 @@ class ReplicationPrimary:
     ) -> None:
         self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
         self.feed, self.first_view, self.followed = ReplicationStream(machine, lost_ns, freeze), first_view, before
-        self.said_ns = 0
-        self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = (
-            deque()
-        )  # since this event, back to the acknowledged one
-        self.known = machine.happened  # of a process that was killed, no roster is from before this event
-        self.votes: dict[int, int] = {}  # of each worker, its newest view
-        self.shown = 0  # the view whose standby was shown on the console
-        self.greeted: set[int] = set()  # members
-        self.missed_ns = self.deposed_ns = 0  # when the standby was missed first, 0: it is there; told the one before
+        self.said_ns = 0  # when the newest beat was sent
+        # (event, members): the members since this event, by worker; back to the event that the standby has acknowledged.
+        self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = deque()
+        self.known = machine.happened  # the first event of `rosters`: a restarted process lacks the older ones
+        self.votes: dict[int, int] = {}  # by worker, the newest view that it voted for this server in
+        self.shown = 0  # the newest view whose standby the console has shown
+        self.greeted: set[int] = set()  # members that were told of the standby
+        # Since when the standby is silent, 0: it is not. For how long `before` was told that this server serves now.
+        self.missed_ns = self.deposed_ns = 0
 
     # Events of this shard.
 
     @property
     def before(self) -> str:
-        """Where the shard is in whose place this one serves. A journal that is done again may be the first to say it."""
+        """Address of the shard whose place this one took, "": none. Perhaps only a replayed journal names it."""
         return self.followed or self.machine.before
 
     @property
     def holds(self) -> bool:
-        """Whether effects wait until the standby has the event that they follow from."""
+        """True if effects wait until the standby has acknowledged their event."""
         return bool(self.machine.standby)
 
     def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
-        """Before an event is handled: the standby is to have it."""
+        """Return the messages that bring an event to the standby. Call it before the machine handles the event."""
         self._roster()
         return self.feed.note(event, frames)
 
     def again(self, event: MachineEvent) -> None:
-        """Before an event is handled that a process before this one has handled: the standby may lack it."""
+        """Note an event of the journal before its replay: the standby may lack it."""
         self.note(event, encode(event.message) if event.message is not None else ())
 
     def _roster(self) -> None:
@@ -99,15 +108,15 @@ class ReplicationPrimary:
         if not self.rosters or self.rosters[-1][1].keys() != members.keys():
             lone = not self.machine.standby and not self.feed.streams
             if lone and len(self.rosters) > 1 and self.rosters[-1][0] > self.machine.viewed:
-                self.rosters.pop()  # its members have known of no standby
+                self.rosters.pop()  # these members have never known of a standby
             self.rosters.append((self.machine.happened, members))
         while len(self.rosters) > 1 and self.rosters[1][0] <= self.feed.acked:
             self.rosters.popleft()
 
-    # Messages of a standby, of a member of it, and of the other shards.
+    # Messages of the standby, of members, and of the other shards.
 
     def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
-        """Return the effects of one of OF_COPIES."""
+        """Return the effects of a message of replication or failover."""
         match message:
             case m.ReplicationFollow():
                 return [*self.feed.copy(peer, message, now_ns)]
@@ -122,36 +131,39 @@ class ReplicationPrimary:
     # Views.
 
     def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
-        """From shard 0; or from the standby, which serves by now."""
+        """Take a newer view from shard 0."""
         return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
 
     def deposed(self, view: m.FailoverNotice) -> list[CopyEffect]:
-        """A standby says that it serves by now; then this server stops."""
+        """Stop this server, if the notice comes from a standby that serves in a newer view."""
         if view.view <= self.machine.view:
             return []
         return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
 
     def vote(self, peer: bytes, vote: m.FailoverVote) -> list[CopyEffect]:
-        """A member knows of a view. One that has turned to us is told where our shards are."""
+        """Take a member's vote for this server. A member that has failed over to this server gets the shards' ports."""
         for member in self._electors():
             if (member.worker, member.name) == (vote.worker, name_of(peer)) and vote.view <= self.machine.view + 1:
                 self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
         if self.missed_ns and self._elected(self.machine.view + 1):
-            self.said_ns = 0  # that is decided with the next tick
+            self.said_ns = 0  # so the next tick decides
         if not vote.attempt or not self.siblings.at(self.machine.view):
             return []
-        # Who has expired meanwhile may join again.
+        # A member whose lease expired in the meantime gets them too: it may join again.
         return [
             Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True, self.siblings.ports(self.port)))
         ]
 
     def _electors(self) -> list[ReplicatedMember]:
-        """All whom the standby may count, who have left since too."""
+        """All members that the standby may count, also those that have left since."""
         self._roster()
         return [*{worker: member for _, members in self.rosters for worker, member in members.items()}.values()]
 
     def _elected(self, view: int) -> bool:
-        """More than half of the members have voted for us, whichever roster the standby knows: it has that of this view."""
+        """True if more than half of the members have voted for this server, by each roster that the standby may have.
+
+        The standby has the roster of this view or a newer one.
+        """
         if max(self.feed.acked, self.machine.viewed) < self.known:
             return False
         self._roster()
@@ -163,11 +175,12 @@ class ReplicationPrimary:
     # Time.
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
+        """Send the beat of replication when it is due: report to shard 0, or decide as shard 0."""
         if now_ns - self.said_ns < REPLICATION_BEAT_NS or not (self.feed.peer or self.machine.view):
             return self._greet() if self.feed.copied(now_ns) else []
         self.said_ns = now_ns
         if self.feed.peer and not self.machine.standby and now_ns - self.feed.heard_ns > self.feed.lost_ns:
-            self.feed.forget()  # it was lost before it had all
+            self.feed.forget()  # the standby was lost before it had the whole machine
         effects: list[CopyEffect] = []
         if self.before and self.deposed_ns < DEPOSE_NS:
             self.deposed_ns += REPLICATION_BEAT_NS
@@ -181,7 +194,7 @@ class ReplicationPrimary:
         return effects + decided
 
     def _greet(self) -> list[CopyEffect]:
-        """Tell new members of the standby: they may need it soon."""
+        """Tell new members of the standby at once: they may need it soon."""
         holds = self.machine.standby and self.siblings.at(self.machine.view) and not self.missed_ns
         members = {member.worker: member.peer for member in self.machine.members} if holds else {}
         new = [peer for worker, peer in members.items() if worker not in self.greeted]
@@ -189,12 +202,13 @@ class ReplicationPrimary:
         return [Send(peer, m.FailoverNotice(self.machine.view, self.machine.standby, True)) for peer in new]
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
+        """Decide the next view as shard 0, if there is a reason for one, and repeat the present view to members."""
         machine, siblings = self.machine, self.siblings
         whole = self.feed.copied(now_ns) and siblings.whole(now_ns, self.feed.address)
         effects: list[CopyEffect] = [*siblings.behind(m.FailoverNotice(machine.view, machine.standby, True))]
         if not machine.standby:
             self.missed_ns = 0
-            if siblings.newest > machine.view:  # this shard failed, and began from a checkpoint
+            if siblings.newest > machine.view:  # this shard failed and went back to a checkpoint
                 return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
                 effects.append(Serve(max(machine.view + 1, self.first_view), self.feed.address))
@@ -202,7 +216,8 @@ class ReplicationPrimary:
         if not siblings.at(machine.view):
             return effects
         if whole:
-            if any(view > machine.view for view in self.votes.values()):  # these know of no standby any more
+            # A member that has voted for this server in the next view no longer counts on the standby.
+            if any(view > machine.view for view in self.votes.values()):
                 return [*effects, Serve(machine.view + 2, machine.standby)]
             self.missed_ns = 0
             if self.shown != machine.view and all(
@@ -226,6 +241,9 @@ class ReplicationPrimary:
         ]
 
     def _tell(self, view: m.FailoverNotice) -> list[Send]:
-        """All members, again and again: a vote for us does not say that its member knows who was elected. Who has left hears us
-        too until the standby knows of it: it waits for its answer, and would take silence for our end."""
+        """Repeat the view to all members: a member that has voted for this server may not know yet who was elected.
+
+        Members that have left hear it too until the standby has that event. Such a member waits for the answer to its
+        Leave, which is held back until then, and would take silence for the end of this server.
+        """
         return [Send(member.peer, view) for member in (self._electors() if view.view else [])]

@@ -1,9 +1,10 @@
-"""The feed of a standby: a shard's machine, and then each event before anything that follows from it is sent. No I/O.
+"""Sends a standby its shard's machine, and then each event before any effect of this event leaves the shard. No I/O.
 
 Rules
-- The standby has an event before anything that follows from it is sent. So what others have seen of a shard, the standby has
-  the cause of.
-- What is sent and not acknowledged is kept, and sent again where nothing moves. A standby that lags by TAIL_BYTES is none.
+- The standby has an event before any effect of it leaves. So the standby has the cause of everything that others have
+  seen of the shard.
+- The stream keeps events until they are acknowledged, and sends them again if no acknowledgement comes. A standby that
+  lags by more than TAIL_BYTES counts as lost, and has to begin again with the machine.
 """
 
 from __future__ import annotations
@@ -20,49 +21,54 @@ from narrows.protocols.effects import Send
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.replication.events import MachineEvent
 
-PART_BYTES = 1 << 20  # of a machine
-PARTS_AHEAD = 16  # that were sent and are not acknowledged
-TAIL_BYTES, TAIL_TIMES = 1 << 28, 2  # of events that are not acknowledged, or so often the machine where that is more
+PART_BYTES = 1 << 20  # size of one part of a machine
+PARTS_AHEAD = 16  # parts that are in flight at most
+TAIL_BYTES, TAIL_TIMES = 1 << 28, 2  # unacknowledged events: at most this, or twice the machine if that is more
 
 
 class ReplicatedMember(Protocol):
-    """The part of a member that is known here."""
+    """What replication reads of a member."""
 
     worker: int
-    peer: bytes
-    name: bytes
+    peer: bytes  # its routing id
+    name: bytes  # the prefix of its routing ids
 
 
 class ReplicatedMachine(Protocol):
-    """The part of a shard's machine that is asked for here."""
+    """What replication reads of a shard's machine. Only the machine changes these fields."""
 
-    view: int
-    standby: str
-    happened: int
-    incarnation: int  # of the life in which they happened; that of a later life is greater
-    viewed: int  # the event with which the present view began
-    before: str
+    view: int  # the present view
+    standby: str  # address of the standby in it, "": none
+    happened: int  # number of events that the machine has handled in this incarnation
+    incarnation: int  # the life of the machine in which they happened; a later life has a greater number
+    viewed: int  # number of the event that began the present view
+    before: str  # address of the primary whose place the machine took, "": none
 
     @property
     def members(self) -> Sequence[ReplicatedMember]: ...
 
 
 class ReplicationStream:
-    """What the standby of this machine has, and what is on its way there. `lost_ns`: silence after which it is lost. `freeze`:
-    the machine, as bytes."""
+    """Brings a machine and its events to the standby.
+
+    Args:
+        machine: the machine.
+        lost_ns: the silence after which the standby counts as lost.
+        freeze: returns the machine as bytes.
+    """
 
     def __init__(self, machine: ReplicatedMachine, lost_ns: int, freeze: Callable[[], bytes]) -> None:
         self.machine, self.lost_ns, self.freeze = machine, lost_ns, freeze
-        self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
-        self.heard_ns = self.progress_ns = 0
-        self.tail: deque[m.ReplicationEntry] = deque()  # events that it has not acknowledged
-        self.tail_bytes, self.streams = 0, False  # whether it has a machine, and gets each event
-        self.events, self.parts = NumberedStream(), NumberedStream(PARTS_AHEAD)  # of a machine
-        self.frozen, self.frozen_at = b"", -1  # a machine that is on its way
-        self.size = 0  # bytes of the newest one
+        self.peer, self.address = b"", ""  # routing id of this shard's standby, and where members find the standby
+        self.heard_ns = self.progress_ns = 0  # when the standby was last heard, and last acknowledged something new
+        self.tail: deque[m.ReplicationEntry] = deque()  # events that are not yet acknowledged
+        self.tail_bytes, self.streams = 0, False  # bytes of the tail; the standby has a machine and gets each event
+        self.events, self.parts = NumberedStream(), NumberedStream(PARTS_AHEAD)  # `parts`: of a frozen machine
+        self.frozen, self.frozen_at = b"", -1  # the machine that is being sent, and its newest event
+        self.size = 0  # bytes of the newest frozen machine
 
     def note(self, event: MachineEvent, frames: Sequence[m.Buffer]) -> list[Send]:
-        """Before an event is handled: the standby is to have it."""
+        """Return the message that brings an event to the standby. Call it before the machine handles the event."""
         if not self.peer and not self.machine.standby:
             return []
         header, payload = bytes(frames[0]) if frames else b"", frames[1] if len(frames) > 1 else b""
@@ -81,13 +87,13 @@ class ReplicationStream:
         return [Send(self.peer, copied)]
 
     def forget(self) -> None:
-        """The standby must begin anew."""
+        """Forget the standby. It, or another one, has to begin with the whole machine."""
         self.peer, self.address, self.streams = b"", "", False
         self.tail.clear()
         self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
 
     def copy(self, peer: bytes, copy: m.ReplicationFollow, now_ns: int) -> list[Send]:
-        """Send a standby what it lacks, events or the machine; refuse it where another stands by."""
+        """Send a standby the events or the machine that it lacks; refuse it if there is another standby."""
         other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
         if other and copy.address != other:
             text = f"another server stands by already, at {other}"
@@ -95,9 +101,9 @@ class ReplicationStream:
         self.peer, self.address, self.heard_ns = peer, copy.address, now_ns
         held = self.tail[0].number - 1 if self.tail else self.machine.happened
         if copy.life != self.machine.incarnation:
-            copy = replace(copy, have=-1, machine=-1)  # of a life that is over
+            copy = replace(copy, have=-1, machine=-1)  # the standby has the machine of an earlier life
         if 0 <= copy.have < self.acked:
-            return []  # a late one
+            return []  # a late message
         if not held <= copy.have <= self.machine.happened:
             return self._give_machine(copy, now_ns)
         self.streams, self.frozen, self.frozen_at = True, b"", -1
@@ -109,8 +115,10 @@ class ReplicationStream:
         return [Send(peer, copied) for copied in self.tail if copied.number > missing.start]
 
     def _acknowledged(self, stream: NumberedStream, count: int, size: int, now_ns: int) -> None:
-        """Take the standby's word that it has `count` events or parts. After a while without progress, the `size` bytes that
-        are under way count as lost."""
+        """Take an acknowledgement of `count` events or parts of `stream`.
+
+        If it is no progress for too long, the `size` bytes in flight count as lost, and are sent again.
+        """
         if stream.acknowledge(count):
             self.progress_ns = now_ns
         elif REPLICATION_RETRY.due(self.progress_ns, now_ns, size):
@@ -118,6 +126,7 @@ class ReplicationStream:
             self.progress_ns = now_ns
 
     def _give_machine(self, copy: m.ReplicationFollow, now_ns: int) -> list[Send]:
+        """Freeze the machine if there is no frozen one, and return the next parts of it."""
         if not self.frozen:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
@@ -134,13 +143,13 @@ class ReplicationStream:
 
     @property
     def acked(self) -> int:
-        """Number of the newest event that the standby has, and all before it."""
+        """Number of the newest event up to which the standby has all."""
         return self.events.acked
 
     def copied(self, now_ns: int) -> bool:
-        """The standby follows this shard, was heard a moment ago, and knows of the present view."""
+        """True if the standby follows this shard, is not silent, and has the event that began the present view."""
         return self.streams and self.acked >= self.machine.viewed and now_ns - self.heard_ns <= self.lost_ns
 
     def cut(self, now_ns: int) -> None:
-        """The connection of the standby has ended: REPLICATION_CUT_NS of silence are enough."""
+        """The connection to the standby has ended: it counts as lost after REPLICATION_CUT_NS more of silence."""
         self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + REPLICATION_CUT_NS)

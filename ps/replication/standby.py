@@ -1,5 +1,7 @@
-"""A shard that copies another one, and takes its place when that is lost. The rules are in replication_primary.py and
-replication_stream.py. No I/O."""
+"""A shard that follows a primary, and takes its place when the primary is lost. No I/O.
+
+replication_primary.py and replication_stream.py have the rules.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ from narrows.ps.shard.reports import COORDINATOR
 
 
 class Standby:
-    """A shard that copies the one at `original`. `address`: of this server, as members will find it; `port`: of this
-    shard. `thaw`: a machine of bytes; `again`: handles an event of it."""
+    """A shard of a standby.
+
+    Args:
+        index: the shard's number.
+        original: address of the primary's shard that this one follows.
+        address: address at which members would find this server.
+        port: the port that this shard listens on.
+        lost_ns: the silence after which the primary counts as lost.
+        siblings: what shard 0 knows of the other shards of this standby.
+        thaw: makes a machine of its bytes; whatever it raises, `receive` raises.
+        again: lets the machine handle an event.
+    """
 
     def __init__(
         self,
@@ -33,29 +45,30 @@ class Standby:
         self.index, self.original, self.address, self.port, self.lost_ns = index, original, address, port, lost_ns
         self.siblings, self.thaw, self.again = siblings, thaw, again
         self.machine: ReplicatedMachine | None = None
-        self.have = -1  # events that are here
-        self.life = -1  # of the original, in which they happened
-        self.parts: list[m.Buffer] = []  # of a machine
-        self.parts_of = -1
-        self.events: deque[MachineEvent] = deque()  # that are here and not handled
-        self.heard_ns = self.said_ns = self.told_ns = 0  # the original heard, and told; our shard 0 told
-        self.owes = True  # an acknowledgement
-        self.votes: dict[int, int] = {}  # of each worker, the view that it has turned to us for
-        self.void: dict[int, int] = {}  # the newest that does not
+        self.have = -1  # number of the newest event that is here, -1: no machine yet
+        self.life = -1  # the primary's incarnation in which these events happened
+        self.parts: list[m.Buffer] = []  # the first parts of a machine that is being received
+        self.parts_of = -1  # the newest event of that machine
+        self.events: deque[MachineEvent] = deque()  # events that are here and that the machine has not handled yet
+        # When the primary was last heard, when it was last sent an acknowledgement, and shard 0 its progress.
+        self.heard_ns = self.said_ns = self.told_ns = 0
+        self.owes = True  # an acknowledgement is due
+        self.votes: dict[int, int] = {}  # by worker, the view in which it has voted for this standby
+        self.void: dict[int, int] = {}  # by worker, its newest attempt that does not count
 
-    # Messages of the original.
+    # Messages of the primary.
 
     @property
     def coming(self) -> int:
-        """Bytes of a machine that are here, of which the rest is to come."""
+        """Bytes received of a machine that is not whole yet."""
         return sum(map(len, self.parts))
 
     def receive(self, copied: m.ReplicationEntry, now_ns: int) -> None:
         """Take an event, or a part of a machine. Raises what `thaw` raises."""
         if copied.life < self.life:
-            return  # of one that is over
+            return  # a late message of an earlier life of the primary
         self.heard_ns, self.owes = now_ns, True
-        if copied.life > self.life:  # it went back to a checkpoint, and counts its events anew
+        if copied.life > self.life:  # the primary went back to a checkpoint, and its events have new numbers
             self.begin_anew()
             self.life = copied.life
         if not copied.parts:
@@ -65,7 +78,7 @@ class Standby:
                 self.have = copied.number
             return
         if copied.number < max(self.have, self.parts_of):
-            return  # of a machine that was sent before this one
+            return  # a late part of an older machine
         if copied.number != self.parts_of:
             self.begin_anew()
             self.parts_of = copied.number
@@ -76,17 +89,17 @@ class Standby:
             self.parts = []
 
     def begin_anew(self) -> None:
-        """Forget the machine, its parts and its events: they are of no use."""
+        """Forget the machine, its parts and its events, so that the primary sends a whole machine again."""
         self.machine, self.have, self.parts, self.parts_of = None, -1, [], -1
         self.events.clear()
 
     def handle(self) -> None:
-        """Let all that has come happen to the machine."""
+        """Let the machine handle the events that are here."""
         while self.events and self.machine is not None:
             self.again(self.events.popleft())
 
     def acknowledge(self, now_ns: int) -> list[CopyEffect]:
-        """Tell the original what is here, where that has changed."""
+        """Acknowledge to the primary what is here, if an acknowledgement is due."""
         if not self.owes:
             return []
         self.owes, self.said_ns = False, now_ns
@@ -98,53 +111,59 @@ class Standby:
         ]
 
     def cut(self, now_ns: int) -> None:
-        """The connection to the original has ended: REPLICATION_CUT_NS of silence are enough. Members wait for longer, and then
-        ask."""
+        """The connection to the primary has ended: it counts as lost after REPLICATION_CUT_NS more of silence.
+
+        Members wait for longer before they vote for this standby.
+        """
         self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + REPLICATION_CUT_NS)
 
     # Members, and the other shards.
 
     @property
     def stands_by(self) -> bool:
-        """Members know of this server."""
+        """True if the present view names this server as standby, so that members know of it."""
         return self.machine is not None and self.machine.standby == self.address
 
     def lost(self, now_ns: int) -> bool:
-        """The original has been silent for long."""
+        """True if the primary has been silent for longer than `lost_ns`."""
         return now_ns - self.heard_ns > self.lost_ns
 
     def vote(self, peer: bytes, vote: m.FailoverVote, now_ns: int) -> list[CopyEffect]:
-        """A member has not heard the server."""
+        """Take the vote of a member that has not heard the primary.
+
+        While this standby hears the primary, it voids the vote and asks the member to stay with the primary.
+        """
         machine = self.machine
         if machine is not None and self._knows(machine, peer, vote) and self.lost(now_ns):
             if vote.attempt > self.void.get(vote.worker, 0):
                 self.votes[vote.worker] = vote.view
                 return []
         elif self.lost(now_ns) or len(self.void) >= m.WORKERS_MAX:
-            return []  # what does not count is not given back either: the server may be gone
+            return []  # the vote does not count, but the member is not sent back: the primary may be gone
         self.votes.pop(vote.worker, None)
         self.void[vote.worker] = max(self.void.get(vote.worker, 0), vote.attempt)
         return [Send(peer, m.KeepServing(vote.view, vote.attempt))]
 
     def _knows(self, machine: ReplicatedMachine, peer: bytes, vote: m.FailoverVote) -> bool:
-        """It is the vote of a member, for the view after this one."""
+        """True if the vote comes from a member and is for the next view."""
         known = (vote.worker, m.name_of(peer)) in [(member.worker, member.name) for member in machine.members]
         return known and self.stands_by and vote.view == machine.view + 1
 
     def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
-        """From shard 0 of this server."""
+        """Take a view from shard 0 of this server: this shard serves in it."""
         if self.machine is None or view.view <= self.machine.view:
             return []
         self.handle()
         return [Serve(view.view, view.standby)]
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
+        """Handle events, send beats, and as shard 0 begin to serve once half of the members have voted for it."""
         self.handle()
         machine, effects = self.machine, list[CopyEffect]()
         if now_ns - self.said_ns >= REPLICATION_BEAT_NS:
             self.owes = True
             effects += self.acknowledge(now_ns)
-        # A shard 0 that was killed knows nothing of this standby any more.
+        # Repeat it: a shard 0 that was killed and restarted knows nothing of the other shards.
         if self.index and now_ns - self.told_ns >= REPLICATION_BEAT_NS:
             self.told_ns = now_ns
             view, there = machine.view if machine is not None else 0, self.address if self.stands_by else ""
