@@ -58,9 +58,7 @@ class CosineFilter:
         mean += (values / np.float32(length) - mean) / np.float32(min(self.seen[worker], RECENT))
 
     def cosines(self) -> dict[int, tuple[float, float]]:
-        """Return worker -> (its mean cosine with the others, the mean cosine among those); {} while too few workers
-        are known.
-        """
+        """Return worker -> (mean cosine with the others, mean cosine among those); {} while too few are known."""
         known = [worker for worker in sorted(self.means) if self.seen[worker] >= LEAST]
         count = len(known)
         if count < WORKERS:

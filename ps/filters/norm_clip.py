@@ -41,9 +41,9 @@ class UnboundedNorms:
         """A filter that knows no length yet.
 
         Args:
-            weights: Gives the L2 norm of the shard's weights. gradients: True if workers push gradients. These have no
-            unit in common with the weights, so while no length is
-                known, none is too long.
+            weights: Gives the L2 norm of the shard's weights.
+            gradients: True if workers push gradients. These have no unit in common with the weights, so while no length
+                is known, none is too long.
         """
         self.weights, self.gradients = weights, gradients
         self.recent: deque[float] = deque(maxlen=RECENT)  # lengths of updates that counted

@@ -57,9 +57,7 @@ class OutlierStats:
         self.logs: list[Log] = []
 
     def saw(self, looks: Sequence[UpdateSample], factors: Iterable[float]) -> None:
-        """Take updates and the factors that the filters gave them. At a barrier they are one set, compared with each
-        other.
-        """
+        """Take updates and their filter factors. Updates of one set (barrier) are compared with each other."""
         for look in looks:
             self._newest(look)
         for look, factor in zip(looks, factors, strict=True):
@@ -83,10 +81,9 @@ class OutlierStats:
         self.holders += row.kept
 
     def _compare(self, row: OutlierRow) -> bool:
-        """Compare the newest update of this worker with the others' updates.
+        """Compare this worker's newest update with the others': its cosine with their sum, the share of keys in common.
 
-        The cosine is with their sum, the overlap with all keys that any of them has. False if there is nothing to
-        compare.
+        False if there is nothing to compare.
         """
         if len(self.rows) < 2 or not row.kept.any():
             return False

@@ -57,10 +57,12 @@ class UpdateFilters:
         """Filters that have seen no update.
 
         Args:
-            index: The number of the shard. looks: Takes the length and a sample of an update. far: Finds updates that
-            are absurdly long. checks: The filters that flags turn on. alike: True if all workers that are not left out
-            have equal shares, whatever samples they name (--robust). Without
-                it and without `checks` no sample is taken.
+            index: The number of the shard.
+            looks: Takes the length and a sample of an update.
+            far: Finds updates that are absurdly long.
+            checks: The filters that flags turn on.
+            alike: True if all workers that are not left out have equal shares, whatever samples they name (--robust).
+                Without it and without `checks` no sample is taken.
         """
         self.index, self.looks, self.far, self.checks, self.alike = index, looks, far, checks, alike
         self.beside = OutlierStats(index, looks.at.size) if checks or alike else None

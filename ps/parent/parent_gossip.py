@@ -169,9 +169,7 @@ class ParentGossip(SeatedParentLink):
         return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
     def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
-        """Hand the driver the events of peers, and the peers the messages of the driver, until neither has more to
-        say.
-        """
+        """Pass events to the driver, and the driver's messages to the peers, until neither has more to say."""
         effects, queue = Asks(), deque(seen)
         while queue:
             each = queue.popleft()
@@ -250,9 +248,7 @@ class ParentGossip(SeatedParentLink):
         return self.driver.phase in (GossipPhase.ENDING, GossipPhase.OVER)
 
     def _over(self, now_ns: int) -> Asks:
-        """After the last round: take the last model, and as the cluster with the lowest number push it to the parent
-        for all.
-        """
+        """After the last round take the last model. The cluster with the lowest number pushes it to the parent."""
         if self.driver.phase is not GossipPhase.OVER:
             return []
         if self.finishing:

@@ -168,8 +168,10 @@ class ParentLink:
         return ""
 
     def repeat_soon(self, peer: str = "") -> None:
-        """Have the next tick repeat what is not acknowledged: the connection to the parent's shard ("") or this peer
-        is new.
+        """Have the next tick repeat what is not acknowledged.
+
+        Args:
+            peer: The address of another cluster whose connection is new; "" for the parent's shard.
         """
 
     def turn(self, place: ParentSeat) -> None:
@@ -179,9 +181,7 @@ class ParentLink:
             self.repeat_soon()
 
     def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
-        """Keep the seat under another plan of the parent's run. All that was pushed counts, and nothing that is owed
-        is lost.
-        """
+        """Keep the seat under another plan of the parent's run: all pushes count, and the residual stays."""
         raise RemoteProtocolError("nothing above has a plan that changes")
 
     def owe(self, owed: FloatArray) -> None:
@@ -217,7 +217,7 @@ class ParentLink:
         """The other clusters, by their numbers in the parent's run."""
         return {}
 
-    # Messages that come.
+    # Messages, received and sent.
 
     def begin(self, now_ns: int) -> Asks:
         """Return the first messages at this seat."""
@@ -256,7 +256,11 @@ class ParentLink:
         """Take note that the weights have changed: the last model that was asked for is void."""
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push what is owed. Returns the effects, and False if the push must wait."""
+        """Push what is owed.
+
+        Returns:
+            The effects, and False if the push must wait.
+        """
         return [], True
 
     def may_publish(self) -> bool:
@@ -279,7 +283,11 @@ class ParentLink:
         return []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """All workers are done: push the rest. Returns the effects, and False if that must wait."""
+        """Push the rest, now that all workers are done.
+
+        Returns:
+            The effects, and False if that must wait.
+        """
         return [], True
 
 
@@ -299,10 +307,11 @@ class SeatedParentLink(ParentLink):
         """A link before its first message.
 
         Args:
-            index: The number of this shard, here and at the parent. place: The seat. kept: What an earlier seat has
-            left. member: In process 0: the cluster's member, whose first session is this link's, and which repeats what
-            is not
-                acknowledged. None in the other processes: the link has a session of its own.
+            index: The number of this shard, here and at the parent.
+            place: The seat.
+            kept: What an earlier seat has left.
+            member: In process 0: the cluster's member, whose first session is this link's, and which repeats what is
+                not acknowledged. None in the other processes: the link has a session of its own.
             timing: The limits of every wait.
             replica: The arrays of the exchange with the parent's shard.
             whole: True if the parent's shard publishes whole states.
@@ -322,6 +331,7 @@ class SeatedParentLink(ParentLink):
         self.exchange: Exchange[FloatArray] = Exchange(self.mode, self.replica, whole)
 
     def _say(self, messages: list[m.Message], now_ns: int) -> Asks:
+        """Send messages to the parent's shard through the session, which repeats them."""
         return asks(self.session.say(messages, now_ns))
 
     def begin(self, now_ns: int) -> Asks:
@@ -342,6 +352,7 @@ class SeatedParentLink(ParentLink):
 
     @property
     def start(self) -> FloatArray:
+        """The weights at the last push, or the base that they were moved onto since."""
         assert self.kept.start is not None  # the first state is here
         return self.kept.start
 

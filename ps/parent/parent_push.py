@@ -141,11 +141,10 @@ class ParentPush(SeatedParentLink):
         return self._on(self._base()) if self.due and self.exchange.may_compute else []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, dense, and ask for the model of the run, which is there once all clusters have come as
-        far.
+        """Push all that is left, dense, and ask for the model that the run ends with.
 
-        An update of zeros is pushed too: the last clock of every cluster is then one after its steps, and no cluster
-        waits for another.
+        The parent answers once all clusters have come as far. An update of zeros is pushed too: the last clock of every
+        cluster is then one after its steps, and no cluster waits for another.
         """
         if not self.may_publish() or not self.exchange.may_push:
             return [], False

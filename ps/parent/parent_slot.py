@@ -1,5 +1,4 @@
-"""Gives one shard of one generation the seat in the parent's run that the ledger names, and takes it away again. No
-I/O.
+"""Gives one shard, in one generation, the seat at the parent that the ledger names, and takes it away. No I/O.
 
 Rules
 - A seat is taken between two clocks, at the clock that it names, by all shards alike.
@@ -57,9 +56,7 @@ class ParentSlot:
         return bool(ledger.above) and self.taken == ledger.above
 
     def wanted(self, ledger: m.Ledger) -> ParentSeat | None:
-        """Return the seat that is still to be taken, None for none. A seat that the ledger no longer names is given
-        up.
-        """
+        """Return the seat that is still to be taken, None for none. Give up a seat that the ledger no longer names."""
         if not self.child or self.taken == ledger.above:
             return None
         if not ledger.above:

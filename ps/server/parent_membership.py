@@ -129,6 +129,7 @@ class ParentMembership:
         return asks(member.say(0, [m.AgreeAsk(member.worker, member.epoch, *asked)], now_ns))
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
+        """Let time pass: join or leave with the workers, and repeat what is not acknowledged."""
         return [
             *self._with_the_workers(now_ns),
             *self.agree(now_ns),
@@ -156,6 +157,7 @@ class ParentMembership:
         return effects
 
     def _see(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
+        """Carry out one event of the member. An event that concerns the shard alone goes to shard 0."""
         coordinator = self.coordinator
         if isinstance(event, (Send, SendToPeer)):
             return [event]
@@ -184,8 +186,7 @@ class ParentMembership:
         if isinstance(event, e.AgreedTold):
             return [*self.coordinator.agreements.told_above(event.number, event.value)]
         if isinstance(event, e.Left):
-            # All was acknowledged before the Leave. A restarted peer that asks once more gets no answer from this
-            # process.
+            # All was acknowledged before the Leave. A restarted peer that asks again gets no answer from this process.
             return [self.final] if self.leaves else []
         return self.shard.from_above([event], now_ns)
 
@@ -219,10 +220,9 @@ class ParentMembership:
         return self.coordinator.turned_above(self.place.packed(), self.place.epoch, now_ns)
 
     def copied(self, standby: str) -> None:
-        """Take note that a standby copies this server, "" for none. The parent learns it from a heartbeat that is sent
-        at once.
+        """Take note that a standby copies this server, "" for none.
 
-        The parent waits a lease for that standby if this server is lost.
+        A heartbeat tells the parent at once: if this server is lost, the parent waits a lease for the standby.
         """
         self.member.copied, self.member.beat_ns = bool(standby), LONG_AGO_NS
 
@@ -252,9 +252,7 @@ class ParentMembership:
     # Peers, if clusters gossip.
 
     def _of_peers(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
-        """Take an event of another cluster. Shard 0 mixes with the peers; the round at which to begin is asked for
-        here.
-        """
+        """Take an event of another cluster: shard 0 gets it, except the answer to our question for the round."""
         late, told = self.late, list[ServerEffect]()
         if late is not None and isinstance(event, e.OfferArrived) and event.parts[0].number == WHOLE:
             self.late = None
@@ -285,6 +283,7 @@ class ParentMembership:
     # The beginning: joined, then started, then seated.
 
     def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
+        """Check the parent's settings, and let workers come; end if the cluster cannot be a member."""
         settings = Settings.unpacked(event.settings)
         why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports), any(event.hosts))
         if why:

@@ -94,9 +94,7 @@ class Server:
 
     @property
     def ended(self) -> bool:
-        """True if the run is over and this shard has reported all of it. The coordinator ends with the effect
-        `Stop`.
-        """
+        """True if the run is over and this shard has reported all of it. The coordinator ends by `Stop` instead."""
         reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
         return self.coordinator is None and (self.shard.retired or (self.over and reported))
 
@@ -180,8 +178,9 @@ class Server:
         return []
 
     def linked(self, peer: str) -> list[ServerEffect]:
-        """Have the next tick repeat what the parent's shard ("") or this peer has not acknowledged: the connection
-        is new.
+        """Have the next tick repeat what is not acknowledged by the parent's shard ("") or this peer.
+
+        The runner calls it when the connection is a new one.
         """
         self.shard.above.repeat_soon(peer)
         if self.membership is not None and not peer:
@@ -283,9 +282,7 @@ class Server:
         return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int, now_ns: int) -> list[ServerEffect]:
-        """Report at once that the runner wrote a checkpoint or failed to: if this shard dies next, the report is not
-        lost.
-        """
+        """Report at once that the runner wrote a checkpoint or failed to: a crash may come before the next tick."""
         self.shard.wrote_checkpoint(clock, kept, took_ns)
         return self._route([self.shard.report(now_ns)], now_ns)
 

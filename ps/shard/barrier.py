@@ -147,9 +147,7 @@ class FoldAtBarrier:
         return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
 
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
-        """Return the hyper-parameters that most of the set agree with, and the tensors of which no worker has a
-        gradient.
-        """
+        """Return the hyper-parameters that most of the set agree with, and the tensors without any gradient."""
         values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
         absent = tuple(sorted(set.intersection(*(set(absent) for _, absent, _ in values))))
         return self._agreed([hyper for hyper, *_ in values]), absent

@@ -94,14 +94,11 @@ class Folding(Protocol):
     def weight(self, seat: PushSequence, clock: int) -> float | None:
         """Return the weight that accepted update `clock` was folded with.
 
-        None while the update is held at the barrier. 0 if it was left out, is too old to be known, or is settled at a
-        barrier.
+        None while the update is held at the barrier. 0 if it was left out, is too old to be known, or is settled.
         """
 
     def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
-        """Return (clock, weight) of each of this member's updates from `clock` on that the given publication
-        contains.
-        """
+        """Return (clock, weight) of each of this member's updates from `clock` on in the given publication."""
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         """Drop what belongs to members that have left. The caller iterates to the end: a Folding may drop as it yields.
@@ -150,15 +147,13 @@ class FoldAtOnce:
             return self._handed_over(seat, update)
         said, absent, _ = unpack_hyper(update[0].hyper)
         hyper = self._hold(self.hypers, seat, said)
-        # The factor scales the gradient, so the optimizer's state sees the shortened one; the share scales the learning
-        # rate.
+        # The factor scales the gradient, so the optimizer's state sees it; the share scales the learning rate.
         return Step(((factor, update),), hyper, absent, scale=share, rates=rates)
 
     def _handed_over(self, seat: PushSequence, update: PushedUpdate) -> SetFirstWeights | MergeStoppedModels:
-        """Take a model at the end of a gossip run: the last model, which one worker gives for all, or that of a stopped
-        worker.
+        """Take a model at the end of a gossip run.
 
-        The models of stopped workers are averaged.
+        It is the last model, which one worker gives for all, or that of a stopped worker; these are averaged.
         """
         last = update[0].samples >= m.HandOver.LAST
         self.stopped += not last
@@ -167,9 +162,7 @@ class FoldAtOnce:
         return SetFirstWeights(update) if last or self.stopped == 1 else MergeStoppedModels(update, self.stopped)
 
     def _hold(self, hypers: HyperparameterVote, seat: PushSequence, said: bytes) -> bytes:
-        """Return the hyper-parameters that this update is stepped with; log it once for each worker if they are not its
-        own.
-        """
+        """Return the hyper-parameters to step this update with; log it once for each worker if they are not its own."""
         hyper = hypers.hold(seat.worker, said)
         if hyper != said and seat.worker not in hypers.struck:
             hypers.struck.add(seat.worker)

@@ -86,9 +86,8 @@ class MeanFactory:
     """What only the runner of a shard can give it.
 
     Attributes:
-        optimizer: Makes the server's optimizer from a model spec and the key range [begin, end); None unless workers
-        push
-            gradients.
+        optimizer: Makes the server's optimizer from a model spec and the range [begin, end); None unless gradients are
+            pushed.
         lent: True while a message that is still on its way may read the store's arrays.
         child: True if the cluster has a parent.
         member: In process 0 of a cluster: its member of the parent's run. The member's first session is this shard's.
@@ -170,7 +169,7 @@ class ModelShard:
         # by clock: the squared norm of this shard's part of a mean, until the norm over all shards is known
         self.norms: dict[int, float] = {}
         self.folds = 0  # async: updates folded since the newest publication
-        self.written = -1  # the clock of the newest checkpoint
+        self.written = -1  # clock of the newest checkpoint, begun or loaded; -1 if the present clock is not written
         self.asked = -1  # clock of the newest checkpoint that the runner was asked for
         # without a barrier: (worker, clock) of each member; the checkpoint `asked` has its updates below that clock
         self.saved: m.Pairs = ()
@@ -258,6 +257,7 @@ class ModelShard:
         return [*seated, *finished], done
 
     def _fold(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Stage FOLD: fold the set of the clock, if there is a barrier; without one, updates were folded on arrival."""
         effects, done = self._between(ledger, now_ns)
         if not done:
             return effects, False
@@ -296,10 +296,12 @@ class ModelShard:
         return clip
 
     def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Stage SEND_UP: push to the parent what is owed."""
         asks, done = self.above.send_up(self.store.x, now_ns) if self.upward.placed(ledger) else ([], True)
         return [*asks], done
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Stage REBASE: move the weights onto the parent's newest state, once the staleness bound there allows it."""
         if not self.upward.placed(ledger):
             return [], True  # this cluster has no seat in the parent's run at present
         if not self.above.may_publish():
@@ -308,6 +310,7 @@ class ModelShard:
         return [], True
 
     def _publish(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Stage PUBLISH: advance min_clock, and publish the state if the mode has a staleness bound."""
         self.min_clock += 1
         self.inbox.settle(self.min_clock)
         return [*(self.publish() if self.mode.bound is not None else [])], True
@@ -319,6 +322,9 @@ class ModelShard:
         return self.publications.make(keys, self.min_clock)
 
     def _write(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Stage CHECKPOINT: write one if the ledger asks for it. At a barrier the next clock waits for a tick after
+        it.
+        """
         if self.writes:
             return [], False
         if ledger.checkpoint != self.min_clock or self.written == self.min_clock:
@@ -331,6 +337,7 @@ class ModelShard:
         self.writes = False
 
     def _checkpoint(self) -> Checkpoint:
+        """Ask the runner for a checkpoint of the present clock."""
         self.written = self.asked = self.min_clock
         seats = self.inbox.seats.values() if not self.mode.barrier else ()
         self.saved = tuple((seat.worker, seat.clock) for seat in seats)

@@ -44,16 +44,16 @@ class PushSequence:
     epoch: int
     clock: int
     taken: int  # at a barrier: all updates of this member below this clock are folded into x
-    settled: int  # all its updates below this clock are in the published state (for a newcomer: min_clock or less)
+    # all its updates below this clock are published; a newcomer begins with its first clock or min_clock, the smaller
+    settled: int
     name: bytes = b""  # the name in the member's routing ids
     peer: bytes = b""  # routing id of the member's newest message
     samples: int = -1  # samples of its newest update, -1 before the first
     news: int = 0  # version of the first report that contains its present clock
     # by clock, the parts received of an update that is not complete; by part number
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
-    squared: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # by (clock, part): the squared L2 norm of a part in `partial`
+    # by (clock, part): the squared L2 norm of a part in `partial`
+    squared: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:

@@ -84,6 +84,7 @@ class ShardRequests:
         return self.store.x if self.planned.upward.finishes else None
 
     def _first_weights(self, seat: PushSequence, message: m.FirstWeights, ledger: m.Ledger) -> bool:
+        """Take one part of first weights, if they are wanted from this worker. True if they are complete."""
         if ledger.started or self.planned.next_source(ledger) != seat.worker:
             return False
         if self.means.child and not self.planned.above.wants_weights:
@@ -91,6 +92,7 @@ class ShardRequests:
         return self.planned.first_weights(message, ledger)
 
     def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Take one part of a push, and accept each update that is complete with it."""
         planned, began = self.planned, seat.clock
         if push.clock < began:
             return [self._ack(seat, push.clock, now_ns)], False
@@ -163,6 +165,7 @@ class ShardRequests:
         return [Send(seat.peer, m.Moments(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
     def _ack(self, seat: PushSequence, clock: int, now_ns: int) -> Send:
+        """Acknowledge an accepted update, with its weight if it is folded."""
         weight = self.planned.folding.weight(seat, clock)
         status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
         coordinator = self.means.coordinator

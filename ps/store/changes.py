@@ -33,8 +33,9 @@ class PushedUpdate(list[Push]):
 
 @dataclass(frozen=True, slots=True)
 class SetFirstWeights:
-    """Set x to these pieces and make publication 0 of it. Under gossip also: set x to the model that the run ends
-    with.
+    """Set x to these pieces and make publication 0 of it.
+
+    Under gossip x also becomes the model that the run ends with in this way.
     """
 
     pieces: Update
@@ -82,10 +83,13 @@ class Step:
     """One step of the script's optimizer along shrink * the sum of weight * gradient.
 
     Attributes:
-        terms: The gradients, each with its weight. hyper: The packed hyper-parameters of the keys. absent: Tensors
-        without a gradient. scale: The factor on the learning rate. shrink: The factor that clips the mean. rates: The
-        hyper-parameters with which embedding rows take a step along the sum of scale * weight * gradient; b""
-            for no step.
+        terms: The gradients, each with its weight.
+        hyper: The packed hyper-parameters of the keys.
+        absent: Tensors without a gradient.
+        scale: The factor on the learning rate.
+        shrink: The factor that clips the mean.
+        rates: The hyper-parameters with which embedding rows take a step along the sum of scale * weight * gradient;
+            b"" for no step.
     """
 
     terms: Terms
@@ -98,9 +102,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rebase:
-    """Set x = base + (x - before), with float32[size] arrays: exactly `base` if nothing was folded on top of
-    `before`.
-    """
+    """Set x = base + (x - before): exactly `base` if nothing was folded on top of `before`. All are float32[size]."""
 
     before: FloatArray
     base: FloatArray
@@ -121,9 +123,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class LoadArrays:
-    """Begin from these arrays, which a checkpoint (`Store.arrays`) or the parent gives; p is publication
-    `publication`.
-    """
+    """Begin from the arrays of a checkpoint (`Store.arrays`) or of the parent; p is publication `publication`."""
 
     arrays: dict[str, FloatArray]
     publication: int

@@ -93,9 +93,7 @@ class TableRows:
         self.values[at] += STEPS[self.spec.optimizer](self, at, gradient, rates)
 
     def arrays(self) -> Arrays:
-        """Return copies of the held rows: their places (uint32, ascending), and the values and optimizer state
-        there.
-        """
+        """Return copies of the held rows: places (uint32, ascending), and the values and optimizer state there."""
         at = np.flatnonzero(self.held).astype(COUNTS["rows"])
         state = {name: array[at] for name, array in self.state.items()}
         return {"rows": at, "values": self.values[at], "steps": np.array([self.steps], COUNTS["steps"]), **state}
@@ -155,6 +153,7 @@ class EmbeddingRows:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all held rows and their optimizer state."""
         return sum(table.nbytes for table in self.tables)
 
     def opened(self, payload: Buffer, *, asks: bool = False) -> rows.CodedRows:
@@ -211,9 +210,8 @@ class EmbeddingRows:
         for number, (table, rates) in enumerate(zip(self.tables, unpack_rates(packed, self.specs), strict=True)):
             table.steps += 1
             if number in by_table:
-                with np.errstate(
-                    over="ignore", invalid="ignore"
-                ):  # as torch: what overflows shows where it is computed on
+                # As in torch, an overflow is no error here: it shows where the values are used.
+                with np.errstate(over="ignore", invalid="ignore"):
                     table.step(*_summed(by_table[number]), rates)
 
     def arrays(self) -> Arrays:

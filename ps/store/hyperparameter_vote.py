@@ -1,5 +1,4 @@
-"""Decides whose hyper-parameters the server's optimizer steps with, so that one member cannot mislead the others. No
-I/O.
+"""Decides whose hyper-parameters the server steps with, so that one member cannot mislead the others. No I/O.
 
 Rules
 - A member agrees with another if each of its numbers is within a factor FAR of the numbers that the other has named so

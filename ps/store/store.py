@@ -61,9 +61,7 @@ DELTA_BYTES_RATIO = 1.0  # the kept differences have at most this share of the b
 
 
 class ServerOptimizer(Protocol):
-    """Steps the weights of a shard along a folded gradient. `TorchOptimizer` implements it
-    (ps/store/torch_optimizer.py).
-    """
+    """Steps the weights of a shard along a folded gradient; see `TorchOptimizer` (ps/store/torch_optimizer.py)."""
 
     def step(
         self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
@@ -81,19 +79,23 @@ class ServerOptimizer(Protocol):
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that a step would refuse."""
 
-    def state(self) -> dict[str, FloatArray]: ...
+    def state(self) -> dict[str, FloatArray]:
+        """Return the state as a checkpoint holds it: float32 arrays by name."""
+        ...
 
     def kept(self) -> list[list[Any]]:
-        """Return [tensor index, name, value] for each state of each tensor; the value is None if there is one for
-        each key.
-        """
+        """Return [tensor index, name, value] of each state; the value is None if there is one for each key."""
 
     def read(self, name: str, begin: int, end: int) -> FloatArray:
-        """Return the state of this name at keys [begin, end) of the shard, float32[end - begin]; zeros where there
-        is none.
+        """Return the state of this name at keys [begin, end), counted from the shard's first key.
+
+        Returns:
+            float32[end - begin], zeros where there is no state.
         """
 
-    def load(self, state: dict[str, FloatArray]) -> None: ...
+    def load(self, state: dict[str, FloatArray]) -> None:
+        """Take over a state that `state` has returned."""
+        ...
 
 
 def fits(array: npt.NDArray[Any], size: int) -> bool:
@@ -151,8 +153,7 @@ class Store:
         self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
-        # By number: (keys, coded difference), or (keys, None) if the values are in p. All entries are coded, or none
-        # is.
+        # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # True if x was rebased since the newest publication: the next one covers all keys
         # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
@@ -203,6 +204,7 @@ class Store:
         self._begin(x, x, 0)
 
     def _joined(self, change: MergeStoppedModels) -> None:
+        """Take the model of one more stopped worker into the mean."""
         x = np.zeros(self.size, np.float32)
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
@@ -210,6 +212,7 @@ class Store:
         self._begin(x, x, 0)
 
     def _begin(self, x: FloatArray, p: FloatArray, publication: int) -> None:
+        """Make x and p the arrays of publication `publication`, and forget the differences to earlier ones."""
         self.x, self.publication = x, publication
         self.p = x if self.shared else p.copy() if p is x else p
         self.deltas.clear()
@@ -226,6 +229,7 @@ class Store:
         self._fold_rows(shares, change.terms, change.rates)
 
     def _fold_rows(self, weights: Sequence[float], terms: Terms, rates: bytes) -> None:
+        """Step embedding rows along the sum of weight * gradient of the terms."""
         pieces = [(weight, piece) for weight, (_, update) in zip(weights, terms, strict=True) for piece in update]
         self.tables.fold([each for each in pieces if each[1].codec == codecs.ROWS], rates)
 

@@ -23,9 +23,7 @@ from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
-    """Make one optimizer, so that torch imports what it needs now. The import takes seconds in which no heartbeat
-    leaves.
-    """
+    """Make one optimizer, so that torch's imports, which take seconds without a heartbeat, are done before joining."""
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
@@ -82,6 +80,7 @@ class TorchOptimizer:
     def step(
         self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
     ) -> None:
+        """Take one step; see ServerOptimizer."""
         groups = self._groups(hyper)
         whole = torch.from_numpy(weights)
         if weights is not self.base:
@@ -131,6 +130,7 @@ class TorchOptimizer:
                 raise ValueError("with them a step leads to no number")
 
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
+        """Unpack and check the hyper-parameters: one map of known names for each parameter group."""
         value = unpack(hyper) if hyper else None
         if not isinstance(value, list) or len(value) != len(self.pieces):
             raise RemoteProtocolError("hyper-parameters are a list with one map for each parameter group")
@@ -143,11 +143,11 @@ class TorchOptimizer:
         return groups
 
     def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Build torch's optimizer over the pieces, with the state that `load` has left."""
         lists = []
         for pieces, values in zip(self.pieces, groups, strict=True):
             lists.append({"params": [piece[3] for piece in pieces], **values})
-        # The first group's values are passed as the defaults too: Adagrad fills its sums from the argument, not from
-        # the group.
+        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
         built: torch.optim.Optimizer = self.kind(lists, **groups[0])
         if self.pending:
             self._restore(built)
@@ -189,6 +189,7 @@ class TorchOptimizer:
         self.pending, self.optimizer, self.base = {k: v.copy() for k, v in state.items()}, None, None
 
     def _restore(self, built: torch.optim.Optimizer) -> None:
+        """Put the loaded state into torch's optimizer."""
         for key, value in self.pending.items():
             g, i, name = key.split(".", 2)
             parameter = self.pieces[int(g)][int(i)][3]

@@ -32,7 +32,7 @@ from narrows.ps.store.changes import FloatArray
 
 WINDOW = 8  # clocks: among 8, 16 and 32, sums of sparse updates over 8 agree best with the updates themselves
 SMOOTHING = 0.5  # of the logarithm, for each window; the best gain changes over hundreds of clocks
-LOOK_AHEAD = 0.5  # clocks
+LOOK_AHEAD = 0.5  # clocks; times (1 - degree) if the user names none
 GONE = -1  # stands for a worker that has left and is not measured any more
 
 
@@ -54,9 +54,7 @@ class AgreementWindow:
 
 
 class MergeFactors(NamedTuple):
-    """The fields of a state that say how a child merges its own updates into it; each has the meaning that it has in
-    `State`.
-    """
+    """The fields of a state that say how a child merges its own updates; each has its meaning in `State`."""
 
     gain: float = 1.0
     ahead: float = 1.0
@@ -144,9 +142,7 @@ class Gain:
         return np.array([self.agreement], np.float32)
 
     def load(self, state: FloatArray) -> None:
-        """Take over the agreement of a checkpoint. The gain is computed anew: a run may go on with another
-        --update-gain.
-        """
+        """Take over the agreement of a checkpoint. The gain follows from it: the run may have another --update-gain."""
         self.agreement = float(state[0])
         self._scale()
 
@@ -175,5 +171,6 @@ class Gain:
         self._scale()
 
     def _scale(self) -> None:
+        """Compute the factor from the agreement, unless it is fixed."""
         if not self.fixed and self.agreement:
             self.factor = self.agreement ** -(1 - self.degree)
