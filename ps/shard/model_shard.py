@@ -5,10 +5,11 @@ How it works
 A clock of the shard goes through these stages, in this order (`ClockStage`, `STAGES`). Each event resumes the clock at
 the stage where it stands, and each stage says whether the next one may begin:
 
-    FOLD        fold the set of updates that the ledger names (barrier); without a barrier updates were folded on
-    arrival SEND_UP     push to the parent what this cluster owes it REBASE      move the weights onto the parent's
-    newest state PUBLISH     advance min_clock and publish the state CHECKPOINT  write the state if the ledger asks for
-    it, before an update of the next clock is folded
+    FOLD        fold the set of updates that the ledger names (barrier); other modes have folded them on arrival
+    SEND_UP     push to the parent what this cluster owes it
+    REBASE      move the weights onto the parent's newest state
+    PUBLISH     advance min_clock and publish the state
+    CHECKPOINT  write the state if the ledger asks for it, before an update of the next clock is folded
 
 1. The first weights come in parts from the worker that the ledger names (under gossip from several workers, one after
    another, whose models are averaged), or from a checkpoint (`begin`), or from the parent.

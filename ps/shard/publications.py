@@ -8,19 +8,19 @@ How it works
 
 1. `make` publishes the store's state when a clock is folded. The store keeps the last differences, coded once for all
    children.
-2. A child says which publication it has and how many more it takes (`Follow`). It is sent each later difference as it
-   is made.
+2. A child says which publication it has and how many more it takes (`Follow`). The shard sends it each later difference
+   when the difference is made.
 3. A child that lacks a difference which is no longer kept gets the newest state whole, alone, once its clock may be
    computed on that state.
-4. `have` in a Follow acknowledges all publications up to it. The same Follow again asks for what has not come; the
-   shard sends it again no sooner than the bytes may take (`RetryTimer`).
+4. `have` in a Follow acknowledges all publications up to that number. The same Follow again asks for what has not
+   arrived; the shard repeats those publications, but not before the link had time for their bytes (`RetryTimer`).
 5. A `Pull` asks for the master copy x in place of the published p. The pull of a worker that has done its last step
-   (`last`) is answered once all workers have done theirs: all of them end with one model.
+   (`last`) is answered once all workers have done theirs, so that all workers end with one model.
 
 Rules
-- A state says `settled`: all updates of this child below that clock are in it. Behind a barrier the shard counts what
-  the child's sets had; else the state lists the weight of each later update of the child that it contains
-  (`contains`).
+- `settled` of a state: the state has all updates of this child below that clock. At a barrier the shard knows it from
+  the sets that it has folded. In other modes the state also lists the weight of each later update of the child that it
+  contains (`contains`).
 - One residual serves all children, so one SPEC codes the downlink: the one that the slowest child asks for.
 - A new child follows no publication until its first Follow.
 """

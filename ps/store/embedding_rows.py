@@ -5,8 +5,8 @@ How it works
     row r of a table   is on shard r % shards, there at place r // shards
     TableRows          values float32[places, dim], optimizer state of the same shape, held bool[places]
 
-1. A worker asks for the rows that a batch looks up (`read`). A row that no gradient has touched has no memory of its
-   own: its first values are computed from the table's seed and the row number.
+1. A worker asks for the rows that a batch looks up (`read`). A row that no gradient has touched is not
+   held: its first values are computed from the table's seed and the row number when it is read.
 2. A change of the store carries gradients of rows beside those of keys (`fold`). The shard sums the gradients of each
    row, and takes one step of the table's optimizer (`STEPS`) at these rows alone. A row is held from its first step on.
 3. A checkpoint has the held rows of each table (`arrays`), and a resharding deals them out again (`recut`).
