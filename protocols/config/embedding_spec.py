@@ -1,9 +1,9 @@
-"""Embedding tables that live on the servers: what a worker declares of one, which shard has which rows, and by which optimizers
-rows are stepped.
+"""Embedding tables that live on the servers: their declaration, the shard of each row, and the optimizers of rows.
 
 Rules
-- Shard i of n has the rows r with r % n == i, as its rows r // n: a vocabulary that is sorted by frequency loads all alike.
-- Rows are no keys. No worker holds a table whole, and no publication carries one.
+- Shard i of n has the rows r with r % n == i, as its rows r // n. So a vocabulary sorted by frequency loads all shards
+  alike.
+- Rows are not keys. No worker holds a whole table, and no publication carries one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from narrows.protocols.wire import FRAME_VALUES, unpack
 
 TABLES_MAX = 1 << 10  # of one model
 ROWS_MAX = 1 << 32  # of one table: the index of a row on its shard has 32 bits
-DIM_MAX = 1 << 14  # values of a row, so that a frame has 32 rows at least
-ASKS_MAX = 64  # asks for rows of one worker that a shard keeps until it may answer them
+DIM_MAX = 1 << 14  # values of a row: a frame then has room for at least 32 rows
+ASKS_MAX = 64  # unanswered RowsAsk of one worker that a shard keeps
 
 
 @dataclass(frozen=True, slots=True)
 class RowwiseOptimizer:
-    """How a class of torch.optim steps rows. `sent`: hyper-parameters that travel with a push; `off`: those that must be 0, as
-    they would move rows without a gradient, or torch refuses them for sparse ones; `state`: arrays of the table's shape."""
+    """How a class of torch.optim steps rows."""
 
-    sent: tuple[str, ...]
-    off: tuple[str, ...]
-    state: tuple[str, ...]
+    sent: tuple[str, ...]  # hyper-parameters that travel with a push
+    off: tuple[str, ...]  # hyper-parameters that must be 0: they move rows without a gradient, or torch refuses them
+    state: tuple[str, ...]  # names of the optimizer's arrays, each of the table's shape
 
 
 ROWWISE = {
@@ -44,28 +43,27 @@ ROWWISE = {
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One table: float32[rows, dim], stepped by `optimizer`, a name in ROWWISE. The first values of a row are normal with
-    deviation `std`, and follow from `seed` and the number of the row (compression/rows.py)."""
+    """One table, float32[rows, dim]."""
 
     name: str
     rows: int
     dim: int
-    seed: int
-    std: float
-    optimizer: str
+    seed: int  # with the number of a row it gives the row's first values (compression/rows.py)
+    std: float  # of the first values, which are normal
+    optimizer: str  # a key of ROWWISE
 
     @property
     def size(self) -> int:
-        """Values that a server may come to hold, optimizer state included."""
+        """The largest number of values that a server may hold for this table, optimizer state included."""
         return self.rows * self.dim * (1 + len(ROWWISE[self.optimizer].state))
 
     @property
     def ask_rows_max(self) -> int:
-        """Rows of one ask, or of one part of a push: their values fill a frame."""
+        """The largest number of rows in one RowsAsk or one part of a push: their values fill a frame."""
         return FRAME_VALUES // self.dim
 
     def check(self) -> None:
-        """Raise RemoteProtocolError for what is no table."""
+        """Raise RemoteProtocolError if a field is out of its range."""
         if not 0 < self.rows <= ROWS_MAX or not 0 < self.dim <= DIM_MAX:
             raise RemoteProtocolError(
                 f"table {self.name!r} has {self.rows} rows of {self.dim} values: give 1 to {ROWS_MAX} rows of 1 to {DIM_MAX}"
@@ -78,12 +76,18 @@ class TableSpec:
 
 
 def rows_of(rows: int, shard: int, shards: int) -> int:
-    """How many of a table's rows one of so many shards has."""
+    """Return how many of a table's `rows` shard number `shard` of `shards` has."""
     return (rows - shard + shards - 1) // shards
 
 
 def why_not(settings: Settings, mode: Mode, levels: bool) -> str:
-    """Why a run of these settings has no tables, "" where it may. `levels`: its server has one above."""
+    """Return why a run of these settings cannot have tables, one sentence; "" if it can.
+
+    Args:
+        settings: of the run.
+        mode: the resolved mode.
+        levels: the server has a parent.
+    """
     reasons = (
         (
             mode.rule in (Rule.MIX, Rule.OUTER),
@@ -98,7 +102,11 @@ def why_not(settings: Settings, mode: Mode, levels: bool) -> str:
 
 
 def unpack_rates(packed: bytes, tables: tuple[TableSpec, ...]) -> list[dict[str, Any]]:
-    """The hyper-parameters of each table's optimizer. Raises RemoteProtocolError for those that no step can be taken with."""
+    """Return the hyper-parameters of each table's optimizer.
+
+    Raises:
+        RemoteProtocolError: a value is missing, unknown, or out of range.
+    """
     said = unpack(packed)
     if not isinstance(said, list) or len(said) != len(tables):
         raise RemoteProtocolError(f"hyper-parameters of rows are a list with one map for each of {len(tables)} tables")

@@ -1,6 +1,8 @@
 """The parameter space: one flat index space per model, cut into half-open key ranges [begin, end).
 
-Owns the split over shards, the fragments of a shard, and the cut into parts.
+model      [0, size)           split    -> ranges of the shards
+shard      [begin, end)        fragment -> fragments, exchanged in turn
+any range                      parts    -> parts, one for each message
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ Keys = tuple[int, int]  # [begin, end)
 
 
 class CodedPiece(Protocol):
-    """Values of keys [begin, end) as they travel; see narrows.compression, CODECS."""
+    """Coded values of keys [begin, end), as a message carries them. `codec`: see narrows.compression, CODECS."""
 
     @property
     def codec(self) -> int: ...
@@ -33,19 +35,19 @@ def split(size: int, shards: int) -> list[tuple[int, int]]:
 
 
 def fragment(begin: int, end: int, fragments: int, index: int) -> tuple[int, int]:
-    """Fragment `index` of `fragments` of a shard's keys [begin, end): consecutive ranges, sizes differ by at most one."""
+    """Return fragment `index` of [begin, end). The `fragments` are consecutive; their sizes differ by at most 1."""
     size = end - begin
     return begin + size * index // fragments, begin + size * (index + 1) // fragments
 
 
 def overlaps(before: Sequence[Keys], begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Which ranges of a split have keys of [begin, end): (index, begin, end) of each common run, in order."""
+    """Return what ranges have in common with [begin, end): (index of the range, begin, end), in order."""
     found = [(index, max(low, begin), min(high, end)) for index, (low, high) in enumerate(before)]
     return [(index, low, high) for index, low, high in found if low < high]
 
 
 def parts(begin: int, end: int, values_max: int = FRAME_VALUES) -> Iterator[tuple[int, int]]:
-    """Cut [begin, end) into runs of at most `values_max` keys. An empty range is one empty part."""
+    """Cut [begin, end) into parts of at most `values_max` keys. An empty range gives one empty part."""
     if begin == end:
         yield begin, end
     for start in range(begin, end, values_max):
@@ -53,7 +55,7 @@ def parts(begin: int, end: int, values_max: int = FRAME_VALUES) -> Iterator[tupl
 
 
 def covers(pieces: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
-    """Whether `pieces`, in any order, cover [begin, end) exactly once."""
+    """True if `pieces`, (begin, end) each, in any order, cover [begin, end) exactly once."""
     at = begin
     for piece_begin, piece_end in sorted(pieces):
         if piece_begin != at:

@@ -1,6 +1,6 @@
-"""The sync modes as data: a mode is a row of `MODES`.
+"""The sync modes as data: each mode is a row of `MODES`.
 
-`Settings.mode()` (settings.py) resolves the row with the flags; machines read the resolved `Mode` and never a mode's name.
+`Settings.mode()` (settings.py) resolves a row with the flags. Machines read the resolved `Mode`, never a mode's name.
 """
 
 from __future__ import annotations
@@ -8,73 +8,71 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-GAIN_MAX = 1e3  # of a mean of updates: one of a million that have nothing in common needs no more
-WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
+GAIN_MAX = 1e3  # of a mean of updates: enough for a mean of a million updates that have nothing in common
+WINDOW = 4  # updates in flight in modes without a staleness bound (async)
 
-# Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
-# here: LBFGS (needs a closure), Adafactor and Muon (statistics of a matrix), SparseAdam (sparse gradients only).
+# Classes of torch.optim that step each value by itself, so that a step of a piece equals that piece of a whole step.
+# Not here: LBFGS (needs a closure), Adafactor and Muon (statistics of a matrix), SparseAdam (sparse gradients only).
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
 
 
-# The outer optimizer's, by the inner steps of a round. Few steps of AdamW differ little from one: momentum on top of
-# its own doubles it. docs/results.md has 4 to 50 steps at five settings; DiLoCo (2311.08105) has 0.9 for 500 steps and
-# long runs.
+# Rate and momentum of the outer optimizer, for rounds of at least LONG_ROUND inner steps. A round of few AdamW steps
+# differs little from one step: outer momentum would double AdamW's own. docs/results.md has 4 to 50 steps at five
+# settings; DiLoCo (2311.08105) has momentum 0.9 for 500 steps and long runs.
 LONG_ROUND = 8
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 
 def outer_momentum(local_steps: int) -> float:
-    """The default for rounds of so many inner steps; without momentum the outer rate is 1, which is local SGD."""
+    """Return the default outer momentum for rounds of `local_steps` inner steps. 0 goes with rate 1: local SGD."""
     return OUTER_MOMENTUM if local_steps >= LONG_ROUND else 0.0
 
 
 class Rule(Enum):
-    """How a shard uses what is pushed."""
+    """What a shard does with a push."""
 
-    OPTIMIZER = "optimizer"  # gradients: a step of the script's optimizer
-    ADD = "add"  # updates: weighted addition
-    OUTER = "outer"  # updates: outer SGD with Nesterov momentum on their negative (DiLoCo, 2311.08105)
-    MIX = "mix"  # nothing but the last model: workers mix with each other (BAGUA, 2107.01499)
+    OPTIMIZER = "optimizer"  # a gradient: step the script's optimizer
+    ADD = "add"  # an update: add it with a weight
+    OUTER = "outer"  # an update: outer SGD with Nesterov momentum on its negative (DiLoCo, 2311.08105)
+    MIX = "mix"  # gossip: workers mix with each other and push only their last model (BAGUA, 2107.01499)
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One resolved row of the table.
+    """A row of `MODES`, or a row resolved with the flags of a run.
 
-    local_steps: inner steps of one clock. bound: staleness bound s; None: no bound. In gossip: rounds that may be
-    computed while one is mixed. barrier: folded when every live worker has pushed, else at once. push_choices: what may
-    be pushed, the default first. fragments: update c carries fragment c mod `fragments` of each shard (keys.fragment),
-    which is merged `merge_delay` inner steps after it was pushed, as merge_alpha * local + (1 - merge_alpha) * global
+    Update c carries fragment c mod `fragments` of each shard (key_ranges.fragment). A worker merges the fragment
+    `merge_delay` inner steps after its push, as merge_alpha * local + (1 - merge_alpha) * global
     (Streaming DiLoCo, 2501.18512, alg. 2).
     """
 
     name: str
-    local_steps: int
-    bound: int | None
-    barrier: bool
-    push_choices: tuple[str, ...]
-    update_rule: Rule
-    takes_staleness: bool
-    takes_local_steps: bool
-    push: str = ""
+    local_steps: int  # inner steps of one clock
+    bound: int | None  # staleness bound s, None: no bound; in gossip: rounds that may be computed while one is mixed
+    barrier: bool  # True: fold once every live worker has pushed; False: fold each push at once
+    push_choices: tuple[str, ...]  # what a worker may push, the default first
+    update_rule: Rule  # for pushed updates; `rule` is the one that holds
+    takes_staleness: bool  # --staleness may be given
+    takes_local_steps: bool  # --local-steps may be given
+    push: str = ""  # one of `push_choices`, once resolved
     fragments: int = 1
-    merge_delay: int = 0
+    merge_delay: int = 0  # inner steps
     merge_alpha: float = 0.0
 
     @property
     def merges(self) -> bool:
-        """Inner steps may go on while an update is exchanged; what came is merged into them."""
+        """True if inner steps may go on during an exchange, and the new state is merged into the local weights."""
         return self.rule is Rule.OUTER and self.barrier
 
     @property
     def streams(self) -> bool:
-        """Between two clocks a worker computes on more than the last state and its inner steps since."""
+        """True in streaming: a worker computes on more than the last state and its inner steps since that state."""
         return self.fragments > 1 or self.merge_delay > 0 or self.merge_alpha > 0
 
     def fragment(self, clock: int) -> int:
-        """The fragment whose turn it is."""
+        """Return the number of the fragment that update `clock` carries."""
         return clock % self.fragments
 
     @property
@@ -83,21 +81,28 @@ class Mode:
 
     @property
     def rounds(self) -> bool:
-        """Local steps between barriers: what a quorum may close."""
+        """True if the run has rounds, local steps between barriers. A quorum may close a round."""
         return self.barrier and self.rule is Rule.OUTER
 
     @property
     def window(self) -> int:
-        """Updates of one worker that may be in flight."""
+        """The largest number of updates of one worker in flight."""
         return WINDOW if self.bound is None else self.bound + 1
 
     def ahead(self, clock: int, settled: int) -> int:
-        """How many clocks after `clock` the whole state is for that is asked for after a push. It is worth to wait for the
-        next clock's where this one is served; else it would wait for a min_clock that only the next one needs."""
+        """Return for which clock, counted from `clock`, a child asks for a whole state after a push: 0 or 1.
+
+        1 if the child may compute `clock` on the state that it has: the child can wait for the state of the next clock.
+        0 otherwise: a state for the next clock would wait for a min clock that `clock` does not need.
+
+        Args:
+            clock: the child's clock after the push.
+            settled: of the pulled state.
+        """
         return int(self.bound != 0 and self.allows(clock, settled))
 
     def allows(self, clock: int, settled: int) -> bool:
-        """Whether a worker may compute with `clock` on a state of `settled` (Ho et al. 2013, sec. 3: its min_clock)."""
+        """True if a worker may compute `clock` on a state of `settled` (Ho et al. 2013, sec. 3: its min clock)."""
         return self.bound is None or clock <= settled + self.bound
 
 

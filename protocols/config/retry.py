@@ -1,17 +1,19 @@
 """The arithmetic by which a sender repeats messages until they are acknowledged. No clock: the time is an argument.
 
 How it works
-- A sender repeats a message until the receiver acknowledges it. Each such rule is a row, a `Retry`: the wait before the first
-  repeat, the slowest link, and how far the wait grows. The machine keeps the time of the last sending and asks `Retry.due`.
-- The wait grows in one of two ways. Where a sender asks for the same again, the caller passes the count of its requests as
-  `factor`. Where a late answer shows that a link is slow, `RetryTimer` keeps the factor that it took.
+- A sender repeats a message until the receiver acknowledges it. Each such rule is a row, a `Retry`: the wait before the
+  first repeat, the slowest link, and how far the wait grows. The machine keeps the time of the last sending and asks
+  `Retry.due`.
+- The wait grows in one of two ways. For a repeated request the caller passes the count of its requests as `factor`. If
+  a late answer shows that a link is slow, `RetryTimer` keeps the factor of that answer.
 - A new connection makes everything due: the machine sets its times to `LONG_AGO_NS`, and the next tick repeats.
 - A `NumberedStream` counts messages that the receiver acknowledges together, all before a number:
 
       0 ...              acked ...         sent ...                          there
       the receiver's   | under way       | to be sent, as the window lets it
 
-  Where nothing moves for as long as a `Retry` says, the sender goes back to `acked`, and sends the same numbers again.
+  If no acknowledgement comes within the wait of a `Retry`, the sender goes back to `acked` and sends the same numbers
+  again.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from dataclasses import dataclass
 
 from narrows.protocols.effects import NS
 
-SLOW_LINK_BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
-RETRY_FACTOR_MAX = 8  # a wait grows to so many times its first length: a lost message is not waited for longer
-LONG_AGO_NS = -(1 << 62)  # in the place of the time of a sending: the next tick repeats the message
+SLOW_LINK_BYTES_PER_SECOND = 125_000  # of the slowest link: the wait for n bytes is longer by n / this
+RETRY_FACTOR_MAX = 8  # a wait grows to at most this many times its first length: a lost message must not wait longer
+LONG_AGO_NS = -(1 << 62)  # set as the time of the last sending, it makes the next tick repeat the message
 
 
 def transfer_ns(size: int, bytes_per_second: int = SLOW_LINK_BYTES_PER_SECOND) -> int:
@@ -45,7 +47,7 @@ class Retry:
     most: int = 1
 
     def wait_ns(self, size: int = 0, factor: int = 1) -> int:
-        """Return the wait for the answer to `size` bytes, `factor` times as long as at first."""
+        """Return the wait for the answer to `size` bytes: `factor` times the first wait, at most `most` times."""
         more_ns = transfer_ns(size, self.bytes_per_second) if self.bytes_per_second else 0
         return min(factor, self.most) * (self.first_ns + more_ns)
 
@@ -56,11 +58,14 @@ class Retry:
 
 @dataclass(slots=True)
 class RetryTimer:
-    """When bytes are sent again on one link. A link slower than the limit would carry nothing but copies: where the answer to
-    bytes that were sent twice shows how long one takes there, the next ones are waited for as long."""
+    """When bytes are sent again on one link, slow links included.
+
+    A link slower than `bytes_per_second` would carry nothing but copies. So the timer learns from each answer to bytes
+    that were sent twice: the next bytes get as long a wait as those took.
+    """
 
     retry: Retry
-    factor: int = 1
+    factor: int = 1  # of the wait; it only grows, up to `retry.most`
 
     def due(self, sent_ns: int, now_ns: int, size: int) -> bool:
         """True if `size` bytes that were last sent at `sent_ns` are to be sent again."""
@@ -74,11 +79,12 @@ class RetryTimer:
 
 @dataclass(slots=True)
 class NumberedStream:
-    """Counts of the messages from one sender to one receiver, which acknowledges all before a number (go-back-n). The sender
-    keeps the messages. Numbers begin with 0.
+    """Counts of the messages from one sender to one receiver, which acknowledges all before a number (go-back-n).
+
+    The sender keeps the messages. Numbers begin with 0.
 
     Args:
-        window: so many messages may be under way; None: any count.
+        window: the largest number of messages under way; None: no limit.
         acked: the receiver has all messages before this number.
         sent: the sender has sent all messages before this number.
     """
@@ -88,7 +94,10 @@ class NumberedStream:
     sent: int = 0
 
     def acknowledge(self, count: int) -> bool:
-        """Take the receiver's word that it has all before `count`; True if it has more than before. Less: it has begun anew."""
+        """Note that the receiver has all messages before `count`. True if that is more than before.
+
+        A smaller count than before means that the receiver has begun anew.
+        """
         more, self.acked = count > self.acked, count
         return more
 

@@ -1,4 +1,4 @@
-"""--robust: by which rule the updates of a worker that lies are kept out of the model."""
+"""The flag --robust: the rule that keeps the updates of a lying worker out of the model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import NamedTuple
 
 from narrows.protocols.errors import UsageError
 
-LEAST = 3  # workers: of two nobody can say which one lies
+LEAST = 3  # workers of a run: with two, no rule can find the one that lies
 COSINE, MEDIAN = "cosine", "median"
 _TRIM = re.compile(r"trim:(0?\.\d+)", re.ASCII)
 
 
 class Robust(NamedTuple):
-    """`cut`: the share of the values of each key that is left out at either end, 0: none. `cosine`: a worker whose updates
-    oppose those of the others is left out."""
+    """The parsed flag."""
 
-    cut: float = 0.0
-    cosine: bool = False
+    cut: float = 0.0  # share of the workers' values left out at either end, for each key; 0: no trimming; 0.5: median
+    cosine: bool = False  # drop the updates of a worker that oppose those of the others
 
     @staticmethod
     def parse(text: str) -> Robust:
-        """Raises UsageError, one sentence."""
+        """Parse the flag's text; "" is no rule. Raises UsageError, one sentence."""
         if not text:
             return Robust()
         if text == COSINE:

@@ -1,4 +1,15 @@
-"""The settings of a run: what ps-serve is told, and what every worker learns on joining."""
+"""The settings of a run: one field for each flag of ps-serve. Every child gets them on joining.
+
+How it works
+1. ps-serve makes `Settings` from its flags. -1, "" and 0 mean "not given".
+2. `validated` checks each flag, and each pair of flags that exclude each other. A wrong flag raises UsageError, one
+   sentence that names the flag. Then the mode's defaults fill in what was not given.
+3. The coordinator sends the settings `packed`, in Welcome. A child checks them again (`unpacked`).
+4. `mode` resolves the row of `MODES` with the flags. Machines read the resolved `Mode`, never the name of a mode.
+5. A worker may be started with flags of a run too. It sends them in Hello; `contradiction` compares them with the
+   server's.
+6. A replan makes the next settings with `changed`. A member accepts new settings only if they `follow` the old ones.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +24,12 @@ from narrows.protocols.messages import INT_MAX, WORKERS_MAX
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
-PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place for both an update and its noise
-NOT_GIVEN = -1  # of a numeric flag: the mode decides
-STALENESS_MAX = 1 << 20
-FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
-REPLAN = ("off", "say", "change")  # what comes of another way that would gain (ps/coordinator/replans.py)
-OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # what a new plan may change
+PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 cannot hold both an update and its noise
+NOT_GIVEN = -1  # value of a numeric flag that the user did not give: the mode decides
+STALENESS_MAX = 1 << 20  # clocks
+FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of its fragments
+REPLAN = ("off", "say", "change")  # what the coordinator does with a plan that would gain (ps/coordinator/replans.py)
+OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # the fields that a replan may change
 
 
 def _flag(name: str) -> str:
@@ -27,42 +38,44 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that a run is told; the flags of ps-serve. -1, "" and 0 mean "not given", where the mode decides."""
+    """The flags of ps-serve. -1, "" and 0 mean "not given": the mode decides."""
 
-    sync: str = "ssp"
-    staleness: int = -1
-    local_steps: int = -1
-    push: str = ""
-    compress: str = "dense"
-    compress_down: str = ""
-    topology: str = ""
+    sync: str = "ssp"  # the mode, a key of MODES
+    staleness: int = -1  # bound s, in clocks
+    local_steps: int = -1  # inner steps of a round
+    push: str = ""  # "gradient", "update" or "model"
+    compress: str = "dense"  # SPEC of pushes
+    compress_down: str = ""  # SPEC of states
+    topology: str = ""  # of gossip
     shards: int = 1
-    workers: int = 1
+    workers: int = 1  # with which the run starts
     outer_lr: float = -1.0
     outer_momentum: float = -1.0
     update_gain: float = -1.0  # of a mean of updates; -1: measured
     look_ahead: float = -1.0  # clocks
-    max_update_norm: float = -1.0  # times the median of recent updates; -1: no limit
-    robust: str = ""
-    dp_clip: float = -1.0  # L2 norm of what a worker pushes; -1: as it is
-    dp_noise: float = -1.0  # standard deviation, times dp_clip; -1: none
-    quorum: int = -1  # -1: all live members
-    grace: float = -1.0  # seconds; -1: adaptive
+    max_update_norm: float = -1.0  # times the median norm of recent updates; -1: no limit
+    robust: str = ""  # see robust.py
+    dp_clip: float = -1.0  # largest L2 norm of an update that a worker pushes; -1: not clipped
+    dp_noise: float = -1.0  # standard deviation of the noise, times dp_clip; -1: no noise
+    quorum: int = -1  # updates with which a round may close; -1: those of all live members
+    grace: float = -1.0  # seconds from the quorum to the close of the round; -1: adaptive
     fragments: int = 1
     merge_delay: int = -1  # inner steps
-    merge_alpha: float = -1.0
+    merge_alpha: float = -1.0  # share of the local values in a merge
     lease: float = 10.0  # seconds
     checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
-    checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
+    checkpoint_clocks: int = -1  # clocks, in place of a time, for a run that is one stage of a pipeline; -1: no stage
     replan: str = "say"  # one of REPLAN
     replan_after: float = 300.0  # seconds
-    plan_number: int = (
-        1  # no flag: the version of mode and SPEC, one more with each change in the running run (--replan change)
-    )
-    plan_digest: int = 0  # no flag: of the plan.json that started the server (Layout.digest); 0: none did
+    plan_number: int = 1  # no flag: version of mode and SPEC; each change in the running run adds 1 (--replan change)
+    plan_digest: int = 0  # no flag: Layout.digest of the plan.json that started the server; 0: none did
 
     def validated(self) -> Settings:
-        """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
+        """Return the settings with every default filled in.
+
+        Raises:
+            UsageError: a flag is wrong; one sentence that names the flag.
+        """
         if self.sync not in MODES:
             raise UsageError(f"--sync {self.sync}: unknown mode; the modes are {', '.join(MODES)}")
         row = MODES[self.sync]
@@ -138,8 +151,9 @@ class Settings:
             )
         if self.grace >= 0 and self.quorum < 0:
             raise UsageError(f"--grace {self.grace}: it begins when a quorum has pushed; give --quorum too")
-        # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
-        # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
+        # A merge delay of one inner step is the least that hides the link's time. With a delay, merge_alpha is 0.5, as in
+        # Streaming DiLoCo (2501.18512): the worker keeps half of what it computed meanwhile. Without a delay the worker
+        # computes nothing meanwhile.
         delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
         steps = self.local_steps if self.local_steps > 0 else row.local_steps
         momentum = self.outer_momentum if self.outer_momentum >= 0 else outer_momentum(steps)
@@ -170,7 +184,7 @@ class Settings:
         return filled
 
     def _check_robust(self) -> None:
-        """Raise UsageError where nobody can say which of the workers lies. The settings are filled in."""
+        """Raise UsageError if the rule cannot find a lying worker: too few workers, no barrier. Call on filled settings."""
         robust, mode = Robust.parse(self.robust), self.mode()
         if robust and self.workers < LEAST:
             raise UsageError(
@@ -183,7 +197,7 @@ class Settings:
             )
 
     def _check_privacy(self, row: Mode) -> None:
-        """Raise UsageError where updates cannot be clipped, or noise would hide nothing."""
+        """Raise UsageError if updates cannot be clipped, or if the noise would hide nothing."""
         if self.dp_clip != -1 and not 0 < self.dp_clip <= PRIVACY_MAX:
             raise UsageError(f"--dp-clip {self.dp_clip}: give a length above 0, at most {PRIVACY_MAX:g}")
         if self.dp_noise != -1 and not 0 < self.dp_noise <= PRIVACY_MAX:
@@ -196,7 +210,7 @@ class Settings:
             raise UsageError("--dp-clip: under --sync gossip a worker sends its model, and no update of its own")
 
     def _check_merging(self, row: Mode) -> None:
-        """Raise UsageError where fragments or their merging are not what this mode can do."""
+        """Raise UsageError if the mode has no fragments, or cannot merge them so."""
         if self.merge_alpha != -1 and not 0 <= self.merge_alpha < 1:
             raise UsageError(f"--merge-alpha {self.merge_alpha}: give a value from 0 up to, not including, 1")
         given = [name for name, least in (("fragments", 1), ("merge_delay", 0), ("merge_alpha", 0))
@@ -223,7 +237,7 @@ class Settings:
             )
 
     def _check_gain(self, row: Mode) -> None:
-        """Raise UsageError where no updates are added one by one, and so no mean of them is scaled."""
+        """Raise UsageError if shards add no updates in this mode, so that there is no mean to scale."""
         if self.update_gain != -1 and not 0 < self.update_gain <= GAIN_MAX:
             raise UsageError(f"--update-gain {self.update_gain}: give a value above 0, at most {GAIN_MAX:g}")
         given = [name for name in ("update_gain", "look_ahead") if getattr(self, name) != -1]
@@ -238,10 +252,10 @@ class Settings:
             )
 
     def mode(self) -> Mode:
-        """The resolved mode of validated settings. `local` with a staleness bound folds at once.
+        """Return the resolved mode. Call on validated settings. `local` with a staleness bound folds at once.
 
-        Clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later, so a worker that begins clock c
-        has merged all up to c - 1 - ceil(merge_delay / h): that is its bound.
+        With h inner steps in a clock, clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later.
+        So a worker that begins clock c has merged all clocks up to c - 1 - ceil(merge_delay / h): this is its bound.
         """
         row = MODES[self.sync]
         barrier = row.barrier and self.staleness == 0
@@ -260,7 +274,7 @@ class Settings:
         )
 
     def summary(self) -> str:
-        """Validated settings in a few words, as flags."""
+        """Return validated settings in a few words, as flags."""
         mode = self.mode()
         flags = [f"--sync {self.sync}", "no bound" if mode.bound is None else f"staleness {mode.bound}"]
         flags += [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
@@ -270,16 +284,20 @@ class Settings:
         return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
 
     def changed(self, **way: Any) -> Settings:
-        """The next plan of this run, with these of OF_PLAN; what is not named is as the mode has it."""
+        """Return the settings of the next plan of this run.
+
+        Args:
+            way: new values of fields of OF_PLAN. Fields that are not given go back to the mode's default.
+        """
         given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
         return replace(self, **given, plan_number=self.plan_number + 1).validated()
 
     def follows(self, before: Settings) -> bool:
-        """They are those of the same run, over other shards or with another plan."""
+        """True if these are settings of the same run as `before`, with another number of shards or another plan."""
         return replace(self, **{name: getattr(before, name) for name in (*OF_PLAN, "shards")}) == before
 
     def told(self, clock: int) -> dict[str, Any]:
-        """That the run has this plan from `clock` on, for a record and for the page."""
+        """Return the values of an event for record and dashboard: the run has this plan from `clock` on."""
         summary = self.summary()
         told = {
             "plan": self.plan_number,
@@ -295,7 +313,11 @@ class Settings:
 
     @staticmethod
     def unpacked(packed: bytes) -> Settings:
-        """Raises RemoteProtocolError where `packed` holds no settings of this release."""
+        """Read and validate packed settings.
+
+        Raises:
+            RemoteProtocolError: `packed` holds no valid settings of this release.
+        """
         value = unpack(packed)
         known = {f.name: str(f.type) for f in fields(Settings)}
         if not isinstance(value, dict) or set(value) != set(known):
@@ -310,10 +332,16 @@ class Settings:
 
 
 def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
-    """One sentence naming a flag that a worker was given against the server's, or None where they agree.
+    """Compare the flags that a worker was started with against the server's settings.
 
-    Every flag of a run is compared: mode, compression and all the rest come from the server. Copies of plan.json are compared
-    where both sides were started by one.
+    Copies of plan.json are compared if both sides were started by one. Fields that a replan has changed are not compared.
+
+    Args:
+        expected: name of a setting -> value, for the flags that the user gave the worker.
+        actual: the server's settings.
+
+    Returns:
+        One sentence that names the flag, or None if all agree.
     """
     ours, theirs = expected.get("plan_digest", 0), actual.plan_digest
     if ours and theirs and ours != theirs:
@@ -326,7 +354,7 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
         if name == "plan_digest":
             continue
         if actual.plan_number > 1 and name in OF_PLAN:
-            continue  # the run has changed that
+            continue  # a replan has changed it since the start
         has = getattr(actual, name)
         if name in expected and expected[name] != has:
             runs = (

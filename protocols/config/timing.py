@@ -1,7 +1,8 @@
 """Every constant of time of the machines. No clock: the time is an argument.
 
-- A rule of repeats is a row, a `Retry` (retry.py).
-- `Timing` has the limits of one member's waits. A run changes some of them by flags, the simulator all of them.
+- Each rule of retries is a row, a `Retry` (retry.py).
+- `Timing` has the limits of one member's waits. Flags of a run change some of them, the simulator all.
+- The last word of a name is the unit: `_NS` nanoseconds, `_S` seconds, `_LEASES` leases of the run.
 """
 
 from __future__ import annotations
@@ -11,69 +12,69 @@ from dataclasses import dataclass
 from narrows.protocols.config.retry import RETRY_FACTOR_MAX, SLOW_LINK_BYTES_PER_SECOND, Retry, transfer_ns
 from narrows.protocols.effects import NS
 
-# Rules of repeats.
+# Retries.
 
 JOIN_RETRY = Retry(NS // 2)  # Hello, Declare, Leave; RangeAsk, AgreeAsk: small, and the coordinator answers at once
-REQUEST_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND, RETRY_FACTOR_MAX)  # pushes, and what a shard is asked for
-OFFER_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND)  # of gossip: offers; the ask for a model, from its newest part
-REPORT_RETRY = Retry(NS // 5)  # a report of a shard that no ledger has shown to be with the coordinator
-LEDGER_RETRY = Retry(NS // 5)  # a ledger that no report has shown to be with its shard
-REPLICATION_RETRY = Retry(NS, 1_250_000)  # events and parts of a machine, from the last progress: standbys are near
+REQUEST_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND, RETRY_FACTOR_MAX)  # pushes, and requests to a shard
+OFFER_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND)  # gossip: offers; ModelRequest, since its newest answer part
+REPORT_RETRY = Retry(NS // 5)  # a shard's report that no ledger has acknowledged (`Ledger.report_seen`)
+LEDGER_RETRY = Retry(NS // 5)  # a ledger that no report has acknowledged (`Report.ledger_seen`)
+REPLICATION_RETRY = Retry(NS, 1_250_000)  # events and parts of a machine, since the last progress: standbys are near
 VOTE_RETRY = Retry(NS // 2)  # a vote that the standby has not answered
-ARCHIVE_RETRY = Retry(5 * NS)  # a part of a checkpoint: the disk of process 0 may be slow
+ARCHIVE_RETRY = Retry(5 * NS)  # a part of a checkpoint: the disk of shard 0 may be slow
 
 # Coordinator and shards.
 
 REPORT_REFRESH_NS = NS  # a shard sends its newest report this often: a coordinator that was restarted knows no shard
-MODEL_HAND_OVER_NS = 12 * NS  # workers of gossip hand over their models within this, where the server is stopped
-RESHARD_HOLD_LEASES = 2  # within these a live member says that it holds; no clock closes until then
-REMOTE_HOST_LOST_LEASES = 3  # silence of a machine that joined: to go back costs work, and its link may be down
+MODEL_HAND_OVER_NS = 12 * NS  # gossip: time for the workers to hand over their models when the user stops the server
+RESHARD_HOLD_LEASES = 2  # time for a live member to acknowledge a Move; no clock closes until then
+REMOTE_HOST_LOST_LEASES = 3  # silence after which a remote host is lost: going back costs work, and a link may be down
 
 # Leases of members, and connections that have ended.
 
 LEASE_STEPS = 3  # a lease is never under three measured steps
-ROUND_TRIP_MAX_NS = 30 * NS  # a round trip lengthens a lease by at most this: a server is lost after as long
-RECONNECT_LEASES, RECONNECT_LEAST_NS = 0.25, 2 * NS  # a live member has connected again by then
-RECONNECT_ROUND_TRIPS = 5  # that connecting again takes: TCP 1, ZMTP 1.5, CURVE 2, and its first message
-MEMBER_PROBE_NS = NS  # silence after which the coordinator sends a member something: a broken connection shows
+ROUND_TRIP_MAX_NS = 30 * NS  # a round trip lengthens a lease by at most this; a member gives a server up after as long
+RECONNECT_LEASES, RECONNECT_LEAST_NS = 0.25, 2 * NS  # time for a live member to connect again
+RECONNECT_ROUND_TRIPS = 5  # round trips of a new connection: TCP 1, ZMTP 1.5, CURVE 2, and the first message
+MEMBER_PROBE_NS = NS  # silence after which the coordinator sends to a member, to find a broken connection
 
 # Failover.
 
-REPLICATION_BEAT_NS = NS // 2  # between two heartbeats of server and standby, either way
-STANDBY_LOST_LEASES, STANDBY_LOST_LEAST_NS = 0.25, NS  # silence after which either takes the other for lost
-REPLICATION_CUT_NS = NS // 2  # the same after the end of the connection: a live process has connected again by then
-STANDBY_MISSED_NS = NS  # a standby is missing for so long before the members vote on going on without it
-ELECTION_TIMEOUT_NS = 60 * NS  # a server or standby that has not got its votes by then ends
-DEPOSE_NS = 600 * NS  # a standby that serves tells the server before it so for this long
-FAILOVER_SILENCE_NS = 5 * NS // 2  # of a server with a standby, then a member turns: five heartbeats
+REPLICATION_BEAT_NS = NS // 2  # interval of the heartbeats between server and standby, either way
+STANDBY_LOST_LEASES, STANDBY_LOST_LEAST_NS = 0.25, NS  # silence after which each counts the other as lost
+REPLICATION_CUT_NS = NS // 2  # the same after the end of the connection: time for a live process to connect again
+STANDBY_MISSED_NS = NS  # a standby is missing for this long before the members vote to go on without it
+ELECTION_TIMEOUT_NS = 60 * NS  # a server or standby that lacks its votes after this time ends
+DEPOSE_NS = 600 * NS  # for this long a standby that serves tells the earlier server so
+FAILOVER_SILENCE_NS = 5 * NS // 2  # silence of the server after which a member turns to the standby: five heartbeats
 FAILOVER_CUT_NS = NS  # the same after the end of all connections: later than the standby, which must agree
-FAILOVER_STAY_NS = NS  # after a vote that was given back: the standby heard the server a little longer
+FAILOVER_STAY_NS = NS  # after KeepServing a member does not turn for this long: the standby heard the server later
 
 # Gossip.
 
-MODEL_WAIT_LEASES = 3  # a joiner waits for a peer that has a model: one may be about to join again
-ENDED_NS = NS  # a worker that is done says so to each peer this often, until all are done
+MODEL_WAIT_LEASES = 3  # a new node waits for a peer that has a model: such a peer may be about to join again
+ENDED_NS = NS  # a node that is done sends GossipEnded to each peer this often, until all are done
 
 # Heartbeats and summaries.
 
 BEATS = 4  # heartbeats in a lease, at least
-SILENT_BEATS = 2  # of these without a message of the server: what was sent to it may be lost
-SHOWN_NS = NS  # who looks at a run sees no figure that is much older: a summary goes with each heartbeat
-SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, where a lease allows it: those of 80 members below a cluster
+SILENT_BEATS = 2  # heartbeat intervals without a message of the server, after which sent messages may be lost
+SHOWN_NS = NS  # age of the figures that the user sees, if summaries are small: each heartbeat carries a summary
+SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, as far as the lease allows: those of 80 members below a cluster
 
 # Checkpoints.
 
-CHECKPOINT_COST_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
-CHECKPOINT_LEAST_NS = 5 * NS  # so much work is lost gladly
+CHECKPOINT_COST_TIMES = 50  # interval of checkpoints, in times that one takes to write: 2 % of the run
+CHECKPOINT_LEAST_NS = 5 * NS  # shortest interval: so little work may be lost
 
 # Waits of a worker.
 
-START_LIMIT_S = 600.0  # a worker waits so long for the other workers of a run to join
-WAIT_LIMIT_S = 3600.0  # a worker waits for no barrier longer; a dead worker costs a lease, a dead server less
+START_LIMIT_S = 600.0  # a worker waits this long for the other workers of a run to join
+WAIT_LIMIT_S = 3600.0  # a worker waits this long at a barrier; a dead worker costs a lease only, a dead server less
 
 
 def standby_lost_ns(lease: float) -> int:
-    """Return the silence after which server and standby take each other for lost. `lease`: in seconds."""
+    """Return the silence after which server and standby count each other as lost. `lease`: in seconds."""
     return max(STANDBY_LOST_LEAST_NS, int(STANDBY_LOST_LEASES * lease * NS))
 
 
@@ -82,10 +83,10 @@ class Timing:
     """Limits of every wait of one member.
 
     Args:
-        join: when a member repeats what it asks the coordinator.
-        request: when a member repeats what it asks a shard; when a shard repeats what it sends a child.
-        lost_ns: silence after which the server is lost.
-        connect_ns: time without a first answer after which the server cannot be reached.
+        join: when a member repeats a request to the coordinator.
+        request: when a member repeats a request to a shard, and a shard a message to a child.
+        lost_ns: silence of the server after which it counts as lost.
+        connect_ns: time without a first answer after which the server counts as unreachable.
     """
 
     join: Retry = JOIN_RETRY
@@ -94,11 +95,11 @@ class Timing:
     connect_ns: int = 30 * NS
 
     def beat_ns(self, lease: float, size: int = 0) -> int:
-        """From one heartbeat, whose summary has so many bytes, to the next. `lease`: in seconds."""
+        """Return the interval of heartbeats. `lease`: in seconds; `size`: bytes of the newest summary."""
         return min(self.lease_ns(lease) // BEATS, max(SHOWN_NS, transfer_ns(size, SUMMARY_BYTES_PER_SECOND)))
 
     def silent_ns(self, lease: float) -> int:
-        """Without a word of the server for so long, what was said may have been lost."""
+        """Return the silence of the server after which sent messages may have been lost. `lease`: in seconds."""
         return SILENT_BEATS * self.lease_ns(lease) // BEATS
 
     def lease_ns(self, lease: float) -> int:

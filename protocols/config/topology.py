@@ -1,7 +1,8 @@
-"""Who mixes with whom in a round of gossip: a pure function of (seed, round, members), so both sides agree unasked.
+"""The pairs of workers that mix in a round of gossip.
 
-Every round is a set of edges (a, b, weight) of workers: with x_a += weight * (x_b - x_a) and the same for b, the mixing matrix
-is symmetric and doubly stochastic, for odd counts too, where one worker may be left out of a round.
+A pure function of (seed, round, members): both sides of a pair compute the same, without a message. A round is a set of
+edges (a, b, weight) of workers. Each edge does x_a += weight * (x_b - x_a), and the same for b. So the mixing matrix is
+symmetric and doubly stochastic. This holds for an odd number of workers too: one may be left out of a round.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ def _draw(seed: int, number: int, worker: int) -> int:
 
 
 def _matching(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
-    """A random perfect matching (MATCHA, 1905.09435, draws matchings too); of an odd count one worker rests."""
+    """A random perfect matching (MATCHA, 1905.09435, draws matchings too). One worker of an odd number rests."""
     order = sorted(members, key=lambda worker: (_draw(seed, number, worker), worker))
     return [(a, b, HALF) for a, b in zip(order[::2], order[1::2], strict=False)]
 
 
 def _shift_one(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
-    """BAGUA's shift-one (2107.01499): the halves of the ranks pass each other, one further in each round."""
+    """BAGUA's shift-one (2107.01499): the two halves of the ranks pass each other, by one more in each round."""
     half = (len(members) + 1) // 2
     left, right = members[:half], members[half:]
     pairs = ((a, (i + number) % half) for i, a in enumerate(left))
@@ -34,7 +35,7 @@ def _shift_one(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
 
 
 def _ring(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
-    """Both neighbours in every round, a third of each (BAGUA, 2107.01499, ring)."""
+    """A ring: both neighbours in every round, with weight 1/3 each (BAGUA, 2107.01499, ring)."""
     count = len(members)
     if count == 2:
         return [(members[0], members[1], HALF)]
@@ -42,9 +43,9 @@ def _ring(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
 
 
 def _exponential(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
-    """One-peer hypercube (Ying et al., 2110.13363): the exact mean after log2(n) rounds where n is a power of two.
+    """One-peer hypercube (Ying et al., 2110.13363): the exact mean after log2(n) rounds if n is a power of two.
 
-    With another count, a worker whose partner is not there rests; its other partners join it to all.
+    With another n, a worker without a partner rests in that round; its partners of other rounds join it to all.
     """
     bit = 1 << number % max(1, (len(members) - 1).bit_length())
     return [(a, members[i ^ bit], HALF) for i, a in enumerate(members) if i < i ^ bit < len(members)]
@@ -56,19 +57,27 @@ TOPOLOGIES: dict[str, Callable[[int, int, Sequence[int]], list[Edge]]] = {
     "ring": _ring,
     "exponential": _exponential,
 }
-# Few partners, met often: what is coded for a pair has come up since it last met. The random matching has n - 1.
+# The default. A worker has few partners and meets each often, so the difference that is coded for a pair stays small. A
+# random matching has n - 1 partners.
 TOPOLOGY = "exponential"
-RANDOM = "random"  # each asks whom it likes, and waits for nobody
+RANDOM = "random"  # each worker asks a random partner, and no worker waits
 
 
-@lru_cache(maxsize=8)  # all shards of a process, and all workers of a simulated run, ask for the same
+@lru_cache(maxsize=8)  # all shards of a process, and all workers of a simulated run, ask for the same edges
 def edges(topology: str, number: int, members: Sequence[int], seed: int = 0) -> list[Edge]:
-    """The edges of round `number` among `members`, sorted worker ids; each pair at most once."""
+    """Return the edges of a round; each pair at most once.
+
+    Args:
+        topology: a key of TOPOLOGIES.
+        number: of the round.
+        members: sorted worker ids, as a tuple.
+        seed: of random topologies.
+    """
     return TOPOLOGIES[topology](seed, number, members)
 
 
 def partners(topology: str, number: int, members: Sequence[int], worker: int, seed: int = 0) -> list[tuple[int, float]]:
-    """(partner, weight) of `worker` in round `number`. Under `random` those that it asks itself."""
+    """Return (partner, weight) for each partner of `worker` in round `number`; under `random`, the one that it asks."""
     if topology == RANDOM:
         others = [other for other in members if other != worker]
         return [(others[_draw(seed, number, worker) % len(others)], HALF)] if others else []

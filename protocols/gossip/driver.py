@@ -1,4 +1,4 @@
-"""One node of a gossip run, a worker or a shard of a cluster: when it computes, mixes, asks for a model and ends. Pure.
+"""One node of a gossip run (a worker or a shard of a cluster): when the node computes, mixes and ends. Pure.
 
 How it works (TRANSITIONS has every phase)
 
@@ -6,20 +6,19 @@ How it works (TRANSITIONS has every phase)
 
 1. A node that joins a run under way asks the longest-standing peer that has a model for it (ASKING), and begins with
    that peer's round.
-2. COMPUTING: the owner takes the local steps of round t and hands over how far they moved the model (`step`).
-3. ROOM: with s >= 1 the mixes that are due before round t are applied first, so that its offers hold them.
-4. MIXING: round t is offered to its partners (`GossipExchanges.begin`). The next steps begin once all mixes up to
+2. COMPUTING: the owner takes the local steps of round t and hands over the sum of them (`step`).
+3. ROOM: with s >= 1 the node first applies the mixes that are due before round t, so that its offers contain them.
+4. MIXING: the node offers round t to its partners (`GossipExchanges.begin`). The next steps begin once all mixes up to
    round t - s are applied. s = 0 is D_FP_S of BAGUA (2107.01499); with s = 1 the link's time lies under the next
    computation.
 5. `finish`: the node mixes the rounds that have begun (FLUSHING), then mixes with each peer that asks until all are
    done (ENDING). One last round of all pairs makes the mean of all models (OVER).
 
 Rules
-- Mixes are applied in the order of rounds and worker ids, each when its turn comes: two runs give the same models,
-  bit for bit.
-- The owner hands the driver what `GossipPeers` has received (`hear`), and hands `GossipPeers` what the driver
-  returns. The two may run in two threads.
-- `trouble` is one sentence that ends this node.
+- The node applies mixes in the order of rounds and worker ids, each in its turn. So two runs give the same models, bit
+  for bit.
+- The owner hands the driver each event of `GossipPeers` (`hear`), and hands `GossipPeers` what the driver returns. The
+  two may run in two threads.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ Says = list[PeerSay | Log]
 
 
 class GossipPhase(Enum):
-    """How far a node is."""
+    """The phase of a node, from EMPTY to OVER."""
 
-    EMPTY = "empty"  # the first weights are on their way
-    ASKING = "asking"  # the run had begun: a peer is asked for its model
-    READY = "ready"  # the model is here, the first roster is not
-    COMPUTING = "computing"  # steps are taken
-    ROOM = "room"  # a round is computed; the mixes that are due before it are awaited
-    MIXING = "mixing"  # the round has begun; the mixes that are due before the next steps are awaited
-    FLUSHING = "flushing"  # the last step is done; rounds that have begun are mixed
-    ENDING = "ending"  # the others are awaited
-    OVER = "over"  # the model is the mean of all
+    EMPTY = "empty"  # the node has no weights yet
+    ASKING = "asking"  # the run has begun: the node asks a peer for its model
+    READY = "ready"  # the node has a model, and no roster yet
+    COMPUTING = "computing"  # the owner takes the steps of a round
+    ROOM = "room"  # the round is computed; the node waits for the mixes that are due before it
+    MIXING = "mixing"  # the round is offered; the node waits for the mixes that are due before the next steps
+    FLUSHING = "flushing"  # the last step is done; the node mixes the rounds that have begun
+    ENDING = "ending"  # the node waits until its peers are done, and mixes with those that ask
+    OVER = "over"  # the model is the mean of all models
 
 
-# An event -> the phases that it happens in -> the phase after it.
+# Event -> phases in which it may happen -> the phase after it.
 TRANSITIONS: dict[str, dict[GossipPhase, GossipPhase]] = {
     "late": {GossipPhase.EMPTY: GossipPhase.ASKING},
     "has a model": {GossipPhase.EMPTY: GossipPhase.READY, GossipPhase.ASKING: GossipPhase.READY},
@@ -66,21 +65,27 @@ TRANSITIONS: dict[str, dict[GossipPhase, GossipPhase]] = {
 
 
 class GossipDriver:
-    """`bound`: rounds that may be computed while one is mixed. `lease_ns`: of a peer that is asked for its model.
+    """The phases of one node.
 
-    trouble: what ends this node, one sentence, "" while nothing does.
+    Args:
+        topology: a key of TOPOLOGIES, or RANDOM.
+        worker: this node's number.
+        bound: s, the rounds that may be computed while one is mixed.
+        lease_ns: of the run. A new node waits MODEL_WAIT_LEASES of these for a peer that has a model.
+        mixing: the model and what it shares with each peer.
+        round: that this node begins with.
     """
 
     def __init__(self, topology: str, worker: int, bound: int, lease_ns: int, mixing: Mixing, round: int = 0) -> None:
         self.mixing, self.bound, self.lease_ns = mixing, bound, lease_ns
         self.exchanges = GossipExchanges(topology, worker, mixing)
         self.phase = GossipPhase.EMPTY
-        self.round = round  # the next
+        self.round = round  # the next round
         self.without: set[int] = set()  # peers that have no model either
-        self.elder = -1  # who is asked for the model
-        self.asking_ns = -1  # since when there is nobody that could be asked
-        self.delivered = False  # every peer has all that was sent to it at the end
-        self.trouble = ""
+        self.elder = -1  # the peer that is asked for its model; -1: none
+        self.asking_ns = -1  # since when no peer can be asked; -1: one can
+        self.delivered = False  # at the end: every peer has acknowledged all offers
+        self.trouble = ""  # the error that ends this node, one sentence; "": none
 
     @property
     def has_model(self) -> bool:
@@ -96,24 +101,29 @@ class GossipDriver:
     # Beginning.
 
     def found(self, weights: Array, model: Array | None = None) -> None:
-        """Begin with the first weights of the run. `model`: this node's own, where it had come on since."""
+        """Begin with the first weights of the run.
+
+        Args:
+            weights: float32[size], the same on all founders.
+            model: this node's own model, if it has moved on from `weights` since.
+        """
         self.mixing.start(weights)
         if model is not None:
             self.mixing.model = self.mixing.copied(model)
         self._go("has a model")
 
     def keep(self, model: Array) -> None:
-        """Begin with the model that this node had at the place before."""
+        """Begin with the model that this node had at its earlier place in the run."""
         self.mixing.start(model)
         self._go("has a model")
 
     def late(self, now_ns: int) -> Says:
-        """Begin with the model of a peer: the run has begun."""
+        """Ask a peer for its model, to begin with it: the run is under way."""
         self._go("late")
         return self.go_on(now_ns)
 
     def _ask(self, now_ns: int) -> Says:
-        """One peer after the other for its model, the longest-standing first."""
+        """Ask one peer after the other for its model, the longest-standing first. Sets `trouble` if none is left."""
         able = self.exchanges.pairs.keys() - self.without
         if not self.exchanges.started or self.elder in able:
             return []
@@ -129,7 +139,7 @@ class GossipDriver:
     # Events of peers.
 
     def hear(self, event: MemberEffect, now_ns: int) -> Says:
-        """Take an event that `GossipPeers` has seen."""
+        """Handle an event of `GossipPeers`. Returns what `GossipPeers` is to do."""
         says: Says = []
         match event:
             case e.RosterNews(roster):
@@ -156,7 +166,7 @@ class GossipDriver:
         return [*says, *self._refused(), *self.go_on(now_ns)]
 
     def has_none(self, peer: int) -> None:
-        """It asks for a model itself, again and again, and is not asked."""
+        """Note that a peer has no model. The peer repeats its own request, so no answer is due."""
         self.without.add(peer)
 
     def _adopt(self, event: e.OfferArrived) -> None:
@@ -169,14 +179,14 @@ class GossipDriver:
         self._go("has a model")
 
     def _refused(self) -> Says:
-        """Part with peers whose offers were none."""
+        """Drop peers whose offers were not valid."""
         refused, self.exchanges.refused = self.exchanges.refused, []
         return [say for peer, why in refused for say in (_parted(peer, why), e.Drop(peer))]
 
     # Rounds.
 
     def _exchange(self, upto: int) -> Says:
-        """Mix what is complete of the rounds up to `upto`, and offer what is due."""
+        """Mix the complete exchanges of the rounds up to `upto`, and send the offers that are due."""
         says: Says = []
         while True:
             try:
@@ -204,14 +214,19 @@ class GossipDriver:
             self._not_finite()
 
     def step(self, moved: Array | None, now_ns: int) -> Says:
-        """The steps of a round are done, and have moved the model by so much, None: all were left out; it `may_step` now."""
+        """End the local steps of a round. Call when `may_step`.
+
+        Args:
+            moved: float32[size], the change of the model by these steps; None: all steps were skipped.
+            now_ns: the time.
+        """
         if moved is not None:
             self._absorb(moved, whole=True)
         self._go("stepped")
         return self.go_on(now_ns)
 
     def finish(self, moved: Array, now_ns: int) -> Says:
-        """The last step is done; what was computed since the last round has moved the model by so much."""
+        """End after the last step. `moved`: float32[size], the change of the model by steps since the last round."""
         if self.phase not in (GossipPhase.COMPUTING, GossipPhase.OVER):
             return []
         self._absorb(moved, whole=False)
@@ -220,7 +235,7 @@ class GossipDriver:
         return self.go_on(now_ns)
 
     def go_on(self, now_ns: int) -> Says:
-        """As far as the rules let it."""
+        """Go from phase to phase as far as the rules allow."""
         says: Says = []
         before = None
         while self.phase is not before and not self.trouble:

@@ -1,14 +1,32 @@
-"""The exchanges of one worker's pairs (gossip): which begins when, and which are complete. Pure; its `GossipDriver`
-alone calls it.
+"""The exchanges of one worker with its peers (gossip): when each begins, and which are complete. Pure.
+
+`GossipDriver` alone calls this module.
+
+How it works
+
+    this worker                                    peer
+    begin(t): needed[t] has each partner
+    exchange: offer, label (epoch, t)  -------->   arrived: waits until the peer comes to round t
+    arrived                            <--------   offer
+    exchange: mix                                  mix
+
+1. `begin` asks the topology for the partners of the round and notes an exchange with each in `needed`.
+2. `due` names the offers to send now: those that `needed` asks for, and answers to offers that wait for no round of
+   this worker. A pair has one own offer under way at a time.
+3. `complete` names the exchanges whose two sides are here, in the order of worker ids. The exchanges of a round come
+   together, once all are complete; under `random` each comes alone.
+4. `exchange` repeats 2 and 3, and mixes, until nothing is left to do.
+5. `end`: the last step is done. Once all members are done, every pair makes one exchange LAST of whole models.
 
 Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
-- An exchange of a pair is one offer each way. Both then move by weight * (theirs - mine), of what was offered: opposite
-  values, so the mean of the models stays whatever the workers have done meanwhile, and whoever else they mix with.
+- An exchange of a pair is one offer each way. Both then move by weight * (theirs - mine), of what was offered. The two
+  values are opposite, so the mean of the models stays, whatever the two workers have computed or mixed meanwhile.
 - In a round a worker begins an exchange with each partner that the topology names for (round, members).
-- An offer of a peer that has the same roster waits for this worker to come to its round. Any other is answered at the next
-  step: rosters change at different moments, and nobody may wait for one who waits for a third.
-- Who is done answers all, until all are; then one last exchange of all pairs at weight 1 / n makes the mean. Who all are is
-  in the roster that closes the run; without a server, they are those of the last one.
+- An offer of a peer with the same roster waits until this worker comes to its round. Any other offer is answered at the
+  next step: rosters change at different moments, and a worker that waits for a worker that waits for a third could
+  wait for ever.
+- A worker that is done answers all offers until all workers are done. One last exchange of all pairs, at weight 1 / n,
+  makes the mean. The roster that closes the run names the n workers; without a server, the last roster does.
 """
 
 from __future__ import annotations
@@ -25,53 +43,53 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import WHOLE
 
-LAST = m.CLOCK_MAX  # the round that ends the run
-ARRIVED_MAX = 2  # offers of a peer: of this exchange and the next, if it has completed this one already
+LAST = m.CLOCK_MAX  # number of the round that ends the run
+ARRIVED_MAX = 2  # kept offers of a peer: of this exchange, and of the next if the peer has completed this one
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeLabel:
-    """The round that one side of an exchange is for, under the roster of an epoch."""
+    """The round that one side of an exchange is for."""
 
-    epoch: int
+    epoch: int  # of the sender's roster
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class PendingExchange:
-    """Offer this now: own side of exchange `number` with `peer`. `fresh`: the two share no reference yet."""
+    """An offer to send now: this worker's side of exchange `number` with `peer`."""
 
     peer: int
     number: int
     label: ExchangeLabel
-    weight: float
-    fresh: bool
+    weight: float  # of the mix, as this worker's topology has it
+    fresh: bool  # the two share no reference yet
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteExchange:
-    """Mix this now."""
+    """An exchange to mix now."""
 
     peer: int
-    weight: float
-    last: bool
-    parts: tuple[m.Offer, ...]
+    weight: float  # the smaller of both sides' weights
+    last: bool  # of round LAST
+    parts: tuple[m.Offer, ...]  # the peer's side
 
 
 @dataclass(slots=True)
 class GossipPair:
-    """This worker and one peer. `number`: exchanges that are complete."""
+    """This worker and one peer."""
 
     founders: bool  # both began with the run, from the same weights
-    number: int = 0
-    sent: tuple[ExchangeLabel, float] | None = None
-    arrived: list[OfferArrived] = field(default_factory=list)
-    done: tuple[ExchangeLabel, ...] = ()  # what the last exchange was for, on either side
-    ended: bool = False
+    number: int = 0  # count of complete exchanges, and so the number of the present one
+    sent: tuple[ExchangeLabel, float] | None = None  # own side of the present exchange; None: not sent yet
+    arrived: list[OfferArrived] = field(default_factory=list)  # the peer's sides, in order; at most ARRIVED_MAX
+    done: tuple[ExchangeLabel, ...] = ()  # labels of the last complete exchange, of both sides
+    ended: bool = False  # the peer has done its last step
 
     @property
     def ready(self) -> bool:
-        """Both sides of the exchange are here."""
+        """True if both sides of the present exchange are here."""
         return self.sent is not None and bool(self.arrived)
 
 
@@ -80,28 +98,35 @@ def label_of(arrived: OfferArrived) -> ExchangeLabel:
 
 
 class GossipExchanges:
-    """`topology`: a name of protocols/config/topology.py. A worker that is not in any roster yet has no pairs."""
+    """The exchanges of one worker. It has no pairs before its first roster.
+
+    Args:
+        topology: a key of TOPOLOGIES, or RANDOM (protocols/config/topology.py).
+        worker: this worker's number.
+        mixing: the model, which `exchange` reads and changes.
+    """
 
     def __init__(self, topology: str, worker: int, mixing: Mixing) -> None:
         self.topology, self.worker, self.mixing = topology, worker, mixing
-        self.waits = topology != RANDOM
-        self.epoch, self.round = 0, -1
-        self.first_round = 0  # that the run begins with
-        self.started = False
-        self.closed = False  # nobody joins any more, and all have done their last step
-        self.alone = False  # there is no server that could say so
-        self.members: tuple[int, ...] = ()
-        self.founders: frozenset[int] = frozenset()
-        self.pairs: dict[int, GossipPair] = {}
-        self.lost: set[int] = set()
-        self.needed: dict[int, dict[int, tuple[ExchangeLabel, float]]] = {}  # round -> peer
-        self.ending = self.last = False
-        self.refused: list[tuple[int, str]] = []  # peers whose offers were none, and why; whoever tells takes them out
+        self.waits = topology != RANDOM  # a worker waits for all exchanges of a round
+        self.epoch, self.round = 0, -1  # of the newest roster; the newest round that has begun
+        self.first_round = 0  # of the run
+        self.started = False  # the run has started, by the newest roster
+        self.closed = False  # no worker may join any more, and all have done their last step, by the newest roster
+        self.alone = False  # the server is lost: no roster can close the run
+        self.members: tuple[int, ...] = ()  # worker ids of the newest roster, sorted
+        self.founders: frozenset[int] = frozenset()  # members that began with the run
+        self.pairs: dict[int, GossipPair] = {}  # by peer
+        self.lost: set[int] = set()  # peers that this worker never mixes with again
+        self.needed: dict[int, dict[int, tuple[ExchangeLabel, float]]] = {}  # round -> peer -> label, weight; not mixed
+        self.ending = self.last = False  # own last step is done; round LAST has begun
+        self.refused: list[tuple[int, str]] = []  # peers whose offers were not valid, and why; the driver empties it
 
     def admit(self, roster: m.Roster) -> None:
-        """Go by this roster from the next round on.
+        """Use this roster from the next round on.
 
-        Exchanges with who is not in it are given up, but where both sides are here: it has mixed, and left in good order.
+        Exchanges with peers that are not in the roster are given up. An exchange whose two sides are here stays: that
+        peer has mixed, and left in good order.
         """
         self.epoch, self.started, self.closed = roster.epoch, roster.started, roster.closed
         self.first_round = roster.round
@@ -114,7 +139,7 @@ class GossipExchanges:
                 self.pairs[peer] = GossipPair({peer, self.worker} <= self.founders)
 
     def lose(self, peer: int) -> None:
-        """It is silent, or does not speak as a peer does: from now on it is not mixed with."""
+        """Give a peer up for good: it is silent, or sent a message that is not valid."""
         self.lost.add(peer)
         self._drop(peer)
 
@@ -127,7 +152,7 @@ class GossipExchanges:
     # Rounds.
 
     def begin(self, number: int) -> None:
-        """This worker has come to round `number`."""
+        """Begin round `number`: note an exchange with each partner."""
         self.round = number
         label = ExchangeLabel(self.epoch, number)
         if not self.waits and sum(pair.sent is not None for pair in self.pairs.values()) >= WINDOW:
@@ -139,7 +164,7 @@ class GossipExchanges:
             self.needed.setdefault(number, {})[peer] = (label, weight)
 
     def end(self) -> None:
-        """The last step is done, and no round is waited for."""
+        """Note that this worker has done its last step, and mixed all its rounds."""
         self.ending = True
 
     def peer_ended(self, peer: int) -> None:
@@ -147,7 +172,7 @@ class GossipExchanges:
             self.pairs[peer].ended = True
 
     def waiting(self, number: int) -> bool:
-        """Whether a round up to `number` is not mixed yet."""
+        """True if a round up to `number` is not mixed yet."""
         return any(need and at <= number for at, need in self.needed.items())
 
     @property
@@ -161,12 +186,12 @@ class GossipExchanges:
         return self.last and not self.waiting(LAST)
 
     def refuse(self, peer: int, error: RemoteProtocolError) -> None:
-        """It is mixed with no more, since what it offers is none."""
+        """Give a peer up for good: its offer is not valid, as `error` says."""
         self.refused.append((peer, str(error)))
         self.lose(peer)
 
     def arrived(self, offer: OfferArrived) -> None:
-        """A peer's side of an exchange is here."""
+        """Take a peer's side of an exchange. A peer whose offer is not valid is refused."""
         pair = self.pairs.get(offer.peer)
         if pair is None:
             return
@@ -181,9 +206,13 @@ class GossipExchanges:
         pair.ended |= label_of(offer).round == LAST
 
     def exchange(self, number: int) -> list[list[m.Offer]]:
-        """Mix what is complete of the rounds up to `number`; return what is to be offered now.
+        """Mix the complete exchanges of the rounds up to `number`.
 
-        Raises ValueError, the compressor's, for a model that is not finite.
+        Returns:
+            The offers to send now, each as its parts.
+
+        Raises:
+            ValueError: the compressor found that the model is not finite.
         """
         offers: list[list[m.Offer]] = []
         while True:
@@ -200,7 +229,7 @@ class GossipExchanges:
                 self.mixing.average(self.worker, last)
             for done in complete:
                 if done.peer not in self.members:
-                    self._drop(done.peer)  # it was kept for this exchange
+                    self._drop(done.peer)  # a peer that has left was kept for this exchange
             if not due and not complete:
                 return offers
 
@@ -211,7 +240,7 @@ class GossipExchanges:
             self.refuse(exchange.peer, error)
 
     def whole(self, peer: int, number: int) -> list[m.Offer]:
-        """The answer to Adopt: the model as it is, for one who begins with round `number`."""
+        """Return the answer to a ModelRequest: the whole model, for a peer that begins with round `number`."""
         return self._offer(
             PendingExchange(peer, WHOLE, ExchangeLabel(self.epoch, number), HALF, True), True, self.mixing.whole()
         )
@@ -227,7 +256,7 @@ class GossipExchanges:
         ]
 
     def due(self) -> list[PendingExchange]:
-        """Return what is to be offered now; it counts as sent."""
+        """Return the offers to send now, and count them as sent."""
         ended = self.closed or (self.alone and all(pair.ended for pair in self.pairs.values()))
         if self.ending and not self.last and ended:
             self.last = True
@@ -251,23 +280,23 @@ class GossipExchanges:
             )
 
     def _answers(self, arrived: OfferArrived) -> bool:
-        """Whether an offer that no round of ours asks for is answered now."""
+        """True if an offer is answered now, though no round of this worker asks for the exchange."""
         label = label_of(arrived)
         if label.round == LAST:
-            return False  # with our own last one
+            return False  # this worker's own round LAST answers it
         return self.ending or not self.waits or label.epoch != self.epoch or label.round < self.round
 
     def complete(self, upto: int) -> list[CompleteExchange]:
-        """Return what is to be mixed now, a round as a whole and in the order of ids: so every run does the same."""
+        """Return the exchanges to mix now: all of a round together, in the order of ids. So every run does the same."""
         ready = {peer for peer, pair in self.pairs.items() if pair.ready}
         found: list[CompleteExchange] = []
         for number in sorted(self.needed):
             peers = self.needed[number].keys()
             whole = all(peer in ready and self._is_of(peer, number) for peer in peers)
             if (self.waits or number == LAST) and (number > upto or not whole):
-                # A partner that is in the midst of another exchange is no reason to keep that one waiting. Nor is one whose
-                # side is of another round, as after a change of the roster: three who keep each other waiting for
-                # different rounds would wait for ever.
+                # Keep back the exchanges of this round. Two kinds are not kept back: an exchange of another round with
+                # the same partner, and an exchange whose other side is of another round, as after a change of the
+                # roster. Otherwise three workers that wait for each other in different rounds would wait for ever.
                 ready -= {peer for peer in peers if self._is_of(peer, number) and self._in_step(peer)}
         for peer in sorted(ready):
             pair = self.pairs[peer]
@@ -288,11 +317,11 @@ class GossipExchanges:
         return found
 
     def _is_of(self, peer: int, number: int) -> bool:
-        """Whether what is under way with `peer` is of this round."""
+        """True if this worker has sent `peer` an offer of round `number`, in the present exchange."""
         sent = self.pairs[peer].sent
         return sent is not None and sent[0].round == number
 
     def _in_step(self, peer: int) -> bool:
-        """Whether its side of what is under way, where that is here, is of the same round as ours."""
+        """True unless both sides of the present exchange with `peer` are here and are of different rounds."""
         pair = self.pairs[peer]
         return pair.sent is None or not pair.arrived or pair.sent[0].round == label_of(pair.arrived[0]).round

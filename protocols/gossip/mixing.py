@@ -1,12 +1,12 @@
 """The model of one worker of a gossip run, keys [begin, end), and what it shares with each peer. Pure numerics.
 
 Rules
-- Full precision: an offer is the model. Both add weight * (theirs - mine).
-- Low precision (BAGUA 2107.01499, D_LP_S; Tang et al. 1803.06443, difference compression): the two of a pair keep one common
-  reference c. An offer is q = C(x - c); both add weight * (q_theirs - q_mine), and c += (q_mine + q_theirs) / 2. The
-  part that C left out is still in x - c, so it comes later: error feedback. As c moves with what both were told, a
-  value is never mixed twice, and no consensus step size is needed (as CHOCO-SGD has one, 1902.00340).
-- Both compute the same of the same bytes, bit for bit: sums go in the order of ids.
+- Full precision: an offer is the model. Both workers add weight * (theirs - mine).
+- Low precision (BAGUA 2107.01499, D_LP_S; Tang et al. 1803.06443, difference compression): the two of a pair keep one
+  common reference c. An offer is q = C(x - c). Both add weight * (q_theirs - q_mine), and c += (q_mine + q_theirs) / 2.
+  The part that C left out is still in x - c, so a later offer has it: error feedback. Since c moves with the values
+  that both have seen, no value is mixed twice, and no consensus step size is needed (CHOCO-SGD has one, 1902.00340).
+- Both workers compute the same from the same bytes, bit for bit: sums go in the order of ids.
 - Arrays are those of `home` (narrows.compression.home, which protocols/ does not import): NumPy's, or a device's.
 """
 
@@ -28,14 +28,14 @@ Array: TypeAlias = Any  # float32[count]; slices are views
 
 
 class PieceEncoder(Protocol):
-    """See narrows.compression."""
+    """A compressor, as this module needs it; see narrows.compression."""
 
     @property
     def spec(self) -> str: ...
 
 
 class ArrayHome(Protocol):
-    """See narrows.compression.home."""
+    """The code that computes on arrays, as this module needs it; narrows.compression.home describes each method."""
 
     def zeros(self, count: int) -> Array: ...
     def empty(self, count: int) -> Array: ...
@@ -51,10 +51,15 @@ class ArrayHome(Protocol):
 
 
 class Mixing:
-    """One model, float32[end - begin], and the references of its pairs, each as large.
+    """One model, float32[end - begin], and one reference of the same size for each peer.
 
-    `compressor`: of differences; None: offers are the model itself. `remember` makes the memory of a pair's compressor.
-    `gain`: of own updates; None: they are added as they are. `outer`: the step that a round of them makes; None: their sum.
+    Args:
+        begin, end: the keys.
+        compressor: of differences; None: each offer is the model itself.
+        home: an ArrayHome, which computes on the arrays.
+        remember: makes the memory of the compressor for one pair.
+        gain: scales own updates; None: they are added as they are.
+        outer: makes the outer step of a round; None: a round adds the sum of its updates.
     """
 
     def __init__(
@@ -72,10 +77,10 @@ class Mixing:
         self.home: ArrayHome = home
         self.places = home.places(gain.at) if gain is not None else None
         self.model: Array = home.zeros(end - begin)
-        self.first: Array = self.model  # the weights that the run began with: what founders share
-        self.references: dict[int, Array] = {}
-        self.memories: dict[int, Any] = {}
-        self.sent: dict[int, tuple[bool, Sequence[CodedPiece]]] = {}  # whether it was the model itself, and its parts
+        self.first: Array = self.model  # the weights that the run began with: the first reference of two founders
+        self.references: dict[int, Array] = {}  # peer -> c; the same on both sides between two exchanges
+        self.memories: dict[int, Any] = {}  # peer -> memory of the compressor
+        self.sent: dict[int, tuple[bool, Sequence[CodedPiece]]] = {}  # peer -> own offer: True if the model; its parts
 
     def copied(self, values: Array) -> Array:
         copy = self.home.empty(len(values))
@@ -87,17 +92,23 @@ class Mixing:
         return self.home.finite(self.model)
 
     def start(self, weights: Array) -> None:
-        """The run begins here, or this worker's part of it."""
+        """Begin with these weights, float32[end - begin]."""
         self.model = self.copied(weights)
         self.first = self.copied(weights) if self.compressor is not None else self.model
 
     def forget(self, peer: int) -> None:
-        """An exchange with it never becomes complete."""
+        """Drop all state of a peer that is lost: the open exchange with it never completes."""
         for table in (self.references, self.memories, self.sent):
             table.pop(peer, None)
 
     def absorb(self, moved: Array, members: int, whole: bool = True) -> None:
-        """Add an own update, one of those of so many workers. `whole`: of a whole round; else there is no outer step."""
+        """Add an own update to the model.
+
+        Args:
+            moved: the update, float32[end - begin].
+            members: number of workers of the run.
+            whole: the update of a whole round; False: of a part of one, without an outer step.
+        """
         if self.gain is not None:
             moved = self.gain.scaled(moved, members, self.home.sampled(moved, self.places))
         self.model = self.model + (self.outer.step(moved) if whole and self.outer is not None else moved)
@@ -105,9 +116,19 @@ class Mixing:
     # One exchange.
 
     def offer(self, peer: int, number: int, fresh: bool, last: bool) -> tuple[bool, Sequence[CodedPiece]]:
-        """Own side of exchange `number`: whether it is the model itself, and its parts.
+        """Make this worker's side of an exchange.
 
-        Raises ValueError, the compressor's, for a model that is not finite; then nothing has changed.
+        Args:
+            peer: the other worker.
+            number: of the exchange, for this pair.
+            fresh: the two share no reference yet.
+            last: the exchange of round LAST.
+
+        Returns:
+            True if the offer is the model itself, False for a difference; and the parts of the offer.
+
+        Raises:
+            ValueError: the compressor found that the model is not finite; then nothing has changed.
         """
         if self.compressor is None or last or (fresh and peer not in self.references):
             self.sent[peer] = (True, self.whole())
@@ -122,15 +143,15 @@ class Mixing:
         return self.sent[peer]
 
     def sample(self, peer: int) -> bytes:
-        """Return what an offer to this peer says of own updates, once a window; see `GossipGain`."""
+        """Return the sample of own updates for an offer to this peer, once a window, else b""; see `GossipGain`."""
         return b"" if self.gain is None else self.gain.tell(peer)
 
     def whole(self) -> Sequence[CodedPiece]:
-        """The model in parts, raw; a copy, which may be sent at leisure."""
+        """Return a copy of the model in raw parts. The model may change while they are sent."""
         return self.home.raw_pieces(self.copied(self.model), self.begin, parts(self.begin, self.end))
 
     def check(self, offers: tuple[m.Offer, ...]) -> None:
-        """Raise RemoteProtocolError unless `offers` hold finite values of these keys, each exactly once."""
+        """Raise RemoteProtocolError unless `offers` have finite values for all keys, each key exactly once."""
         who = f"worker {offers[0].worker}"
         if not covers([(offer.begin, offer.end) for offer in offers], self.begin, self.end):
             raise RemoteProtocolError(f"{who} offers other keys than [{self.begin}, {self.end})")
@@ -146,7 +167,17 @@ class Mixing:
                 raise RemoteProtocolError(f"{who} offers what is no part of a finite model: {error}") from None
 
     def mix(self, worker: int, peer: int, weight: float, offers: tuple[m.Offer, ...]) -> None:
-        """Complete the exchange of `worker`, this one, with `peer`. Raises RemoteProtocolError; then nothing has changed."""
+        """Complete an exchange: move the model, and the reference of the pair.
+
+        Args:
+            worker: this worker's id.
+            peer: the other worker's id.
+            weight: the smaller of both sides' weights, at most 0.5.
+            offers: the parts of the peer's side.
+
+        Raises:
+            RemoteProtocolError: the offers are not valid; then the model has not changed.
+        """
         self.check(offers)
         whole, mine = self.sent.pop(peer)
         if offers[0].whole != whole:
@@ -165,7 +196,12 @@ class Mixing:
         self.references[peer] = reference
 
     def average(self, worker: int, last: dict[int, tuple[m.Offer, ...]]) -> None:
-        """The mean of this model and all that were offered at the end; the same on all, bit for bit."""
+        """Set the model to the mean of all models of round LAST; the same on all workers, bit for bit.
+
+        Args:
+            worker: this worker's id.
+            last: peer -> parts of its model.
+        """
         for offers in last.values():
             self.check(offers)
         mine = next((self.sent[peer][1] for peer in last), None)
@@ -178,7 +214,11 @@ class Mixing:
         self.sent.clear()
 
     def take(self, offers: tuple[m.Offer, ...]) -> None:
-        """Begin with a peer's whole model. Raises RemoteProtocolError; then nothing has changed."""
+        """Begin with a peer's whole model.
+
+        Raises:
+            RemoteProtocolError: the offers are not valid; then nothing has changed.
+        """
         self.check(offers)
         weights = self.home.zeros(self.end - self.begin)
         self._add(offers, 1.0, weights)

@@ -1,13 +1,25 @@
-"""One worker's links to its peers (gossip): offers that are repeated until they are acked, peers that fall silent. No I/O.
+"""One worker's links to its peers (gossip): offers repeated until they are acknowledged, and silent peers. No I/O.
+
+How it works
+
+    GossipDriver --carry_out--> GossipPeers --SendToPeer--> peer
+    peer --receive--> GossipPeers --OfferArrived, PeerEnded, PeerLost, ...--> GossipDriver.hear
+
+1. `roster` takes the peers and their addresses from the coordinator. Messages of workers that no roster has named yet
+   wait in `early`.
+2. `carry_out` does what the driver asks: send an offer, ask for a model, tell all peers that this worker is done.
+3. `receive` puts the parts of an offer together. A complete offer is acknowledged and goes to the driver.
+4. `tick` sends again what is not acknowledged, sends Ping to a peer that is awaited and silent, and gives up a peer
+   that is silent for a lease.
 
 Rules
-- The exchanges of a pair are numbered. The next begins when this one is mixed here, which may be before the peer has our side
-  of it: so at most two own offers are under way, and one that arrives.
-- An offer is acked when all its parts are here, whatever its receiver does with it, and is delivered exactly once.
-- Who dials as a peer has a routing id that begins as the roster says of the pair (or has the peer's key). Nobody else speaks
-  for a peer.
-- The coordinator introduces peers (`Roster`) and drops them. It may be gone: who is awaited and silent for a lease is lost,
-  and stays lost. So is who says what no peer says.
+- The exchanges of a pair are numbered. The next begins when this one is mixed here. The peer may lack this worker's
+  side then. So at most two own offers of a pair are under way, and one offer of the peer.
+- An offer is acknowledged once all its parts are here, whatever the driver does with it. It is delivered exactly once.
+- A peer that dials has a routing id that begins as the roster says of the pair (or has the peer's key). A message from
+  any other connection is refused.
+- The coordinator introduces peers (`Roster`) and drops them. The coordinator may be lost: so a peer that is awaited and
+  silent for a lease is lost, and stays lost. The same holds for a peer that sends a message that is not valid.
 """
 
 from __future__ import annotations
@@ -25,26 +37,26 @@ from narrows.protocols.effects import MemberEffect, PeerSay, SendToPeer
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_BYTES
 
-EARLY_MAX = 64  # messages kept of workers that no roster has named yet
-EARLY_BYTES_MAX = 1 << 20  # of these; an offer that finds no room is sent again
-WHOLE = -1  # the number of an offer that answers Adopt
+EARLY_MAX = 64  # kept messages of workers that no roster has named yet
+EARLY_BYTES_MAX = 1 << 20  # of their payloads; a peer sends an offer again that had no room
+WHOLE = -1  # the number of an offer that answers a ModelRequest
 
 
 @dataclass(slots=True)
 class GossipPeer:
-    """One peer. `expected`: number of its next offer."""
+    """One peer."""
 
     address: str
-    heard_ns: int
+    heard_ns: int  # when its last message came, or from when on it must show that it is live
     name: bytes = b""  # how its routing ids begin; b"": the roster does not say
-    expected: int = 0
-    parts: dict[int, m.Offer] = field(default_factory=dict)
-    sent: dict[int, list[m.Offer]] = field(default_factory=dict)  # by number: those that are not acked yet
-    sent_ns: int = 0
-    awaited: int = -1  # number of the offer that must come
-    adopting: bool = False
-    adopt_ns: int = 0  # when its model was asked for, or a part of that last came
-    asked_ns: int = 0
+    expected: int = 0  # number of its next offer
+    parts: dict[int, m.Offer] = field(default_factory=dict)  # of its next offer, by part
+    sent: dict[int, list[m.Offer]] = field(default_factory=dict)  # number -> own offer, not yet acknowledged; at most 2
+    sent_ns: int = 0  # when an own offer was last sent
+    awaited: int = -1  # number of the offer that this worker waits for; < `expected`: none
+    adopting: bool = False  # this worker waits for the peer's whole model
+    adopt_ns: int = 0  # when the model was last asked for, or a part of it came
+    asked_ns: int = 0  # when the last Ping was sent
 
     @property
     def sent_bytes(self) -> int:
@@ -57,21 +69,30 @@ def _kind(offer: m.Offer) -> tuple[int, ...]:
 
 
 class GossipPeers:
-    """Messages of peers and rosters in, effects out. `worker`: this one's id, by which its peers name it. `shard`: of its
-    cluster, where clusters gossip: it talks to the same one of others."""
+    """The links of one worker to its peers. Messages and rosters in, effects out.
+
+    Args:
+        worker: this worker's id, as its peers know it.
+        lease_ns: silence after which a peer that is awaited is lost.
+        shard: if clusters gossip, the number of this shard. Its peers are the shards of this number of other clusters.
+    """
 
     def __init__(self, worker: int, lease_ns: int, shard: int = 0) -> None:
         self.worker, self.lease_ns, self.shard = worker, lease_ns, shard
         self.epoch = 0  # of the newest roster
         self.peers: dict[int, GossipPeer] = {}
         self.lost: set[int] = set()
-        self.early: deque[tuple[m.Message, bytes | None]] = deque()  # with the routing ids of their senders
+        self.early: deque[tuple[m.Message, bytes | None]] = deque()  # messages of unknown workers; their routing ids
         self.ended = False  # this worker is done, and waits for the others
-        self.ended_ns = 0
-        self.closing = False  # to be told once all have what was sent
+        self.ended_ns = 0  # when GossipEnded was last sent
+        self.closing = False  # PeersSettled is due once all offers are acknowledged
 
     def roster(self, roster: m.Roster, now_ns: int) -> list[MemberEffect]:
-        """Take over a newer roster. Raises RemoteProtocolError for one that is none."""
+        """Take over a newer roster, and handle the early messages of workers that it names.
+
+        Raises:
+            RemoteProtocolError: the roster is not valid.
+        """
         if (roster.epoch, roster.started) <= (self.epoch, False) or roster.worker != self.worker:
             return []
         if len(roster.addresses) != len(roster.members) or len(roster.names) not in (0, len(roster.members)):
@@ -89,7 +110,7 @@ class GossipPeers:
         early, self.early = self.early, deque()
         effects: list[MemberEffect] = [e.RosterNews(roster)]
         for message, sender in early:
-            with suppress(RemoteProtocolError):  # somebody has spoken for a peer that was to come
+            with suppress(RemoteProtocolError):  # a stranger sent it under the number of a peer that came later
                 effects += self.receive(message, now_ns, sender)
         return effects
 
@@ -109,20 +130,20 @@ class GossipPeers:
                 return self.lose(peer)
 
     def offer(self, offers: Sequence[m.Offer], now_ns: int) -> list[MemberEffect]:
-        """Send own side of an exchange, all its parts, and await the peer's. A peer that is gone is sent nothing."""
+        """Send all parts of this worker's side of an exchange, and await the peer's side. A lost peer gets nothing."""
         peer = self.peers.get(offers[0].peer)
         if peer is None or offers[0].worker != self.worker:
-            return []  # the latter: made before a rejoin that its maker has not seen yet
+            return []  # with another worker id: the driver made the offer before it handled a rejoin
         if offers[0].number == WHOLE:
             return self._tell(peer, offers)
         if not peer.sent and peer.awaited < peer.expected:
-            peer.heard_ns = max(peer.heard_ns, now_ns)  # from here on it must show that it lives
+            peer.heard_ns = max(peer.heard_ns, now_ns)  # from here on the peer must show that it is live
         peer.sent[offers[0].number] = list(offers)
         peer.sent_ns, peer.awaited = now_ns, offers[0].number
         return self._tell(peer, offers)
 
     def adopt(self, worker: int, now_ns: int) -> list[MemberEffect]:
-        """Ask a peer for its whole model, and no other one any more."""
+        """Ask a peer for its whole model, and stop asking any other."""
         peer = self.peers.get(worker)
         if peer is None:
             return []
@@ -132,20 +153,20 @@ class GossipPeers:
         return self._tell(peer, [m.ModelRequest(self.worker, worker)])
 
     def end(self, now_ns: int) -> list[MemberEffect]:
-        """This worker is done: say so until all are, or `over`."""
+        """Tell all peers that this worker is done, again and again until `over`."""
         self.ended, self.ended_ns = True, now_ns
         for peer in self.peers.values():
             peer.heard_ns = now_ns
         return self._say_ended()
 
     def lose(self, worker: int) -> list[MemberEffect]:
-        """No longer listen to this peer."""
+        """Drop a peer and all its further messages."""
         self.peers.pop(worker, None)
         self.lost.add(worker)
         return self._settled()
 
     def over(self) -> list[MemberEffect]:
-        """All are done: nobody is awaited any more, and only what is not acked yet is sent again."""
+        """Await no peer any more: all are done. Offers that are not yet acknowledged are still repeated."""
         self.ended, self.closing = False, True
         return self._settled()
 
@@ -164,20 +185,20 @@ class GossipPeers:
     # Messages.
 
     def receive(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
-        """Return the effects of a peer's message.
+        """Handle a message of a peer.
 
         Args:
-            message: what came.
+            message: from the peer that `message.worker` names.
             now_ns: the time.
-            sender: the routing id of who dialled us; None: who it is was proved otherwise.
+            sender: the routing id of a peer that dialled this worker; None: the sender was proved otherwise.
 
         Raises:
-            RemoteProtocolError: no peer sends that, or it is not from the peer whose number it has.
+            RemoteProtocolError: no peer sends such a message, or the sender is not the peer that it names.
         """
         if not isinstance(message, (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)):
             raise RemoteProtocolError(f"a peer takes no {type(message).__name__}")
         if message.peer != self.worker or message.worker in self.lost:
-            return []  # for who was here before, or from one that is given up
+            return []  # for an earlier process at this address, or from a lost peer
         peer = self.peers.get(message.worker)
         if peer is None:
             self._keep(message, sender)
@@ -193,7 +214,8 @@ class GossipPeers:
         if isinstance(message, m.GossipEnded):
             return [e.PeerEnded(message.worker)]
         if isinstance(message, m.ModelRequest):
-            return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]  # its owner may be busy for long
+            # The acknowledgement shows that this worker is live: its owner may compute for long before it answers.
+            return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]
         return self._ack(peer, message.worker)
 
     def _keep(self, message: m.Message, sender: bytes | None) -> None:
@@ -234,13 +256,17 @@ class GossipPeers:
     # Time.
 
     def repeat_soon(self, address: str = "") -> None:
-        """The connection to this peer is another one, or to all: the next tick says again what is not acked."""
+        """Repeat all that is not acknowledged at the next tick: the connection is a new one.
+
+        Args:
+            address: of the peer; "": of all peers.
+        """
         for peer in self.peers.values():
             if address in ("", peer.address):
                 peer.sent_ns = peer.adopt_ns = peer.asked_ns = LONG_AGO_NS
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
-        """Send again what is not acked, look after those who are awaited, and give up who is silent."""
+        """Repeat what is not acknowledged, send Ping to quiet peers, and give up peers that are silent for a lease."""
         effects: list[MemberEffect] = []
         for worker, peer in list(self.peers.items()):
             awaited = bool(peer.sent) or peer.awaited >= peer.expected or peer.adopting or self.ended
@@ -255,7 +281,7 @@ class GossipPeers:
             if awaited and quiet >= self.lease_ns // BEATS:
                 peer.asked_ns = now_ns
                 effects += self._tell(peer, [m.Ping(self.worker, worker)])
-            # One part of its model may take so long. The peer may say other things meanwhile, and often.
+            # One part of a model may take that long. Other messages of the peer do not count as an answer.
             if peer.adopting and OFFER_RETRY.due(peer.adopt_ns, now_ns, FRAME_BYTES):
                 peer.adopt_ns = now_ns
                 effects += self._tell(peer, [m.ModelRequest(self.worker, worker)])
