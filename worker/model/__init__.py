@@ -1,1 +1,1 @@
-"""The model of a worker as arrays: parameters, buffers, optimizers, slices of it."""
+"""The model of a worker as arrays: parameters, module buffers, optimizers, slices of a group."""

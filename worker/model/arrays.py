@@ -1,6 +1,26 @@
-"""A worker's arrays: the parameters, what was pulled, and what updates are measured from. They live where `home` is.
+"""A worker's arrays: the pulled state, the base that it computes on, and the start that updates are measured from.
 
-Whoever steps (worker/sync/engine.py and its modes) hands these arrays around and looks into none: they may be a device's.
+How it works
+
+                    float32[size] each, where `home` is
+    pulled   ──┐    the newest state of the shards
+               ├─ compose (Exchange.base: pulled + residual + own updates that are not in the state)
+    base     <─┘    the replica
+       │  write, in the parameters' dtype
+       v
+    parameters      the script's optimizer steps them: p
+    start           base as the parameters' dtype rounds it
+    update          p - start, in a buffer of the ring, which is pushed
+
+1. `show` composes the base and writes it to the parameters.
+2. `moved` reads an update; `gradients` reads gradients, or lends the memory of p.grad.
+3. A buffer of the ring is free again once its push is settled and is no longer part of the replica.
+4. If keys move between the ranks of a group, `fit` carries the values of all arrays over.
+
+Variants: with `shared` the pulled state is the base, and with `direct` the parameters are both.
+
+The code that steps (worker/sync/engine.py and the steps) passes these arrays on and reads no value of them, because
+they may be in a device's memory.
 """
 
 from __future__ import annotations
@@ -19,12 +39,12 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
-SPARE = 2  # buffers beside those of updates in flight: the one that is computed, and one that the link may still read
+SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 
 
 class InPlaceArrays(HostReplica):
-    """The parameters are the pulled state, and hold each part of it as it comes."""
+    """The replica of a shard whose pulled state is the parameters: each part is written to them as it arrives."""
 
     def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: FlatSpace) -> None:
         super().__init__(begin, end, feedbacks, parts, np.empty(0, np.float32))
@@ -35,14 +55,20 @@ class InPlaceArrays(HostReplica):
         self.flat.write_keys(piece.begin, np.frombuffer(piece.payload, np.float32))
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
-        """All of them are here already."""
+        """Do nothing: `early` has written all parts."""
 
 
 class WorkerArrays:
-    """The arrays of all keys of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where
-    gradients are pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on
-    their way. `lends`: gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live
-    but for the parameters."""
+    """The arrays of all keys of `flat`, float32[size] each.
+
+    Args:
+        flat: the parameters of the worker, or of its slice.
+        shared: the worker computes on the pulled state itself, as where gradients are pushed.
+        direct: the parameters are the pulled state, so a state needs no copy.
+        rounds: buffers for updates of all keys: the updates in flight, and SPARE.
+        lends: a push may send the memory of p.grad, because nothing changes it until the push is folded.
+        home: where all arrays but the parameters live.
+    """
 
     def __init__(
         self,
@@ -62,25 +88,32 @@ class WorkerArrays:
     def _allocate(self) -> None:
         flat, home = self.flat, self.home
         self.keys = flat.keys
-        self.shown = False  # the base has been put into the parameters
+        self.shown = False  # `show` has written the base to the parameters
         self.pulled = home.zeros(flat.size)
-        self.base = self.pulled if self.shared else home.zeros(flat.size)  # what is computed on
-        # An update is measured from this: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
-        # would be pushed into the fp32 master.
+        self.base = self.pulled if self.shared else home.zeros(flat.size)  # the replica
+        # Updates are measured from `start`, the base as the parameters' dtype rounds it. Else a bf16 worker would push
+        # its rounding errors into the fp32 master.
         exact = self.shared or all(p.dtype == torch.float32 for p in flat.parameters)
         self.start = self.base if exact else home.zeros(flat.size)
-        # Buffers of pushes: one is free again once its push is settled and no longer stands in. A push leaves a device
-        # as a copy, so there it is free at once.
+        # A buffer is free again once its push is settled and is no longer part of the replica. A push leaves a device
+        # as a copy, so there one buffer is enough.
         self.fit_rounds(self.rounds)
 
     def fit_rounds(self, rounds: int) -> None:
-        """So many updates may be on their way from now on; none is."""
+        """Make buffers for `rounds` updates. No update may be in flight."""
         home, self.rounds = self.home, rounds
         self.ring = [home.zeros(self.flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
         self.landings = self.ring if home is HOST else list[FloatArray]()
 
     def fit(self, ranges: Sequence[Keys]) -> range:
-        """The shards have these keys. Which of them are ours: our arrays have theirs from now on."""
+        """Fit the arrays to new key ranges, and carry their values over.
+
+        Args:
+            ranges: the keys [begin, end) of each shard.
+
+        Returns:
+            The shards with which this process exchanges.
+        """
         moving = self.flat.moves(ranges)
         kept = (
             [self.flat.whole(self.home.host(each)) for each in (self.pulled, self.base, self.start)] if moving else []
@@ -95,18 +128,21 @@ class WorkerArrays:
         return ours
 
     def _at(self, array: Array, begin: int, end: int) -> Array:
-        """Keys [begin, end) of it."""
+        """A view of keys [begin, end) of `array`."""
         return array[begin - self.keys[0] : end - self.keys[0]]
 
     def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> ArrayReplica[Array]:
-        """Make the replica of one shard's keys."""
+        """Make the replica of one shard's keys [begin, end), with the error feedback of each of its fragments."""
         if self.direct:
             return InPlaceArrays(begin, end, feedbacks, self.flat)
         return ArrayReplica(begin, end, feedbacks, parts, self._at(self.pulled, begin, end), self.home)
 
     def first(self, begin: int, end: int) -> list[Piece]:
-        """Return the values of these keys that are computed on, raw: the parameters as they are before the first step.
-        Later they hold what was not sent, and may not be meant to be (privacy.py)."""
+        """Return raw pieces of the first weights, for a server that has none.
+
+        Before the first step these are the parameters, later the base. The parameters then hold steps that were not
+        sent, and that must not be sent without noise (privacy.py).
+        """
         values = self.home.empty(end - begin)
         if self.shown:
             self.home.copy(self._at(self.base, begin, end), values)
@@ -114,10 +150,10 @@ class WorkerArrays:
             self.flat.read_keys(begin, values)
         return self.home.raw_pieces(values, begin, parts(begin, end))
 
-    # The model that is computed on.
+    # The replica.
 
     def show(self, exchanges: Sequence[Exchange[Array]]) -> None:
-        """Put the replica into the parameters; of no exchanges, the base as it is."""
+        """Compose the replica of each exchange, and write it to the parameters; without exchanges, the present base."""
         if self.direct:
             return
         self.shown = True
@@ -130,8 +166,10 @@ class WorkerArrays:
             self.flat.read_keys(self.keys[0], self.start)
 
     def merge(self, exchange: Exchange[Array], keys: Keys, alpha: float) -> None:
-        """local = alpha * local + (1 - alpha) * global at the keys of a fragment; updates are measured from the global values
-        (Streaming DiLoCo, 2501.18512, alg. 2)."""
+        """Merge the global values of a fragment's keys: local = alpha * local + (1 - alpha) * global.
+
+        The next update is measured from the global values (Streaming DiLoCo, 2501.18512, alg. 2).
+        """
         begin, end = keys
         base, ours = self._at(self.base, begin, end), self.home.empty(end - begin)
         exchange.base(begin, end, base)
@@ -152,13 +190,13 @@ class WorkerArrays:
         return self.ring[turn % len(self.ring)]
 
     def landing(self, turn: int) -> FloatArray:
-        """float32[size] of the host, for a push whose parts leave one by one."""
+        """Return float32[size] on the host, into which gradients are copied whose parts leave one by one."""
         if not self.landings:
             self.landings = [self.home.landing(self.flat.size) for _ in range(self.rounds)]
         return self.landings[turn % len(self.landings)]
 
     def moved(self, keys: Keys, turn: int) -> Array:
-        """Return what the parameters of these keys have moved by."""
+        """Return what the parameters of these keys have moved by, in buffer `turn` of the ring."""
         begin, end = keys
         update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update)
@@ -166,7 +204,7 @@ class WorkerArrays:
         return update
 
     def gradients(self, keys: Keys, turn: int) -> Array:
-        """The gradients of these keys: as they lie in p.grad where that stays as it is until they are folded."""
+        """Return the gradients of these keys: the memory of p.grad if it may be lent, else a copy in buffer `turn`."""
         begin, end = keys
         lent = self.flat.lend_gradient(begin, end) if self.lends else None
         if lent is None:
@@ -175,14 +213,14 @@ class WorkerArrays:
         return lent
 
     def where_not_finite(self, begin: int, values: Array) -> str:
-        """The first tensor that has such a value; values[0] is key `begin`."""
+        """Name the first tensor with a value that is not finite; values[0] is key `begin`."""
         wrong = ~np.isfinite(self.home.host(values))
         return repr(self.flat.name_of(begin + int(np.argmax(wrong)))) if wrong.any() else "the residual"
 
-    # The shared model, and what is kept back.
+    # The shared model, and the residual.
 
     def joined(self, masters: Sequence[Array]) -> Array:
-        """The master copies of all shards as one model."""
+        """Join the master copies of all shards to one model."""
         whole, begin = self.home.empty(sum(len(master) for master in masters)), 0
         for master in masters:
             self.home.copy(master, whole[begin : begin + len(master)])
@@ -190,11 +228,11 @@ class WorkerArrays:
         return whole
 
     def owes(self, replicas: Sequence[ArrayReplica[Array]]) -> bool:
-        """Something is kept back."""
+        """True if a residual of any replica, in any process of the group, is not zero."""
         return self.flat.anywhere(any(self.home.any(each) for replica in replicas for *_, each in replica.residuals))
 
     def residual(self, replicas: Sequence[ArrayReplica[Array]]) -> FloatArray | None:
-        """A copy on the host of what is still to be sent, float32[total], or None where nothing ever is."""
+        """Return a copy of the residual on the host, float32[total]; None if the replicas have no error feedback."""
         kept = [residual for replica in replicas for residual in replica.residuals]
         if not self.flat.anywhere(bool(kept)):
             return None
@@ -204,7 +242,7 @@ class WorkerArrays:
         return self.flat.whole(whole)
 
     def load_residual(self, replicas: Sequence[ArrayReplica[Array]], whole: FloatArray) -> None:
-        """Take over a residual of any number of shards. Raises UsageError for one of another size."""
+        """Load a residual, float32[total], of a run with any number of shards. Raises UsageError for another size."""
         if whole.shape != (self.flat.total,) or whole.dtype != np.float32:
             raise UsageError(
                 f"the residual in this state_dict is {whole.dtype}{list(whole.shape)}, this model needs "

@@ -1,7 +1,7 @@
-"""Which device a worker's arrays live on: that of its parameters, where there are kernels for it.
+"""Chooses the device of a worker's arrays: the device of its parameters, if there are kernels for it; else the host.
 
-NARROWS_ARRAYS=host: arrays stay on the host, and parameters on a GPU are copied. NARROWS_ARRAYS=device, for tests: parameters
-on the CPU are taken for a device's, and the CPU's kernels for its own.
+NARROWS_ARRAYS=host keeps the arrays on the host, and parameters on a GPU are copied. NARROWS_ARRAYS=device, for tests,
+treats parameters on the CPU as a device's, with the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ CUDA = "cuda"
 
 
 def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
-    """Where the arrays of this worker live, and what to say of it, or "". why_host: why they stay on the host, or ""."""
+    """Choose where the arrays of this worker live.
+
+    Args:
+        flat: the parameters.
+        why_host: the reason why the arrays must stay on the host; "": none.
+
+    Returns:
+        The home, and a sentence for the user if parameters on a GPU are copied through the CPU; else "".
+    """
     devices = {parameter.device for parameter in flat.parameters}
     device = next(iter(devices))
     wanted = os.environ.get("NARROWS_ARRAYS", "")
@@ -41,17 +49,17 @@ def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
 
 
 def warm_up() -> None:
-    """Compile the kernels of the GPU that the script has begun to use: later that would hold up a run for seconds."""
+    """Compile the kernels of the GPU that the script uses already: in a run that would stop it for seconds."""
     if torch.cuda.is_initialized() and os.environ.get("NARROWS_ARRAYS") != "host":
-        with suppress(RuntimeError):  # which is told where the model is known
+        with suppress(RuntimeError):  # `home_of` reports it once the model is known
             device_home(torch.device(CUDA, torch.cuda.current_device()))
 
 
-_of_gpus: dict[int, DeviceHome[torch.Tensor]] = {}  # a process has one of each
+_of_gpus: dict[int, DeviceHome[torch.Tensor]] = {}  # by GPU number: a process has one home for each
 
 
 def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
-    """On this device. Raises RuntimeError where there are no kernels for it."""
+    """Return the home on this device. Raises RuntimeError if there are no kernels for it, or if they do not work."""
 
     def zeros(count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float32, device=device)
@@ -60,7 +68,7 @@ def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
         return DeviceHome(kernels_for(HOST_DEVICE), zeros, f"{device} as a device")
 
     def allocate(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=device)  # of torch's pool
+        return torch.empty(count, dtype=torch.uint8, device=device)  # from torch's memory pool
 
     def stream() -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
@@ -72,7 +80,7 @@ def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
     home = DeviceHome(kernels, zeros, f"{CUDA}:{number}")
     try:
         home.warm_up()
-    except Exception as error:  # whatever a compiler or a driver may raise: the host's kernels always work
+    except Exception as error:  # a compiler or driver may raise anything; the host's kernels always work
         raise RuntimeError(f"its kernels do not work here ({type(error).__name__}: {error})") from error
     _of_gpus[number] = home
     return home

@@ -16,12 +16,17 @@ from narrows.worker.runtime.child_process import SERVER, NotAWorkerError, is_chi
 
 
 def of_run() -> bool:
-    """This process is a worker of a run, or a child process of one: session.py looks at the same variable."""
+    """True in a worker of a run and in its child processes. session.py reads the same variable."""
     return bool(os.environ.get(SERVER))
 
 
 class TableHolder(Protocol):
-    """The owner of a table's rows in this process (worker/sync/embedding_tables.py)."""
+    """Gives an `Embedding` its rows, and takes their gradients (worker/sync/embedding_tables.py).
+
+    In all methods `number` is the number of the table, and `numbers` are rows of it: int64[n], rising and distinct.
+    look_up waits for the rows and returns float32[n, dim]. prefetch asks for rows of the next step and returns at once.
+    collect keeps the gradient of the rows, [n, dim], until the next push; autograd's threads may call it.
+    """
 
     def look_up(self, number: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]: ...
 
@@ -31,15 +36,25 @@ class TableHolder(Protocol):
 
 
 class Embedding(torch.nn.Embedding):
-    """A table of num_embeddings rows, float32[embedding_dim] each, that begin normal with deviation `std`.
+    """An embedding table whose rows the servers of the run hold.
 
-    Run as plain python it is torch.nn.Embedding(..., sparse=True). In a run this process holds no table: `weight` has no row.
-    A forward pass asks the shards for the rows of its indices, and waits for them; step() pushes gradients of these rows alone.
-    The server steps them, by the class and the hyper-parameters of the optimizer that has `weight`: SGD without momentum,
-    Adagrad or SparseAdam. `seed`: the first values of all rows follow from it, in a run and alone; None: torch's generator
-    gives one. In a run that of the first worker counts.
+    In a script that is run as plain python it is torch.nn.Embedding(..., sparse=True). In a run this process holds no
+    table, and `weight` has no row. A forward pass asks the shards for the rows of its indices, and waits for them.
+    step() pushes the gradients of these rows only. The server steps the rows by the class and the hyper-parameters of
+    the optimizer that has `weight`: SGD without momentum, Adagrad or SparseAdam.
 
-    Raises UsageError for sparse=False, and for a forward pass before DistributedOptimizer was made or after the run.
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: values of a row.
+        sparse: must be True, as the gradients are of single rows.
+        std: the standard deviation of the first values, which are normal with mean 0.
+        seed: the seed of the first values, which are the same in a run and without one. None takes a seed from torch's
+            generator. In a run the first worker's seed counts.
+        device: the device of the rows that a forward pass returns.
+        dtype: their dtype. The servers hold float32.
+
+    Raises:
+        UsageError: sparse=False, or a forward pass before DistributedOptimizer is made or after the run.
     """
 
     def __init__(
@@ -70,15 +85,15 @@ class Embedding(torch.nn.Embedding):
         self._number = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of no run."""
+        """A copy of the module has no holder, and so no part in the run."""
         return self.__dict__ | {"_holder": None}
 
     def held_by(self, holder: TableHolder, number: int) -> None:
-        """From now on its rows are those of table `number` there."""
+        """From now on take the rows from table `number` of `holder`."""
         self._holder, self._number = holder, number
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of these indices, [*input.shape, embedding_dim]."""
+        """Return the rows of these indices, [*input.shape, embedding_dim]. In a run the call waits for the shards."""
         if not self.of_run:
             return super().forward(input)
         holder, numbers, inverse = self._rows_of(input)
@@ -89,13 +104,17 @@ class Embedding(torch.nn.Embedding):
         return torch.nn.functional.embedding(inverse, rows)
 
     def prefetch(self, input: torch.Tensor) -> None:
-        """Ask for the rows of the next step while this one is computed: call it before step()."""
+        """Ask for the rows of the next step's batch while this step is computed. Call it before step().
+
+        Args:
+            input: indices of the next batch, as forward() takes them.
+        """
         if self.of_run:
             holder, numbers, _ = self._rows_of(input)
             holder.prefetch(self._number, numbers)
 
     def _rows_of(self, input: torch.Tensor) -> tuple[TableHolder, npt.NDArray[np.int64], torch.Tensor]:
-        """Who has the rows; which differ, rising; and the place of each index among these."""
+        """Return the holder, the distinct rows of `input` (int64[n], rising), and each index's position in them."""
         if is_child():
             raise NotAWorkerError("a forward pass of an Embedding, whose table is on the servers,")
         if self._holder is None:

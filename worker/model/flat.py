@@ -1,8 +1,20 @@
 """The parameters of a model as one flat float32 array, in registration order, and back.
 
-Takes parameters of each dtype of protocols/config/model_spec.py: TRAINED, on any device. A complex number is two keys,
-its real and its imaginary part. Shared parameters are there once; frozen ones and those that the optimizer does not
-have are not.
+How it works
+
+    parameters    weight [2, 3]        bias [2]      scale (complex) []
+    keys          0 1 2 3 4 5          6 7           8 9 (real, imaginary)
+    offsets       0                    6             8                10
+
+1. `FlatModel` takes the parameters that the optimizer steps, and gives each a range of keys. Any dtype of
+   protocols/config/model_spec.py: TRAINED is taken, on any device.
+2. A complex number is two keys, its real and its imaginary part. A shared parameter is there once. Frozen parameters
+   and those that the optimizer does not have are left out.
+3. `read_keys`, `write_keys` and `read_gradients` copy ranges of keys. Values are converted to and from float32.
+4. `hold` may move all parameters into one tensor, so that a copy of keys is one copy (`memory`).
+5. `writing` keeps torch's version counters right, so that `overwritten` finds only what the script has changed.
+
+`FlatSpace` is what a whole model and a slice of it (model_slices.py) have in common.
 """
 
 from __future__ import annotations
@@ -33,13 +45,19 @@ Array: TypeAlias = (
 
 
 class FlatSpace:
-    """Tensors that lie one after the other, as float32 keys [offsets[0], offsets[-1])."""
+    """Tensors laid out one after the other, as float32 keys [offsets[0], offsets[-1]).
+
+    Args:
+        names: the name of each tensor.
+        parameters: the tensors.
+        offsets: the first key of each tensor, and the end of the last; rising.
+    """
 
     def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
         self.names, self.parameters, self.offsets = names, list(parameters), offsets
-        self.versions: list[int] = []  # of the parameters, as torch counts what is written to them, when we last wrote
-        self.held: torch.Tensor | None = None  # the parameters are views of it, one after the other
-        self._places: list[int] = []
+        self.versions: list[int] = []  # torch's version of each parameter after this class last wrote
+        self.held: torch.Tensor | None = None  # float32[size], the memory of all parameters; None: separate memory
+        self._places: list[int] = []  # the address of each parameter in `held`
 
     @property
     def begin(self) -> int:
@@ -55,54 +73,58 @@ class FlatSpace:
 
     @property
     def total(self) -> int:
-        """Keys of the whole model."""
+        """Number of keys of the whole model, of which `size` are here."""
         return self.size
 
     def written(self) -> None:
-        """The parameters are as we want them."""
+        """Note the parameters' versions: later changes are the script's."""
         self.versions = [parameter._version for parameter in self.parameters]
 
     def overwritten(self) -> str:
-        """The first tensor that somebody else has written to since, or ""."""
+        """Name the first tensor that the script has changed since `written`; "" if none."""
         pairs = zip(self.names, self.parameters, self.versions, strict=True)
         return next((name for name, parameter, version in pairs if parameter._version != version), "")
 
     def anywhere(self, here: bool) -> bool:
-        """Whether something is so in any process that has keys of this model; `here`: in this one."""
+        """Return whether `here` is true in any process that has keys of this model."""
         return here
 
     def whole(self, values: FloatArray) -> FloatArray:
-        """Values of the whole model, float32[total], of which these are those of our keys, on the host."""
+        """Return the values of the whole model, float32[total] on the host.
+
+        Args:
+            values: the values of this process's keys, float32[size] on the host.
+        """
         return values
 
     def hold(self) -> None:
-        """Have the parameters lie one after the other in memory, where that can be."""
+        """Move the parameters into one block of memory, if they allow it."""
 
     def moves(self, ranges: Sequence[Keys]) -> bool:
-        """Whether keys go from one process to another where the shards have these."""
+        """Return whether keys must go from one process to another if the shards have these key ranges."""
         return False
 
     def own(self, ranges: Sequence[Keys]) -> range:
-        """The shards have these keys. Which of them this process exchanges."""
+        """Take over new key ranges of the shards. Returns the shards with which this process exchanges."""
         return range(len(ranges))
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
-        """Keys [begin, end) of the parameters as they lie in memory, unless the script has put a parameter elsewhere."""
+        """Return the memory of keys [begin, end); None without `hold`, or if the script has moved a parameter."""
         if self.held is None or any(p.data_ptr() != at for p, at in zip(self.parameters, self._places, strict=True)):
             return None
         return self.held[begin - self.begin : end - self.begin]
 
     @property
     def plain(self) -> bool:
-        """Every parameter is float32, contiguous and on the CPU: keys [begin, end) of it are memory that NumPy can name."""
+        """True if every parameter is float32, contiguous and on the CPU, so that NumPy can view its memory."""
         return all(_plain(parameter) for parameter in self.parameters)
 
     def name_of(self, key: int) -> str:
-        """The tensor that has this key."""
+        """Name the tensor that has this key."""
         return self.names[bisect_right(self.offsets, key) - 1]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(tensor, low, high) of each tensor that has keys in [begin, end): its keys there are [low, high)."""
+        """Yield (tensor, low, high) for each tensor with keys in [begin, end): its keys there are [low, high)."""
         tensor = bisect_right(self.offsets, begin) - 1
         while tensor < len(self.parameters) and self.offsets[tensor] < end:
             low, high = max(begin, self.offsets[tensor]), min(end, self.offsets[tensor + 1])
@@ -112,7 +134,7 @@ class FlatSpace:
 
     @torch.no_grad()
     def write_keys(self, begin: int, values: Array) -> None:
-        """Set keys [begin, begin + len(values)) of the parameters; in one pass where they are plain."""
+        """Set keys [begin, begin + len(values)) of the parameters to `values`, float32[n]."""
         with writing(self, begin, begin + len(values)):
             self._write_keys(begin, values)
 
@@ -128,14 +150,14 @@ class FlatSpace:
                 np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
                 continue
             numbers = real(parameter.detach())
-            flat = numbers.reshape(-1)  # a copy, where it is not contiguous
+            flat = numbers.reshape(-1)  # a copy, if not contiguous
             flat[low - at : high - at].copy_(as_tensor(part))
             if not numbers.is_contiguous():
                 numbers.copy_(flat.view(numbers.shape))
 
     @torch.no_grad()
     def read_keys(self, begin: int, out: Array) -> None:
-        """Copy keys [begin, begin + len(out)) of the parameters into `out`."""
+        """Copy keys [begin, begin + len(out)) of the parameters into `out`, float32[n]."""
         target = as_tensor(out)
         held = self.memory(begin, begin + len(out))
         if held is not None:
@@ -147,7 +169,7 @@ class FlatSpace:
             target[low - begin : high - begin].copy_(flat[low - at : high - at])
 
     def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
-        """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""
+        """Return the memory of keys [begin, end) of the gradients; None if it is not one run of float32 on the CPU."""
         tensor = bisect_right(self.offsets, begin) - 1
         gradient = self.parameters[tensor].grad
         if end > self.offsets[tensor + 1] or gradient is None or not _plain(gradient):
@@ -189,7 +211,7 @@ class FlatSpace:
 
     @torch.no_grad()
     def read_gradients(self, begin: int, out: Array) -> None:
-        """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros where there is none."""
+        """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros for tensors without a gradient."""
         whole = as_tensor(out)
         for tensor, low, high in self.within(begin, begin + len(out)):
             target = whole[low - begin : high - begin]
@@ -202,12 +224,21 @@ class FlatSpace:
 
 
 def plain(name: str) -> str:
-    """The name of a tensor in the model that torch.compile was given: a run's model is what an uncompiled one loads."""
+    """Return a tensor's name without the prefix of torch.compile, so that an uncompiled model loads the run's model."""
     return name.replace("_orig_mod.", "")
 
 
 class FlatModel(FlatSpace):
-    """Parameters of `model` that `optimizer` steps, but for those whose ids are `apart`: the tables that servers hold."""
+    """The parameters of a model that its optimizer steps.
+
+    Args:
+        model: the module.
+        optimizer: its optimizer; several as a `CombinedOptimizer`.
+        apart: ids of parameters that are left out: the embedding tables that servers hold.
+
+    Raises:
+        UsageError: a parameter has no shape yet or cannot be trained, or optimizer and model do not fit.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -251,11 +282,14 @@ class FlatModel(FlatSpace):
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Have the parameters lie in one tensor, float32[size], where all of them can. Then no copy of keys is of many tensors.
-        The layers of a recurrent net have one tensor of their own already, which cuDNN asks for.
+        """Move the parameters into one tensor, float32[size], if all of them allow it. A copy of keys is then one copy.
 
-        Each parameter has a storage of its own, which is its part of that memory. As views of one storage each of them, and any
-        module of the model, would be saved with the memory of all; safetensors refuses such tensors."""
+        Parameters stay where they are if one is not dense float32, if they are on several devices, or if the model has
+        a recurrent layer, whose parameters already share one tensor, as cuDNN needs it.
+
+        Each parameter gets a storage of its own, which is its part of the memory. If all were views of one storage,
+        saving any of them would save the memory of all; safetensors refuses such tensors.
+        """
         of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
         devices = {p.device for p in self.parameters}
         if len(devices) > 1 or any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
@@ -270,7 +304,7 @@ class FlatModel(FlatSpace):
         return ModelSpec(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree, frozen=self.frozen)
 
     def kept(self) -> list[torch.Tensor]:
-        """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
+        """Return copies of the parameters, on their devices and in their dtypes, for `put_back`."""
         return [parameter.detach().clone() for parameter in self.parameters]
 
     @torch.no_grad()
@@ -281,8 +315,12 @@ class FlatModel(FlatSpace):
 
 @contextmanager
 def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
-    """We write keys [begin, end) of the parameters. Torch is told of what it does not see, as where NumPy or another tensor
-    names their memory: a backward pass through values that are no more is an error then. It is no change of the script's."""
+    """Context in which this package writes keys [begin, end) of the parameters.
+
+    Torch does not see a write through NumPy or through another tensor of the same memory. On exit their versions are
+    increased, so that a backward pass through overwritten values raises an error. `overwritten` does not count the
+    write.
+    """
     before = {tensor: flat.parameters[tensor]._version for tensor, _, _ in flat.within(begin, end)}
     try:
         yield
@@ -296,30 +334,32 @@ def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
 
 
 def as_tensor(values: Array) -> torch.Tensor:
-    """The same memory."""
+    """Return a tensor of the same memory."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers: of a complex tensor [..., 2], its real and imaginary parts. A copy of a gradient that
-    torch keeps as the conjugate of another tensor."""
+    """Return the same memory as real numbers; a complex tensor as [..., 2], its real and imaginary parts.
+
+    A gradient that torch keeps as the conjugate of another tensor is copied.
+    """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_parameter(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Values of all keys of one tensor, float32[keys], in its shape: complex where it is."""
+    """Return the values of one tensor's keys, float32[keys], in the tensor's shape; complex if the tensor is."""
     if DTYPES[spec.dtype].keys > 1:
         return torch.view_as_complex(values.view(*spec.shape, 2))
     return values.view(spec.shape)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """As protocols/config/model_spec.py: DTYPES names it."""
+    """Return the tensor's dtype as protocols/config/model_spec.py: DTYPES names it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: torch.Tensor) -> FloatArray:
-    """The values of a strided tensor as they are, uint8[bytes], on the host."""
+    """Return the bytes of a strided tensor's values, uint8[bytes] on the host."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride() != (1,):  # a single value of another tensor counts as contiguous too
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -328,7 +368,7 @@ def raw_bytes(tensor: torch.Tensor) -> FloatArray:
 
 
 def _why_not_trained(parameter: torch.Tensor) -> str:
-    """Why no run trains this parameter, and the way out; "": it does."""
+    """Return why a run cannot train this parameter, and what to do; "" if it can."""
     if dtype_of(parameter) not in TRAINED:
         return (
             f"is {dtype_of(parameter)}, and no optimizer of torch steps it: keep it in one of {', '.join(TRAINED)}, and "
@@ -341,7 +381,10 @@ def _why_not_trained(parameter: torch.Tensor) -> str:
 
 
 def fingerprint(leaves: Iterable[Any]) -> str:
-    """A hash of the tensors among these, 16 digits; "": there is none. FSDP gathers what it has sharded, one by one."""
+    """Return a hash of the tensors among `leaves`, 16 hexadecimal digits; "" if there are none.
+
+    Tensors that FSDP has sharded are gathered one by one.
+    """
     digest, any_ = hashlib.blake2b(digest_size=8), False
     for leaf in leaves:
         for part in _strided(leaf) if isinstance(leaf, torch.Tensor) else ():
@@ -353,15 +396,18 @@ def fingerprint(leaves: Iterable[Any]) -> str:
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors that together hold what this one does: itself, but for a quantized, sparse or sharded one, and for a
-    subclass that wraps others, as torchao's are."""
+    """Yield the strided tensors that hold the values of `tensor`.
+
+    That is the tensor itself, unless it is quantized, sparse or sharded, or of a subclass that wraps other tensors, as
+    torchao's.
+    """
     if hasattr(tensor, "full_tensor"):
         yield from _strided(tensor.full_tensor())
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _strided(getattr(tensor, name))
     elif tensor.is_quantized:
-        yield tensor.dequantize()  # scales count too
+        yield tensor.dequantize()  # so that its scales count too
     elif tensor.layout == torch.sparse_coo:
         known = tensor.detach().coalesce()
         yield from (known.indices(), known.values())

@@ -1,10 +1,14 @@
-"""Slices of a model that FSDP2 (torch.distributed.fsdp.fully_shard) has sharded over a group: each rank exchanges what it has,
-and nothing is gathered for it.
+"""Slices of a model that FSDP2 (torch.distributed.fsdp.fully_shard) has sharded over a group.
+
+Each rank exchanges the parts that it has; nothing is gathered for an exchange.
+
+    keys    weight[0] bias[0] padding[0] │ weight[1] bias[1] padding[1] │ ...
+            rank 0, `length` keys        │ rank 1, `length` keys        │
 
 Rules
-- The servers take each rank's part of a tensor for a tensor of its own, `weight[0]`, `weight[1]`: rank after rank. All
-  ranks have as many keys as the one that has most: padding fills them up, so that a shard's keys are all of one rank.
-- FSDP sums gradients and gathers parameters. It drops what it has gathered when parameters change here.
+- To the servers each rank's part of a tensor is a tensor of its own: `weight[0]`, `weight[1]`, one rank after the
+  other. Padding gives all ranks as many keys as the rank that has most, so that all keys of a shard are of one rank.
+- FSDP sums gradients and gathers parameters. When parameters change here, FSDP drops what it has gathered (`refresh`).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ PADDING = "padding"
 
 
 class FsdpSlices(ModelSlice):
-    """Raises UsageError for a model that is not sharded over this group alone, each tensor of it."""
+    """See `ModelSlice`. Raises UsageError unless every tensor of the model is sharded over this group only."""
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(flat, inner, group)
@@ -38,9 +42,9 @@ class FsdpSlices(ModelSlice):
         shapes: list[Any] = [
             unpack(each, HEADER_BYTES_MAX) for each in group.told(pack([list(each.shape) for each in locals_]))
         ]
-        self.shapes = [[tuple(shape) for shape in rows] for rows in shapes]  # of each rank
+        self.shapes = [[tuple(shape) for shape in rows] for rows in shapes]  # shape of each tensor's part, by rank
         sizes = [sum(spec.key_count for spec in self._specs(rank)) for rank in range(group.size)]
-        self.length = max(sizes)  # of each rank's part
+        self.length = max(sizes)  # keys of each rank, padding included
         begin = group.rank * self.length
         filled = torch.zeros(self.length - sizes[group.rank], device=locals_[0].device)
         self.parameters = [torch.nn.Parameter(real(each)) for each in (*locals_, filled)]
@@ -52,7 +56,7 @@ class FsdpSlices(ModelSlice):
         self.take_buffers()
 
     def _specs(self, rank: int) -> list[TensorSpec]:
-        """The part of each tensor that this rank has."""
+        """The spec of each tensor's part that rank `rank` has."""
         each = zip(self.flat.specs, self.shapes[rank], strict=True)
         return [TensorSpec(f"{spec.name}[{rank}]", shape, spec.dtype) for spec, shape in each]
 
@@ -62,7 +66,7 @@ class FsdpSlices(ModelSlice):
 
     def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
         specs, groups = list[TensorSpec](), [list[int]() for _ in range(self.flat.groups)]
-        self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # of each tensor, those of its parts
+        self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # by tensor, the indices of its parts
         for rank in range(self.group.size):
             parts = self._specs(rank)
             for tensor, spec in enumerate(parts):
@@ -90,7 +94,7 @@ class FsdpSlices(ModelSlice):
         return range(*split(len(ranges), self.group.size)[self.group.rank])
 
     def reduce(self) -> bool:
-        """FSDP has made the mean already, whatever number of samples each rank had."""
+        """Take over FSDP's gradients, which are means over the ranks already, not weighted by samples."""
         usable, self.samples = self.tallied(), 0
         for parameter, ours in zip(self.flat.parameters, self.parameters, strict=False):
             gradient: Any = parameter.grad
@@ -115,7 +119,7 @@ class FsdpSlices(ModelSlice):
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """The part of it that this process has."""
+    """Return the part of a DTensor that this process has."""
     here: torch.Tensor = tensor.to_local().detach()
     return here
 

@@ -1,9 +1,20 @@
-"""One rank of a group has: some of the model's keys in float32, and its part of the optimizer's state.
+"""The slice of one rank of a group: some of the model's keys in float32, and the optimizer's state of these keys.
+
+How it works (`ModelCut`, where each rank has the whole model)
+
+    backward     whole gradients on each rank
+    reduce       sum over the ranks; each rank keeps its slice
+    step         the optimizer steps the slice: the parameter groups name it meanwhile (`stepped`)
+    exchange     the rank pushes and pulls the keys of its slice, with its shards only
+    spread       each rank's slice to the parameters of all ranks
+
+`FsdpSlices` (fsdp_slices.py) does the same for a model that FSDP has sharded: there FSDP reduces and gathers.
 
 Rules
-- The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
-- The script's model, gradients and parameter groups stay whole. The optimizer sees the slices while it steps; nobody else does.
-- All methods but those of `FlatSpace` are the group's: every rank calls them, in the same order.
+- Slices follow the shards: a rank has the keys of consecutive shards, and exchanges no others.
+- The script's model, gradients and parameter groups stay whole. Only the optimizer sees slices, and only while it
+  steps.
+- Every rank calls all methods but those of `FlatSpace`, in the same order.
 """
 
 from __future__ import annotations
@@ -26,11 +37,20 @@ from narrows.worker.model.module_buffers import load_buffers, pack_buffers
 from narrows.worker.model.optimizers import each_of, why_whole
 
 State = dict[str, Any]
-SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no dimension either
+SCALARS = ("step",)  # entries of an optimizer's state that are never cut, also if the parameter has no dimension
 
 
 class ModelSlice(FlatSpace):
-    """The same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
+    """What all kinds of slices have in common.
+
+    Args:
+        flat: the model as this rank has it.
+        inner: the script's optimizer.
+        group: the group of this rank.
+
+    Raises:
+        UsageError: the optimizer cannot step pieces of tensors, or the ranks have different models.
+    """
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__([], [], [0])
@@ -38,15 +58,15 @@ class ModelSlice(FlatSpace):
             raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
         self.flat, self.inner, self.group = flat, inner, group
         self._check_same()
-        self.slices: list[Keys] = []  # of each rank
-        self.lacking: list[int] = []  # tensors that had no gradient on any rank
-        self.samples = 0  # of this rank's gradient; 0 counts for nothing where another rank has some
-        self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
-        self.scale = 1.0  # of this rank's gradient (torch.amp.GradScaler)
-        self.finite: Callable[[], bool] = lambda: True  # whether this rank's gradient is
+        self.slices: list[Keys] = []  # the keys of each rank
+        self.lacking: list[int] = []  # tensors without a gradient on any rank, in the newest step
+        self.samples = 0  # samples of this rank's gradient; 0 has weight 0 if another rank has samples
+        self.counted = 0  # samples of the newest gradients of all ranks; 0: unknown
+        self.scale = 1.0  # the scale of this rank's gradient (torch.amp.GradScaler)
+        self.finite: Callable[[], bool] = lambda: True  # whether this rank's gradient is finite
 
     def _check_same(self) -> None:
-        """Raise UsageError where the ranks have different models."""
+        """Raise UsageError if the ranks have different models."""
         plans = self.group.told(hashlib.sha256(self.flat.plan("", 0.0).packed()).digest())
         for rank, plan in enumerate(plans):
             if plan != plans[0]:
@@ -63,7 +83,7 @@ class ModelSlice(FlatSpace):
         return self.flat.plan(optimizer, max_grad_norm, degree)
 
     def take_buffers(self) -> None:
-        """All ranks begin with the first one's."""
+        """Load the module buffers of rank 0 in all ranks."""
         buffers = self.group.share(pack_buffers(self.flat.model) if self.group.leads else b"")
         if buffers and not self.group.leads:
             load_buffers(self.flat.model, buffers)
@@ -71,23 +91,25 @@ class ModelSlice(FlatSpace):
     # Steps.
 
     def step(self, norm: float) -> None:
-        """One step of the optimizer along the gradients of this slice, clipped to the L2 norm `norm` (0: not at all)."""
+        """Clip the gradients of all ranks to the L2 norm `norm` (0: no clipping), and step this rank's slice."""
         if norm > 0:
             self._clip(norm)
         with self.stepped():
             self.inner.step()
 
     def stepped(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer steps the slice."""
+        """Context in which the optimizer's groups name the tensors of the slice."""
         return nullcontext()
 
     def reduce(self) -> bool:
-        """The gradients of these keys become the mean over the ranks. False: a rank's gradient is not finite, and there is
-        none."""
+        """Make the gradients of this slice the mean over the ranks.
+
+        Returns False, without a mean, if a gradient of any rank is not finite.
+        """
         raise NotImplementedError
 
     def tallied(self) -> bool:
-        """Have all ranks know which tensors have a gradient, and of how many samples. Whether each rank's is finite."""
+        """Tell all ranks which tensors have a gradient, and of how many samples. Returns whether all are finite."""
         missing = set(self.flat.absent())
         present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
         self.counted, wrong, *ranks = self.group.sums([self.samples, int(not self.finite()), *present])
@@ -95,10 +117,10 @@ class ModelSlice(FlatSpace):
         return not wrong
 
     def _clip(self, norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
+        """Clip the slices of all ranks together, as torch.nn.utils.clip_grad_norm_ does."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
-        squares = float(torch.stack(norms).square().sum()) if norms else 0.0  # the device is waited for once
+        squares = float(torch.stack(norms).square().sum()) if norms else 0.0  # the host waits for the device once
         length = math.sqrt(self.group.sum(squares))
         if length > norm or not math.isfinite(length):
             torch._foreach_mul_(gradients, norm / (length + 1e-6)) if gradients else None
@@ -107,17 +129,21 @@ class ModelSlice(FlatSpace):
         return self.lacking
 
     def spread(self, values: Array | None = None) -> None:
-        """The slices, or these values of them, are the parameters of all ranks."""
+        """Write each rank's slice to the parameters of all ranks.
+
+        Args:
+            values: values of this rank's slice, float32[size]; None: the slice itself.
+        """
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """The parameters of this rank were changed where they lie."""
+        """Note that the parameters of this rank were changed in place."""
 
     def anywhere(self, here: bool) -> bool:
         return bool(self.group.sums([here])[0])
 
     def whole(self, values: FloatArray) -> FloatArray:
-        """The values of all ranks, float32[total]: each gives the values of its keys, on the host."""
+        """Gather the values of all ranks' keys, float32[total]; each rank gives its own, float32[size] on the host."""
         found = torch.zeros(self.total)
         found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
         self.group.assemble(found)
@@ -130,28 +156,28 @@ class ModelSlice(FlatSpace):
         """Keep this rank's slice of a state of whole tensors, as a script has loaded it."""
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer's state is of whole tensors, on the host."""
+        """Context in which the optimizer's state is of whole tensors, on the host."""
         return nullcontext()
 
 
 class ModelCut(ModelSlice):
-    """Slices of a model that each rank has whole: gradients are summed here, and parameters gathered.
+    """Slices of a model that each rank has whole. The ranks sum gradients, and gather parameters.
 
-    Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
-    slice, beside what the optimizer keeps of the slice.
+    Memory on the parameters' device: 4 bytes for each key of the model, in which gradients are summed, 4 bytes for each
+    key of the slice, and the optimizer's state of the slice.
     """
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(flat, inner, group)
-        self.tensors: list[int] = []  # that the slice has keys of
+        self.tensors: list[int] = []  # tensors of which the slice has keys
         flat.hold()
-        for each in each_of(inner):  # of whole tensors, whoever loads it
+        for each in each_of(inner):  # a loaded state is of whole tensors
             each.register_load_state_dict_post_hook(lambda _: self.take_state())
         self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
         self._alike()
 
     def _alike(self) -> None:
-        """All ranks begin with the first one's parameters and buffers."""
+        """Load the parameters and module buffers of rank 0 in all ranks."""
         self.gradient.copy_(as_tensor(self.flat.copy()))
         self.group.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.group.size - 1))
         self.flat.write(self.gradient)
@@ -168,7 +194,7 @@ class ModelCut(ModelSlice):
         return bool(self.slices) and self._of(ranges) != self.slices
 
     def own(self, ranges: Sequence[Keys]) -> range:
-        """As Flat.own; the optimizer's state goes along with its keys."""
+        """Take over new key ranges, as `FlatSpace.own`. The optimizer's state moves with its keys."""
         slices = self._of(ranges)
         if slices != self.slices:
             states = self._whole_states() if self.slices else None
@@ -195,8 +221,10 @@ class ModelCut(ModelSlice):
     # Steps.
 
     def reduce(self) -> bool:
-        """The gradients of these keys become the mean over the ranks, by samples where they were counted. False: a rank's
-        gradient is not finite, and there is none."""
+        """Make the gradients of this slice the mean over the ranks, weighted by samples if they are known.
+
+        Returns False, without a mean, if a gradient of any rank is not finite.
+        """
         usable, total = self.tallied(), self.counted
         weight = (self.samples / total if total else 1.0) / self.scale
         self.samples = 0
@@ -216,7 +244,7 @@ class ModelCut(ModelSlice):
 
     @torch.no_grad()
     def spread(self, values: Array | None = None) -> None:
-        """The slices, or these values of them, into the parameters of all ranks."""
+        """Write each rank's slice, or `values` of it, to the parameters of all ranks."""
         held = self.flat.memory(0, self.total)
         whole = self.gradient if held is None else held
         assert self.held is not None
@@ -230,7 +258,7 @@ class ModelCut(ModelSlice):
 
     @contextmanager
     def stepped(self) -> Iterator[None]:
-        """The optimizer steps the slices."""
+        """Context in which the optimizer's groups name the tensors of the slice."""
         groups = self.inner.param_groups
         kept = [group["params"] for group in groups]
         slices: list[list[torch.Tensor]] = [[] for _ in groups]
@@ -262,7 +290,7 @@ class ModelCut(ModelSlice):
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside, the optimizer's state is of whole tensors, on the host."""
+        """Context in which the optimizer's state is of whole tensors, on the host."""
         state = self.inner.state
         with self.stepped():
             kept = {ours: state[ours] for ours in self.parameters if ours in state}
@@ -279,7 +307,7 @@ class ModelCut(ModelSlice):
                     state[ours] = own
 
     def _whole_states(self) -> dict[int, State]:
-        """By tensor; this rank's parts are no longer in the optimizer."""
+        """Gather the state of each tensor from all ranks, and remove this rank's parts from the optimizer."""
         state, parts, plain = self.inner.state, dict[tuple[int, str], torch.Tensor](), list[list[Any]]()
         with self.stepped():
             for tensor, ours in zip(self.tensors, self.parameters, strict=True):
@@ -312,7 +340,7 @@ class ModelCut(ModelSlice):
 
 
 def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
-    """A value of an optimizer's state has one entry for each of the parameter."""
+    """True if `value` has one entry for each entry of the parameter, so that it is cut with it."""
     return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
 
 
@@ -324,6 +352,9 @@ def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tens
 
 
 def placed(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
-    """Where torch has it after load_state_dict: counts are on the host, but for optimizers that read them elsewhere."""
+    """Return `value` on the device on which torch's load_state_dict puts it.
+
+    Step counts are on the host, unless the optimizer is capturable or fused and reads them on the device.
+    """
     there = name not in SCALARS or group.get("capturable") or group.get("fused")
     return value.to(ours.device) if there and isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Module buffers (BatchNorm): those that a checkpoint of the model itself would have, and what a worker sends of them."""
+"""Module buffers, such as BatchNorm's statistics: a worker sends those that the model's state_dict() has."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ NOT_CARRIED = "the module buffer {!r} is {}, which is not sent: each worker keep
 
 
 class BufferState:
-    """The buffers of `model`. hidden: they are sent as they were before any data."""
+    """The persistent buffers of one model.
+
+    Args:
+        model: the module.
+        hidden: send the buffers as they were before training, because later ones tell of the worker's data
+            (--dp-noise).
+    """
 
     def __init__(self, model: torch.nn.Module, hidden: bool) -> None:
         self.model, self.hidden = model, hidden
         self._before = pack_buffers(model) if hidden else b""
-        self._told = False  # that they are too long to be sent
-        self._misfits: set[str] = set()  # of other workers, that were named
+        self._told = False  # the user was told that the buffers are too long
+        self._misfits: set[str] = set()  # names of misfitting buffers that the user was told of
         for name, buffer in _persistent(model).items():
             if not _travels(buffer):
                 say(NOT_CARRIED.format(name, _kind(buffer)))
@@ -35,23 +41,28 @@ class BufferState:
 
     @property
     def any(self) -> bool:
-        """Whether the model has some that are sent."""
+        """True if the model has buffers that are sent."""
         return bool(self.packed())
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Copies of those that `load` may set, by name, for `put_back`. Caches that a script does not save stay its own."""
+        """Return copies, by name, of the buffers that `load` may set, for `put_back`.
+
+        Buffers that are not persistent, such as caches, are left out.
+        """
         return {name: each.detach().clone() for name, each in _persistent(self.model).items() if _travels(each)}
 
     @torch.no_grad()
     def put_back(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Each buffer that is there under its name has the values of `kept` again. A script may have made some longer, deleted
-        some or added some meanwhile: these are as it left them."""
+        """Set the buffers to the values of `kept`.
+
+        Buffers that the script has added, deleted or resized meanwhile stay as they are.
+        """
         for name, buffer in _persistent(self.model).items():
             if name in kept and _shape(buffer) == _shape(kept[name]):
                 buffer.copy_(kept[name])
 
     def packed(self) -> bytes:
-        """Pack the buffers that are sent; b"" where they are too long."""
+        """Pack the buffers that are sent; b"" if they are longer than BUFFERS_BYTES_MAX."""
         packed = self._before if self.hidden else pack_buffers(self.model)
         if len(packed) <= BUFFERS_BYTES_MAX:
             return packed
@@ -61,7 +72,10 @@ class BufferState:
         return b""
 
     def load(self, packed: bytes) -> None:
-        """Set the buffers that `packed` has. One that does not fit is left out, and named once. Raises RemoteProtocolError."""
+        """Set the buffers that `packed` has. The user is told once of each buffer that does not fit.
+
+        Raises RemoteProtocolError for bytes that are no packed buffers.
+        """
         for name, text in load_buffers(self.model, packed).items() if packed else ():
             if name not in self._misfits:
                 self._misfits.add(name)
@@ -70,8 +84,11 @@ class BufferState:
 
 
 class FirstStatistics:
-    """A copy of the running statistics of a model, as they were after the last step that was not skipped. Torch does not count
-    their changes, so they are copied after each step: they have a value for each channel."""
+    """A copy of a model's running statistics, as they were after the last step that was not skipped.
+
+    Torch does not count changes of these buffers, so they are copied after each step. They are small: one value for
+    each channel.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.modules = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
@@ -87,9 +104,12 @@ class FirstStatistics:
 
     @torch.no_grad()
     def stepped(self, skipped: bool) -> None:
-        """A mean that a forward pass has made NaN or infinite would stay so: where the step is skipped it goes back."""
+        """Copy the statistics after a step; after a skipped step put back those that are not finite.
+
+        A running mean that a forward pass has made NaN or infinite would stay so.
+        """
         now = self._now()
-        if [each.shape for each in now] != [each.shape for each in self.kept]:  # the script has made others
+        if [each.shape for each in now] != [each.shape for each in self.kept]:  # the script has replaced some
             self.kept = self._copies()
             return
         for each, copy in zip(now, self.kept, strict=True):
@@ -100,7 +120,7 @@ class FirstStatistics:
 
 
 def pack_buffers(model: torch.nn.Module) -> bytes:
-    """The persistent buffers of `model` by name, or b"" where it has none."""
+    """Pack the persistent buffers of `model` by name; b"" if it has none."""
     arrays: dict[str, NamedArray] = {
         name: (dtype_of(buffer), tuple(buffer.shape), raw_bytes(buffer).tobytes())
         for name, buffer in _persistent(model).items()
@@ -110,7 +130,7 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
 
 
 def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint of the model itself would have, by name."""
+    """The buffers, by name, that the model's state_dict() has."""
     kept = model.state_dict(keep_vars=True)
     return {plain(name): each for name, each in model.named_buffers(remove_duplicate=False) if name in kept}
 
@@ -124,7 +144,7 @@ def _travels(buffer: torch.Tensor) -> bool:
 
 
 def _kind(buffer: torch.Tensor) -> str:
-    """Its dtype, or its layout where it is not strided."""
+    """The buffer's dtype, or its layout if it is not strided."""
     return dtype_of(buffer) if buffer.layout == torch.strided else str(buffer.layout).removeprefix("torch.")
 
 
@@ -132,7 +152,7 @@ def load_buffers(model: torch.nn.Module, packed: bytes) -> dict[str, str]:
     """Set the buffers of `model` that `packed` has under the same name, shape and dtype. Raises RemoteProtocolError.
 
     Returns:
-        For the name of each buffer that does not fit, a sentence.
+        By name, a sentence about each buffer that does not fit.
     """
     mine, misfits = _persistent(model), dict[str, str]()
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""How an optimizer's update grows with the gradient: with its size, as that of SGD, or not at all, as that of AdamW.
+"""Measures how an optimizer's update grows with the gradient: in proportion, as for SGD, or not at all, as for AdamW.
 
-The server asks before it scales a mean of updates (ps/store/update_gain.py). No list of classes answers it: each optimizer is
-tried on a parameter of its own.
+The server needs the degree to scale a mean of updates (ps/store/update_gain.py). There is no list of classes: an
+optimizer of the same class and hyper-parameters steps a small matrix, once along gradients and once along twice these
+gradients.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 
 from narrows.worker.model.optimizers import each_of
 
-HOW = ("capturable", "differentiable", "foreach", "fused")  # a step is carried out: not all can be on a plain parameter
-STEPS = 8  # the first ones of some are not like the others: RAdam begins to divide at the sixth
+HOW = ("capturable", "differentiable", "foreach", "fused")  # left out: not all work on the matrix
+STEPS = 8  # of which the last is measured: first steps may differ, as RAdam begins to divide at the sixth
 
 
 def degree_of(inner: torch.optim.Optimizer) -> float:
-    """From 0, where twice the gradient makes the same update, to 1, where it makes twice the update; of several groups and
-    optimizers the mean by parameters. One that cannot be tried counts as 1: nothing is scaled then."""
+    """Return the degree of an optimizer: 0 if twice the gradient makes the same update, 1 if it makes twice the update.
+
+    Several groups and optimizers have their mean, weighted by parameters. An optimizer that raises an error in the
+    measurement counts as 1, with which no update is scaled.
+    """
     degrees = [
         (sum(p.numel() for p in group["params"] if p.requires_grad), _tried(type(optimizer), group))
         for optimizer in each_of(inner)
@@ -29,31 +33,31 @@ def degree_of(inner: torch.optim.Optimizer) -> float:
     ]
     count = sum(size for size, _ in degrees)
     mean = sum(size * degree for size, degree in degrees) / count if count else 1.0
-    return round(min(max(mean, 0.0), 1.0), 2)  # 2 digits: the same on every machine
+    return round(min(max(mean, 0.0), 1.0), 2)  # two digits are the same on every machine
 
 
 def _tried(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> float:
-    taken = inspect.signature(kind).parameters.keys() - {"params"}  # a group may have more, of a scheduler or of torch
+    taken = inspect.signature(kind).parameters.keys() - {"params"}  # torch and schedulers add other entries to a group
     values = {name: value for name, value in group.items() if name in taken - {*HOW}}
     values |= {name: 0.0 for name in ("weight_decay",) if name in values}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             once, twice = (_moved(kind, values, size) for size in (1.0, 2.0))
-    except Exception:  # whatever an optimizer of the script's own may raise
+    except Exception:  # a script's own optimizer may raise anything
         return 1.0
     return math.log2(twice / once) if once > 0 and twice > 0 else 1.0
 
 
 def _moved(kind: type[torch.optim.Optimizer], values: dict[str, Any], size: float) -> float:
-    """How far a matrix of zeros is moved by the last of some steps along gradients of this size."""
+    """Return the L2 length of the last of STEPS updates of a matrix of zeros, along gradients of this size."""
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     draws = not kind.__module__.startswith(
         "torch."
-    )  # one of the script's own may: alike for each size, and for the script
+    )  # a script's own optimizer may draw random numbers: the same for each size, and none of the script's
     with torch.random.fork_rng(devices=[], enabled=draws):
         optimizer = kind([weight], **(values | {"lr": 1e-3}))
-        getattr(optimizer, "train", lambda: None)()  # schedule-free ones step after it alone
+        getattr(optimizer, "train", lambda: None)()  # schedule-free ones step only after train()
         for step in range(STEPS):
             before = weight.detach().clone()
             weight.grad = size * torch.tensor([[1.0, -0.5], [0.25, 2.0 + 0.1 * step]])

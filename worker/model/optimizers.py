@@ -1,7 +1,7 @@
 """Several torch optimizers as one, such as Muon for the matrices of hidden layers and AdamW for the rest.
 
 Rules
-- Groups and state are those that the optimizers have at the moment: a script, or a scheduler, may go on using each of them.
+- Groups and state are read from the optimizers at each access, so a script or a scheduler may go on using each of them.
 - A closure is evaluated once, before the first optimizer steps.
 """
 
@@ -21,8 +21,15 @@ from narrows.protocols.errors import UsageError
 def as_one(
     inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """One optimizer is itself. Raises UsageError for several that cannot step together, and for arguments that are no
-    optimizer and no module; `model` names the parameters."""
+    """Return one optimizer for one or several: a single one itself, several as a `CombinedOptimizer`.
+
+    Args:
+        inner: an optimizer, or a list or container of optimizers.
+        model: the module, which names parameters in errors.
+
+    Raises:
+        UsageError: the arguments are no optimizer and no module, or the optimizers cannot step together.
+    """
     signature = "DistributedOptimizer(optimizer, model)"
     if isinstance(inner, torch.nn.Module):
         raise UsageError(f"{signature}: the optimizer is a {type(inner).__name__}, a module; give the optimizer first")
@@ -46,14 +53,19 @@ def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def why_whole(kind: type[torch.optim.Optimizer]) -> str:
-    """Why pieces of tensors cannot be stepped by an optimizer of this class each; "": they can."""
+    """Return why an optimizer of this class can step whole tensors only; "" if it can step pieces of tensors."""
     if kind.__module__.split(".")[:2] != ["torch", "optim"]:
         return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
     return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Its groups and its state are those of all `optimizers`, and a step of it is one of each, in order."""
+    """Several optimizers as one: it has the groups and the state of all, and each step steps all of them in order.
+
+    Args:
+        optimizers: the optimizers, each with its own parameters.
+        model: the module, which names parameters in errors.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
         self.optimizers = tuple(optimizers)
@@ -61,7 +73,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             _check_takes_no_closure(optimizer)
         _check_disjoint(self.optimizers, model)
         first, *others = self.optimizers
-        # A scheduler asks for names here that it then looks for in every group.
+        # A scheduler looks here for names that it then expects in every group.
         self._building = True
         common = {name: value for name, value in first.defaults.items() if all(name in o.defaults for o in others)}
         super().__init__(self.param_groups, common)
@@ -74,7 +86,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Each optimizer gets as many of them as it has, in order. The constructor of torch sets it too, to none."""
+        """Give each optimizer as many groups as it has, in order. An assignment by torch's constructor is ignored."""
         if self._building:
             return
         if len(groups) != len(self.param_groups):
@@ -87,7 +99,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.param_groups = [next(left) for _ in optimizer.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The constructor of torch adds each group. Any other is refused."""
+        """Accept the groups that torch's constructor adds. Raises UsageError for any other group."""
         if not any(param_group is group for group in self.param_groups):
             raise UsageError(
                 f"add_param_group: {len(self.optimizers)} optimizers are wrapped, and the group may be for any of them: "
@@ -95,7 +107,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The closure is evaluated once: each optimizer steps along the same gradients, as without a closure."""
+        """Evaluate the closure once, step each optimizer along the same gradients, and return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,11 +117,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state_dict of each optimizer, in order, under "optimizers"."""
+        """Return the state_dict of each optimizer, in order, as a list under "optimizers"."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UsageError for a state of another number of optimizers."""
+        """Load the state of each optimizer. Raises UsageError for a state of another number of optimizers."""
         states = state_dict.get("optimizers", [state_dict])
         if len(states) != len(self.optimizers):
             raise UsageError(
@@ -121,13 +133,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 class CombinedState(MutableMapping[Any, Any]):
-    """The state of several optimizers, by parameter; what is set goes to the optimizer that steps the parameter."""
+    """The state of several optimizers, by parameter. A value is set in the optimizer that steps the parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
 
     def _with(self, key: Any) -> dict[Any, Any]:
-        """The state that has this key, or is to have it."""
+        """Return the state of the optimizer that has this parameter."""
         for optimizer in self.optimizers:
             if key in optimizer.state or any(key is p for g in optimizer.param_groups for p in g["params"]):
                 return optimizer.state
@@ -143,7 +155,7 @@ class CombinedState(MutableMapping[Any, Any]):
         del self._with(key)[key]
 
     def __contains__(self, key: object) -> bool:
-        """Asking adds nothing: the states of torch are defaultdicts."""
+        """Look the parameter up without adding it: torch's states are defaultdicts."""
         return any(key in optimizer.state for optimizer in self.optimizers)
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,8 +166,14 @@ class CombinedState(MutableMapping[Any, Any]):
 
 
 def call_step_hooks(inner: torch.optim.Optimizer, after: bool) -> None:
-    """Call the hooks of each optimizer's step as torch does before it and after it, where a server takes the step. No closure
-    is left to be called, so what a hook returns counts for nothing."""
+    """Call the step hooks of each optimizer in torch's order, although the server takes the step.
+
+    The return value of a hook is ignored, since no closure is left to call.
+
+    Args:
+        inner: the optimizer.
+        after: call the post hooks; else the pre hooks.
+    """
     for each in each_of(inner):
         of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
         own = each._optimizer_step_post_hooks if after else each._optimizer_step_pre_hooks
@@ -167,7 +185,7 @@ def call_step_hooks(inner: torch.optim.Optimizer, after: bool) -> None:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, such as LBFGS, cannot step without a closure."""
+    """True if this optimizer cannot step without a closure, as LBFGS."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)
 
@@ -182,7 +200,7 @@ def _check_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_disjoint(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
-    """Raise UsageError naming a parameter that two of them have."""
+    """Raise UsageError with the name of a parameter that two of the optimizers have."""
     names = {id(p): repr(name) for name, p in model.named_parameters()}
     seen: set[int] = set()
     for optimizer in optimizers:

@@ -1,15 +1,15 @@
-"""What a script changes of its model beside training it, and what it is told of that.
+"""Finds what a script changes of its model other than by training it, and warns the user.
 
 How it works
-    1. `WeightEditCheck.look` runs before each step and before the shared model is shown.
-    2. `RegisteredTensor` compares the tensors that the model has with those of its beginning. A replaced or converted
-    parameter ends
-       the worker with a sentence; a new one that nobody shares is named once.
-    3. `WeightEditCheck` tells once where a weight was written between two steps and that change is no plain part of an update.
-    4. `OwnedTensor` are parameters that no optimizer steps, such as a teacher that the script moves towards its
-    student. Their values
-       are compared by a sample. Those that have changed are named once, and worker/checkpoint/optimizer_state.py keeps
-       them in its file.
+1. `WeightEditCheck.look` runs before each step, and before the shared model is shown.
+2. `RegisteredTensor` compares the model's parameters with those that it had when DistributedOptimizer was made. A
+   replaced or converted parameter ends the worker with a sentence. A new parameter, which no other worker has, is named
+   once.
+3. `WeightEditCheck` warns once if the script has written a weight between two steps, in modes in which an update does
+   not carry that change as it is.
+4. `OwnedTensor` has the parameters that no optimizer steps, such as a teacher that the script moves towards its
+   student. It compares a sample of their values. The user is told once of those that have changed, and
+   worker/checkpoint/optimizer_state.py keeps them in its file.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SAMPLE = 256  # values of a tensor that are compared: a moving average changes n
 
 
 class RegisteredTensor:
-    """The parameters that a model has, as it had them when its optimizer was wrapped."""
+    """The parameters that a model had when its optimizer was wrapped."""
 
     def __init__(self, flat: FlatModel) -> None:
         self.flat = flat
         self.shapes = [(parameter.shape, parameter.dtype) for parameter in flat.parameters]
         self.sharded = any(hasattr(parameter, "placements") for parameter in flat.parameters)
-        self.known: dict[int, torch.Tensor] = {}  # by id: while we keep it no other tensor has that id
-        self.lost: set[str] = set()
+        self.known: dict[int, torch.Tensor] = {}  # by id; a tensor in this dict keeps its id
+        self.lost: set[str] = set()  # names of parameters that are no longer in the model
         self._take()
 
     def _take(self) -> None:
@@ -71,7 +71,7 @@ class RegisteredTensor:
         self.known |= {id(parameter): parameter for parameter in self.flat.model.parameters()}
 
     def _same(self) -> bool:
-        """Each module has the parameters and the children that it had."""
+        """Return whether each module has the parameters and children that it had at the last check."""
         return all(
             len(parameters) == len(module._parameters)
             and len(children) == len(module._modules)
@@ -81,7 +81,7 @@ class RegisteredTensor:
         )
 
     def check(self) -> None:
-        """Say once which parameters are new. Raise UsageError where a parameter of the run was replaced or converted."""
+        """Warn of each new parameter once. Raises UsageError if a parameter of the run was replaced or converted."""
         for name, parameter, had in zip(self.flat.names, self.flat.parameters, self.shapes, strict=True):
             if (parameter.shape, parameter.dtype) != had:
                 before, now = (
@@ -89,7 +89,7 @@ class RegisteredTensor:
                     for shape, dtype in (had, (parameter.shape, parameter.dtype))
                 )
                 raise UsageError(CONVERTED.format(name, before, now))
-        if self.sharded or self._same():  # FSDP puts its own tensors in for a while
+        if self.sharded or self._same():  # FSDP replaces parameters by its own for a while
             return
         named = {plain(name): parameter for name, parameter in self.flat.model.named_parameters(remove_duplicate=False)}
         here = {id(parameter) for parameter in named.values()}
@@ -105,10 +105,14 @@ class RegisteredTensor:
 
 
 class OwnedTensor:
-    """Parameters of a model that no optimizer steps. `kept_in`: the folder that a state of them is kept in, if any."""
+    """The parameters of a model that no optimizer steps.
+
+    Attributes:
+        kept_in: the folder in which their state is kept; "": none.
+    """
 
     def __init__(self, flat: FlatModel, stepped: Collection[int]) -> None:
-        """`stepped`: ids of the parameters that some optimizer steps."""
+        """Take samples of the parameters of `flat.model`, except those whose ids are in `stepped`."""
         self.tensors = {
             plain(name): parameter
             for name, parameter in flat.model.named_parameters()
@@ -120,7 +124,7 @@ class OwnedTensor:
         self._told = False
 
     def look(self, step: int) -> None:
-        """After each step of the script; at 1, 2, 4, 8, ... they are compared, and those that have changed are named once."""
+        """Compare the samples after steps 1, 2, 4, 8, ..., and warn once if some tensors have changed."""
         if self._told or step & (step - 1) or not (names := self.changed()):
             return
         self._told = True
@@ -128,18 +132,18 @@ class OwnedTensor:
         say(OWNED.format(names[0], more, KEPT.format(self.kept_in) if self.kept_in else NOT_KEPT))
 
     def changed(self) -> list[str]:
-        """The names of those that have changed since the optimizer was wrapped, in the order of the model."""
+        """Return the names of the tensors that have changed since the optimizer was wrapped, in the model's order."""
         same = [name for name in self.tensors if name not in self._changed]
         self._changed |= {name for name in same if _sample(self.tensors[name]) != self._first[name]}
         return [name for name in self.tensors if name in self._changed]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of those that have changed, on the host."""
+        """Return copies of the tensors that have changed, on the host."""
         return {name: self.tensors[name].detach().to("cpu", copy=True) for name in self.changed()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned in another process. A tensor of another name or shape is left out, and named."""
+        """Load what `state` returned in another process. A tensor of another name or shape is left out, with a warning."""
         for name, values in state.items():
             mine = self.tensors.get(name)
             if mine is None or mine.shape != values.shape:
@@ -150,7 +154,7 @@ class OwnedTensor:
 
 
 def _readable(parameter: torch.Tensor) -> bool:
-    """A script may move it in place, and this process has all of it."""
+    """Return whether a script may change the parameter in place, and this process has all of it."""
     strided = (
         parameter.layout == torch.strided and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter)
     )
@@ -158,7 +162,7 @@ def _readable(parameter: torch.Tensor) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """The bits of SAMPLE values of it, or of all where it has fewer."""
+    """Return the bytes of about SAMPLE values of the tensor, or of all values if it has fewer."""
     stride = 1 + tensor.numel() // SAMPLE
     if tensor.is_contiguous():
         return raw_bytes(tensor.detach().view(-1)[::stride]).tobytes()
@@ -168,7 +172,13 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 
 class WeightEditCheck:
-    """Of the parameters `flat`, in a run of these settings. `apart`: ids of those that servers step beside them."""
+    """Finds the script's changes of one model.
+
+    Args:
+        flat: the parameters of the run.
+        apart: ids of the parameters that are embedding tables of the servers.
+        settings: the settings of the run.
+    """
 
     def __init__(self, flat: FlatModel, apart: Collection[int], settings: Settings) -> None:
         inexact = NOT_JUST_THAT if settings.outer_momentum > 0 or settings.merge_delay > 0 else ""
@@ -177,11 +187,14 @@ class WeightEditCheck:
         self.owned = OwnedTensor(flat, {*map(id, flat.parameters), *apart})
 
     def ours(self) -> None:
-        """We have written the parameters."""
+        """Note that this package has written the parameters, so the change is not the script's."""
         self.flat.written()
 
     def look(self) -> None:
-        """The script has had the parameters since. Raises UsageError where one of the run's is gone for another."""
+        """Check what the script has changed since the last call.
+
+        Raises UsageError if a parameter of the run was replaced or converted.
+        """
         self.registered.check()
         if self.text and (tensor := self.flat.overwritten()):
             complain(self.text.format(tensor))

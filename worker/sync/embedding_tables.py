@@ -1,4 +1,4 @@
-"""The worker's side of embedding tables, whose rows the servers hold: pulls the rows of a batch, and pushes their gradients.
+"""The worker's side of embedding tables: pulls the rows of a batch from the servers, and pushes their gradients.
 
 The main thread owns it; autograd's threads may hand in gradients of rows.
 
@@ -104,9 +104,7 @@ class EmbeddingTables:
         self._wait_until: ShardWait | None = None
         self._shards: ShardExchanges | None = None  # None before and after the run
         self.up = self.down = 0  # codings of rows, keys of rows.CODINGS: of gradients, and of values
-        self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [
-            [] for _ in self.specs
-        ]  # gradients since the last push
+        self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
         self.ahead: dict[int, PendingRows] = {}  # prefetched rows, by table
         self.wanted: dict[tuple[int, int], Buffer | None] = {}  # answers by (shard, request); None: not received yet
         self.requests = 0
