@@ -1,4 +1,4 @@
-"""ps-serve: its flags. The work is done in serve.py."""
+"""The flags of ps-serve. serve.py does the work."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def add(name: str, folder: str, role: str) -> None:
     from narrows.protocols.runtime.network.key_files import add as added
 
     flag = "ps-worker --key" if role == "worker" else "ps-serve --parent-key"
-    with contextlib.suppress(OSError, ValueError):  # no stdout, or one that is no file of the system
+    with contextlib.suppress(OSError, ValueError):  # there is no stdout, or stdout has no file descriptor
         output = sys.stdout.fileno()
         if stat.S_ISREG(os.fstat(output).st_mode):
             os.fchmod(output, 0o600)

@@ -1,4 +1,20 @@
-"""ps-serve at work: what its flags mean, where its files go, and how it ends. Exit codes: docs/reference.md."""
+"""The work of ps-serve: check the flags, choose the folder of the checkpoints, run the shards, and end.
+
+How it works
+
+1. `serve` resolves the addresses of --parent, --standby and --join, and names hosts that are not known yet.
+2. With --join, remote_shards.py does the rest: this machine then hosts shards of another server.
+3. With --standby, `original_of` asks the primary for the settings of the run; else the flags give the settings.
+4. The `ShardSupervisor` begins to import what shards need. Meanwhile `checked` and `secrets_checked` check the flags
+   and keys, and `serve` makes or opens the folder of the checkpoints. Without one, checkpoints go to a scratch folder.
+5. `cluster.start()` starts the shards. `announce` prints the address and the ps-worker command, and writes
+   --ready-file.
+6. `cluster.watch()` shows events until all shards have ended; `cluster.merge()` then writes the whole model.
+7. However `serve` ends, it kills the shards that are left and removes the scratch folder and folders that are still
+   empty.
+
+docs/reference.md lists the exit codes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +37,26 @@ from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 from narrows.ps.command.shard_supervisor import ShardSupervisor
 
-PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
+# The environment variable with the digest of the plan.json: ps-serve --plan sets it for the servers that it starts.
+PLAN_DIGEST = "NARROWS_PLAN_DIGEST"
 
 
 def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, replicas: int = 0) -> tuple[str, int]:
-    """(host, port) to bind. Raises UsageError where the flags do not go together."""
+    """Check the flags of a run against each other.
+
+    Args:
+        settings: the settings of the run.
+        bind: the value of --bind.
+        parent: the value of --parent, "" at the root.
+        open_to_all: neither --keys nor --insecure is given, so only a loopback address is allowed.
+        replicas: the value of --replicas.
+
+    Returns:
+        The host and the port to bind.
+
+    Raises:
+        UsageError: the flags exclude each other.
+    """
     from narrows.compression import SpecError, ladder, parse
 
     for name in ("compress", "compress_down"):
@@ -61,7 +92,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
 
 
 def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
-    """Raises UsageError where the keys are none."""
+    """Read the server's keys and the key for its parent. Raise UsageError where a file holds no such key."""
     from narrows.protocols.runtime.network.key_files import member_key, server_key
 
     if keys:
@@ -128,7 +159,7 @@ def serve(
     cluster.prepare()
     from narrows.protocols.runtime.network import encryption_cost
     from narrows.protocols.runtime.processes.scratch import ScratchFolder, lock
-    from narrows.ps.checkpoints import checkpoint_files  # and NumPy, while others import
+    from narrows.ps.checkpoints import checkpoint_files  # imports NumPy, while the fork server imports what shards need
 
     folder, scratch, held = "", None, None
     try:
@@ -140,10 +171,10 @@ def serve(
         if resume and (told := ended(Path(folder), run_id, steps)):
             say(told)
         held = lock(folder) if folder else None
-        mixes = cluster.settings.mode().rule is Rule.MIX  # then the workers have the models
+        mixes = cluster.settings.mode().rule is Rule.MIX  # gossip: the workers hold the models
         if resume and not mixes and (why := checkpoint_files.why_anew(folder)):
             say(f"--resume: {why}")
-        scratch = None if folder else ScratchFolder()  # a shard that dies goes on from there
+        scratch = None if folder else ScratchFolder()  # holds the checkpoints from which a dead shard is restarted
         if scratch and cluster.settings.checkpoint_every > 0:
             every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
@@ -152,7 +183,8 @@ def serve(
             cluster.glance.record = open_record(record, say)
         cluster.glance.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.told = {
-            "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
+            "first_epoch": time.time_ns() // 1_000_000
+            << 10,  # greater than the epochs of earlier processes of this run
             "checkpoint_dir": scratch.path if scratch else folder,
             "keeps": bool(folder),
             "secret": secrets.token_hex(16),
@@ -193,7 +225,7 @@ def serve(
 
 
 def begin_anew(folder: str) -> None:
-    """Move what an earlier run has left there out of the way. Raises UsageError."""
+    """Move the files of an earlier run to a folder inside `folder`. Raise UsageError where that fails."""
     from narrows.ps.checkpoints import checkpoint_files
 
     if folder in ("", "none"):
@@ -209,9 +241,18 @@ def begin_anew(folder: str) -> None:
 
 
 def ended(folder: Path, run_id: str, steps: int) -> str:
-    """Say what becomes of a run that has ended, "": none has in this folder. `steps`: to which it is to go on, 0: to none.
+    """Describe what --resume does with a run that has already ended.
 
-    Raises UsageError where it is not to go on: its workers would make no step, and show a model of another script or seed.
+    Args:
+        folder: the folder of the checkpoints.
+        run_id: the value of --run-id. Workers of the run with this name may join again, to get its model.
+        steps: the value of --steps, 0 where it is not given. A run that ended after fewer steps goes on.
+
+    Returns:
+        A line for the console; "" if no run has ended in this folder, or if the run goes on to `steps`.
+
+    Raises:
+        UsageError: the run has ended for good. Workers would make no step and show the model of another script or seed.
     """
     from narrows.ps.checkpoints import whole_model
 
@@ -235,7 +276,24 @@ def ended(folder: Path, run_id: str, steps: int) -> str:
 def original_of(
     standby: str, keys: str, parent_key: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any
 ) -> dict[str, Any]:
-    """Ask the server at `standby` what one that stands by for it must know. Raises UsageError and UnreachableError."""
+    """Ask the primary at the address `standby` for what its standby needs.
+
+    Args:
+        standby: the address of the primary.
+        keys: the folder of the server's keys, "" for none.
+        parent_key: the file of the cluster's key at its parent, "" for none.
+        insecure: the user allows addresses beyond loopback without keys.
+        bind: the value of --bind of this standby.
+        flags: the flags of a run that the user has given. None are allowed: the primary has them.
+        more: true if the user has given another flag that the primary decides, such as --resume.
+
+    Returns:
+        The primary's settings, its ports, and the values that it gives its shards.
+
+    Raises:
+        UsageError: a flag does not go with --standby.
+        UnreachableError: the primary does not answer.
+    """
     from narrows.ps.process.bootstrap_client import ask
 
     if flags or more:
@@ -253,7 +311,13 @@ def original_of(
 
 
 def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name: str) -> None:
-    """Raise UsageError unless this server and the one at `address` may trust each other, and workers reach this one."""
+    """Check that this server may trust the server at `address`, and that workers of other machines can dial this
+    server.
+
+    Raises:
+        UsageError: an address is beyond loopback and neither --keys nor --insecure is given, or this server binds a
+            loopback address while the other server stands on another machine.
+    """
     (there, _), (host, _) = parse_address(flag, address), parse_address("--bind", bind, any_port=True)
     if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
         text = "it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
@@ -263,7 +327,7 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
 
 
 def announce(cluster: ShardSupervisor) -> None:
-    """Say that workers can join, and where."""
+    """Print the address at which workers can join, and write --ready-file."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.write_ready()

@@ -1,6 +1,23 @@
-"""The shard processes of one ps-serve: started, started again where one dies, and ended.
+"""The supervisor of one ps-serve: it starts the shard processes, restarts a dead one, and ends them.
 
-It owns the processes; each process owns its shard.
+The supervisor owns the processes; each process owns its shard.
+
+How it works
+
+1. `prepare` starts the fork server, which imports once what all shards need.
+2. `start` starts shard 0 and waits for its port, then the other shards, which dial shard 0.
+
+       ps-serve --- config as one line of JSON on stdin ---> shard process
+                <-- events as lines of JSON on stdout ------
+
+3. `watch` takes one event after the other. "log" events go to the console, the dashboard and the record; "alive" moves
+   the time by which the next sign of life must arrive. A shard whose sign of life is late is killed.
+4. The event "exit" means that a process has ended. `RestartPolicy` says whether the shard starts again, from its
+   journal or from a checkpoint. A restarted shard binds the port of its predecessor, so members find it at the same
+   address.
+5. On a signal `watch` sends "stop" to shard 0. Shard 0 writes a checkpoint and ends the run; the other shards follow
+   it. A standby sends "stop" to each of its shards. After `end_s` seconds, or at a second signal, shards are killed.
+6. `merge` writes the whole model of the last checkpoint; `kill` ends what is left.
 """
 
 from __future__ import annotations
@@ -30,71 +47,73 @@ from narrows.ps.command.standby_notice import StandbyNotice
 from narrows.ps.dashboard.run_watch import RunWatch
 from narrows.ps.process.main import JOURNAL
 
-START_S = 120.0  # a cold machine compiles kernels first
+START_S = 120.0  # all shards must have bound within this; a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"
-END_S = (
-    40.0  # a shard that does not end within this after the stop is killed, or within what it says one event may take
-)
-LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
+END_S = 40.0  # seconds from "stop" to the kill of a shard; longer where a shard has said that one event takes longer
+LIFE_EPOCHS = 1 << 32  # more epochs than one process of shard 0 counts
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
 OPTIMIZERS = [("importing torch ...", "narrows.ps.store.torch_optimizer:warm_up")]  # where gradients are pushed
 
 
 def environment(hash_seed: str) -> dict[str, str]:
-    """Each shard has one thread, and no module of the folder in which ps-serve was started."""
+    """Return the environment of a shard: one thread, and no imports from the folder in which ps-serve was started."""
     ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
     return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": hash_seed}
 
 
 class ShardSupervisor:
-    """The shard processes of one ps-serve."""
+    """The shard processes of one ps-serve, and what the supervisor knows of them."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.host, self.port = "", 0
-        self.address = ""  # that workers were told
-        self.ready_file = ""
+        self.address = ""  # printed for workers; "" until all shards have bound
+        self.ready_file = ""  # --ready-file, "" for none
         self.glance = RunWatch()
-        self.told: dict[str, Any] = {}  # what every shard is told
+        self.told: dict[str, Any] = {}  # the part of the config that is the same for every shard
         self.children = ChildProcesses()
-        self.hash_seed = self.children.hash_seed  # of all lives of a shard: they take sets in the same order
+        self.hash_seed = self.children.hash_seed  # the same for all processes of a shard: a replay takes sets in order
         self.standing = StandbyNotice()
-        self.follows: dict[int, str] = {}  # shards that copy others, and where those are
-        self.ready = False  # shards can be started
-        self.shards: dict[int, StartedChild] = {}
-        self.stopping = False
-        self.ports: dict[int, int] = {}  # of those that are bound
-        self.done: set[int] = set()  # that said so
-        self.ended: set[int] = set()
+        self.follows: dict[int, str] = {}  # by shard of a standby, the address of the primary's shard that it copies
+        self.ready = False  # the fork server can start shards
+        self.shards: dict[int, StartedChild] = {}  # by shard, its present process
+        self.stopping = False  # "stop" has been sent
+        self.ports: dict[int, int] = {}  # by shard that has bound, its port
+        self.done: set[int] = set()  # shards that have sent "done"
+        self.ended: set[int] = set()  # shards whose process has ended and is not restarted
         self.lives = RestartPolicy(settings.shards)
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
-        self.checkpoint = -1  # clock of the newest
-        self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
-        self.run_id = ""  # as --run-id says
-        self.end: dict[str, Any] = {}  # of the run, once its workers have done it
+        self.checkpoint = -1  # clock of the newest checkpoint, -1 for none
+        self.disk: dict[int, str] = {}  # by shard, why its newest checkpoint could not be written
+        self.run_id = ""  # --run-id
+        self.end: dict[str, Any] = {}  # {"steps": n} once the workers have finished the run
         self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
-        self.signals: list[int] = []
-        self.asked: list[int] = []  # to show the tree
+        self.signals: list[int] = []  # SIGINT and SIGTERM received
+        self.asked: list[int] = []  # SIGUSR1 received: the user asks for all levels of the run
         self.moving = ReshardRequest(self)
 
     def follow(self, standby: str, original: dict[str, Any]) -> None:
-        """Copy the server at this address, which has told this of itself."""
+        """Make the shards copy the primary at the address `standby`. `original` is the primary's answer to its
+        standby."""
         host, _ = parse_address("--standby", standby)
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
         self.told |= {name: value for name, value in original.items() if name in self.told}
 
     def listen(self) -> None:
-        """Hear what this process is told: signals, and the end of stdin where it is embedded."""
+        """Listen to signals, and to the end of stdin where a ps-worker embeds this server."""
         signals.hear(self.signals, EMBEDDED)
         signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
 
     def prepare(self) -> None:
-        """Begin to import what shards need."""
+        """Start the fork server, which begins to import what shards need."""
         needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
         self.children.prepare(environment(self.hash_seed), needs)
 
     def start(self) -> None:
-        """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
+        """Start all shards. Return once all have bound, or once a signal arrives.
+
+        Shard 0 starts first, because the others dial it.
+        """
         deadline = time.monotonic() + START_S
         self._until(lambda: self.ready, deadline)
         for indices in (range(1), range(1, self.settings.shards)):
@@ -113,18 +132,23 @@ class ShardSupervisor:
                 raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
     def first_port(self, index: int) -> int:
-        """On which the first life of this shard listens, 0: on any."""
+        """Return the port of the shard's first process, 0 for a free one. Later processes bind the same port."""
         return self.port + index if self.port else 0
 
     def process_0(self, index: int) -> str:
-        """Where this shard dials it, "" in it."""
+        """Return the address of shard 0 for the shard `index`; "" for shard 0 itself."""
         here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
         return f"tcp://{here}:{self.ports[0]}" if index else ""
 
     def start_shard(self, index: int, replay: bool = False) -> None:
-        """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
+        """Start a shard, or restart it on the port that it had.
+
+        Args:
+            index: the number of the shard.
+            replay: the shard replays its journal; else a restarted shard resumes from a checkpoint.
+        """
         shards = self.moving.target if self.moving.strange(index) else self.settings.shards
-        # One that has keys while workers train has them from a checkpoint.
+        # A shard that starts while workers train reads its keys from a checkpoint.
         again = self.lives.restarts > 0 or (self.address > "" and not self.moving.strange(index))
         told = self.told | {
             "index": index,
@@ -153,12 +177,15 @@ class ShardSupervisor:
         self.lives.starts(index, START_S)
 
     def _exited(self, index: int, code: int) -> None:
-        """A shard that died is started again, if the run goes on without an error of its own. Under gossip one that failed is
-        not: the workers have the model and go on alone."""
+        """Restart a dead shard, if the run goes on and the policy allows it.
+
+        A shard that failed by itself is not restarted under gossip, where the workers hold the model and go on alone,
+        nor where a standby takes its place.
+        """
         if self.moving.exited(index):
             return
         again = Restart.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
-        others = self.settings.mode().rule is Rule.MIX or self.standing.by  # who go on without it
+        others = self.settings.mode().rule is Rule.MIX or self.standing.by  # workers or a standby go on without it
         if again is Restart.NOT or (again is Restart.CHECKPOINT and others):
             self.ended.add(index)
             return
@@ -169,11 +196,11 @@ class ShardSupervisor:
         self.start_shard(index, again is Restart.JOURNAL)
 
     def over(self, index: int) -> bool:
-        """Nobody needs another life of this shard."""
+        """Return True if a dead process of this shard needs no successor."""
         return bool(index in self.done or self.errors or self.signals or self.stopping)
 
     def forget(self, index: int) -> None:
-        """This shard is none any more."""
+        """Drop a shard that has no keys any more."""
         self.shards.pop(index).close_stdin()
         self.ports.pop(index, None)
         self.done.discard(index)
@@ -181,7 +208,11 @@ class ShardSupervisor:
         self.lives.serving.discard(index)
 
     def write_ready(self) -> None:
-        """Write address, ports and process ids of this server to --ready-file, where it is given. Raises UsageError."""
+        """Write the address, the ports and the process ids of this server to --ready-file, if the user has given one.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
         if self.ready_file:
             here = range(self.settings.shards)
             ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
@@ -199,7 +230,11 @@ class ShardSupervisor:
         return {index: shard.pid for index, shard in self.shards.items()}
 
     def watch(self) -> int:
-        """Show events until every process has ended; one that ends before the others is an error."""
+        """Show events until every shard has ended. A shard that ends before the run is over is an error.
+
+        Returns:
+            The exit code of ps-serve: 0, that of the last error, or 1 where shards had to be killed.
+        """
         deadline = float("inf")
         while len(self.ended) < self.moving.here:
             if self.lives.deserted.ends(time.monotonic()):
@@ -207,7 +242,7 @@ class ShardSupervisor:
                 self.signals.append(signal.SIGINT)
             if self.signals and not self.stopping:
                 self.stopping, deadline = True, time.monotonic() + self.end_s
-                for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
+                for index in self.follows or (0,):  # shard 0 writes a checkpoint and ends the run; the others follow
                     self.shards[index].write("stop")
                     self.shards[index].close_stdin()
             self.moving.turn()
@@ -236,7 +271,8 @@ class ShardSupervisor:
 
     @property
     def end_s(self) -> float:
-        """Seconds that the shards have for their end: END_S, or as long as their arrays take to a slow disk."""
+        """Seconds that the shards have to end: END_S, or more where a shard said that a write to a slow disk takes
+        longer."""
         return max(END_S, *self.lives.within.values()) if self.lives.within else END_S
 
     @property
@@ -246,7 +282,7 @@ class ShardSupervisor:
     def _take(self, timeout_s: float) -> None:
         if event := self.children.next(timeout_s):
             self._taken(event)
-        for index in () if event else self.lives.silent():  # with nothing left to hear
+        for index in () if event else self.lives.silent():  # once no event is waiting: a sign of life may be queued
             say(f"shard {index} has given no sign of life for too long, and is killed", error=True)
             self.shards[index].kill()
 
@@ -261,13 +297,13 @@ class ShardSupervisor:
             case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
                 self.ports[index] = port
                 self.lives.serving.add(index)
-                if not index:  # its next life begins later, whatever its checkpoints say
+                if not index:  # the epochs of shard 0's next process begin later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
                     self.told["parent"] = parent
                 self.moving.bound(index)
                 if self.address:
                     try:
-                        self.write_ready()  # it is another process
+                        self.write_ready()  # the process id has changed
                     except UsageError as error:
                         say(f"{error}; it has the process ids of before", error=True)
             case (index, "alive", {"within": within}):
@@ -287,12 +323,12 @@ class ShardSupervisor:
                     self.end = {"steps": values["steps"]}
                 elif name == "handed over":
                     self.handed = values
-                elif name == "journal":  # it has none any more
+                elif name == "journal":  # the shard has given its journal up
                     self.lives.forget(index)
                 elif name == "standby":
                     self.standing.by = values.get("there", False)
                 elif name == "above":
-                    self.told["parent"] = values.get("parent", self.told["parent"])  # where its next life finds it
+                    self.told["parent"] = values.get("parent", self.told["parent"])  # for the shard's next process
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":
@@ -316,7 +352,11 @@ class ShardSupervisor:
                 raise LocalProtocolError(f"shard {index} says {kind!r}: {value}")
 
     def merge(self) -> None:
-        """Write the whole model of the last checkpoint."""
+        """Write the whole model of the last checkpoint as one file.
+
+        Raises:
+            NotSavedError: the disk refused a checkpoint or the file.
+        """
         from narrows.ps.checkpoints import checkpoint_files, whole_model
 
         clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
@@ -331,7 +371,7 @@ class ShardSupervisor:
             )
             why = "; ".join(self.disk.values())
             raise NotSavedError(f"the run was trained, but {folder / whole_model.NAME} is missing: {why}; {back}")
-        if clock < 0:  # none was told of in this life of ours: the newest that is there
+        if clock < 0:  # this run has written no checkpoint: take the newest in the folder
             clock = checkpoint_files.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
@@ -343,7 +383,7 @@ class ShardSupervisor:
             say(f"{self._whose(clock)} is in {path}")
 
     def _whose(self, clock: int) -> str:
-        """Name the model of the last checkpoint."""
+        """Describe whose model the last checkpoint holds."""
         if self.settings.mode().rule is not Rule.MIX:
             return f"the model at clock {clock}"
         if self.handed.get("last"):
@@ -354,7 +394,7 @@ class ShardSupervisor:
         return f"the mean of the models of {stopped} workers that were stopped" if stopped > 1 else ONE_STOPPED
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the shards that are left, and close the dashboard and the record."""
         for shard in self.shards.values():
             if shard.code is None:
                 shard.kill()
