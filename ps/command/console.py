@@ -1,4 +1,4 @@
-"""The lines that ps-serve says, and which events of its shards a user is shown."""
+"""The console of ps-serve: the lines that it prints, and the events of its shards that it shows the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from narrows.protocols.runtime.cli.output import STDERR, stdout
 from narrows.ps.dashboard.event_texts import printable, sentence
 
-EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
+EMBEDDED = (
+    os.environ.get("NARROWS_EMBEDDED") == "1"
+)  # a ps-worker has started this ps-serve, and ends it by closing its stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 FIGURES = ("worker", "summary", "waits", "handed over", "ended")
@@ -20,28 +22,31 @@ NOTED = (
     "worker",
     "epoch",
     "waits",
-)  # what members send, which samples are done, who is missing
-# A user of ps-worker must know of these.
+)  # events that go to the record of the ps-worker which embeds this server
+# Events that a user of ps-worker must see.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
                   "against", "epoch", "replan", "stalled", "resumed")  # fmt: skip
 
 
 def say(text: str, error: bool = False) -> None:
-    """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
+    """Print a line for the user.
+
+    An embedded server prints in the name of ps-worker, to stderr: stdout belongs to the script.
+    """
     (STDERR if error or EMBEDDED else OUT).line(f"{NAME}: {printable(text)}")
 
 
 def tell(event: str, **values: Any) -> None:
-    """A line of JSON for the ps-worker that embeds this server."""
+    """Send an event, as a line of JSON, to the ps-worker that embeds this server."""
     OUT.line(json.dumps({"event": event, **values}))
 
 
-# Of an embedded server it is a pipe, and its reader has ended where a line is lost.
+# An embedded server's stdout is a pipe to ps-worker. A line that is lost there means that ps-worker has ended.
 OUT = stdout(lambda text: None if EMBEDDED else say(text, error=True))
 
 
 def doing(text: str) -> None:
-    """Say what the run has to wait for."""
+    """Print what the run waits for."""
     if EMBEDDED:
         tell("say", text=text)
     else:
@@ -49,10 +54,10 @@ def doing(text: str) -> None:
 
 
 def show(name: str, values: dict[str, Any]) -> None:
-    """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
+    """Show an event of a shard on the console. An embedded server shows some, and sends some to ps-worker's record."""
     if EMBEDDED and name in NOTED:
         tell("noted", what=name, values=values)
     if name in FIGURES and "text" not in values:
-        return  # a row of a record
+        return  # figures, which stand in the record alone
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
         say(str(values.get("text", "") or sentence(name, values) or values))

@@ -1,4 +1,4 @@
-"""ps-plot: a record as a picture."""
+"""ps-plot: a picture of one record, or of several compared."""
 
 from __future__ import annotations
 

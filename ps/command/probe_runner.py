@@ -58,9 +58,9 @@ SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its
 
 @dataclass(slots=True)
 class ProbeMachineRunner:
-    """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an event is
-    set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's public key; None: all
-    is in the open. `over`: set by who wants it to end."""
+    """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an
+    event is set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's
+    public key; None: all is in the open. `over`: set by who wants it to end."""
 
     address: str
     join: ProbeJoin
@@ -189,8 +189,8 @@ class ProbeDirectorRunner:
         return f"tcp://{'127.0.0.1' if self.host in ANY_HOSTS else self.host}:{self.port}"
 
     def run(self, wait_s: float, ended: Callable[[], Iterable[tuple[str, str]]]) -> None:
-        """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more, each with
-        a sentence. Raises UnreachableError where fewer than two have come."""
+        """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more,
+        each with a sentence. Raises UnreachableError where fewer than two have come."""
         probe, deadline = self.probe, time.monotonic() + wait_s
 
         def tick(now_ns: int) -> None:
@@ -227,8 +227,8 @@ class ProbeDirectorRunner:
 
 @contextmanager
 def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with which it
-    has ended, if it has."""
+    """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with
+    which it has ended, if it has."""
     failed: list[NarrowsError] = []
 
     def measure() -> None:
@@ -254,8 +254,8 @@ def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterato
 
 
 def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[str]:
-    """ps-probe, as it joins the director at `bound` and `port` from the machine `there`. A name that leads nowhere from here
-    may be one of ssh's config: others cannot dial it either, and the machine says by itself where it is."""
+    """ps-probe, as it joins the director at `bound` and `port` from the machine `there`. A name that leads nowhere from
+    here may be one of ssh's config: others cannot dial it either, and the machine says by itself where it is."""
     try:
         towards = own_host(there, 22)
     except OSError:
@@ -276,7 +276,8 @@ def by_ssh(address: str) -> str:
 
 
 class SshCommands:
-    """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's too."""
+    """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's
+    too."""
 
     def __init__(
         self, hosts: Sequence[str], ssh: str, director: ProbeDirectorRunner, keys_folder: str, more: Sequence[str]

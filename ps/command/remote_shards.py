@@ -261,8 +261,8 @@ def join(
     local: Callable[[str], bool],
     digest: int,
 ) -> int:
-    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is loopback;
-    `digest`: of the plan.json that started this, 0: none did."""
+    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is
+    loopback; `digest`: of the plan.json that started this, 0: none did."""
     from narrows.ps.process.bootstrap_client import JOIN, ask
 
     wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)

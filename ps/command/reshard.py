@@ -1,10 +1,16 @@
-"""How a user has the keys of a running ps-serve cut over another number of shards: `ps-serve shards N`, on the same machine.
+"""Resharding on request of the user: `ps-serve shards N` cuts the keys of a running ps-serve on this machine anew.
+
+    ps-serve shards N --Unix socket--> ReshardRequest --"N" on stdin--> shard 0
+                                              ^                            |
+                      starts and ends shards  +---- shards, target, away --+
 
 Rules
-- A request comes by a Unix socket, whose other end must be a process of the same user: it starts processes here.
-- Process 0 decides (ps/coordinator/resharding.py). It says how many shards there are and are to be; who is missing is started,
-  who is too many is let go. So it may say that twice, or begin again in between.
-- A process that is to come and fails is no reason to end a run: the move is called off.
+- A request arrives on a Unix socket. Its sender must be a process of the same user, or of root, because the request
+  starts processes here.
+- Shard 0 decides (ps/coordinator/resharding.py). It reports the number of shards with keys and the target; the
+  supervisor starts the shards that are missing and ends the ones that are too many. So shard 0 may repeat its report,
+  or begin again in between.
+- A new shard that fails does not end the run: the resharding is called off.
 """
 
 from __future__ import annotations
@@ -27,18 +33,29 @@ from narrows.protocols.runtime.processes.children import StartedChild
 from narrows.ps.command.restart_policy import RestartPolicy
 
 LINE_MAX = 4096  # bytes of a request or an answer
-ASK_S = 5.0  # who has connected says what it wants within this
-PAUSE_S = 0.1  # after a request could not be accepted
-STAY = "0"  # in the place of a number of shards: the keys stay where they are
+ASK_S = 5.0  # a client must send its request within this time of connecting
+PAUSE_S = 0.1  # wait after a connection could not be accepted
+STAY = "0"  # sent to shard 0 in the place of a number of shards: call the resharding off
 
 
 def _door(port: int) -> str:
-    """An address that ends with its process, and is nobody else's on this machine."""
+    """Return the abstract Unix address of the ps-serve at this port. The address vanishes with its process."""
     return f"\0narrows-shards-{port}"
 
 
 def ask(port: int, shards: int) -> str:
-    """Have the ps-serve at this port move; return its sentence once that is done. Raises NarrowsError where it is not."""
+    """Ask the ps-serve at this port to reshard, and wait until it has.
+
+    Args:
+        port: the port of shard 0.
+        shards: the number of shards to cut the keys over.
+
+    Returns:
+        The server's sentence for the user.
+
+    Raises:
+        NarrowsError: no such server, or the resharding was refused or called off.
+    """
     if sys.platform != "linux":
         raise UsageError("shards: a running ps-serve is asked by a Unix socket without a name, which Linux alone has")
     with socket.socket(socket.AF_UNIX) as line:
@@ -60,14 +77,14 @@ def ask(port: int, shards: int) -> str:
 
 
 class ShardProcesses(Protocol):
-    """The part of a `ShardSupervisor` that moves of keys start and end processes by."""
+    """The part of a `ShardSupervisor` by which resharding starts and ends processes."""
 
     settings: Settings
-    address: str  # that workers were told
-    told: dict[str, Any]  # what every shard is told
-    follows: dict[int, str]  # shards that copy others
+    address: str  # printed for workers
+    told: dict[str, Any]  # the config that every shard gets
+    follows: dict[int, str]  # by shard of a standby, the address of the shard that it copies
     shards: dict[int, StartedChild]
-    done: set[int]
+    done: set[int]  # shards that have sent "done"
     lives: RestartPolicy
 
     def start_shard(self, index: int) -> None: ...
@@ -76,31 +93,31 @@ class ShardProcesses(Protocol):
 
 
 class ReshardRequest:
-    """The moves of one ps-serve. `target`: how many shards there are to be."""
+    """The resharding of one ps-serve: requests of the user, and the shard processes that come and go."""
 
     def __init__(self, cluster: ShardProcesses) -> None:
         self.cluster = cluster
-        self.target = cluster.settings.shards
-        self.requests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-        self.client: socket.socket | None = None  # that waits for `wanted`
-        self.wanted = 0
-        self.going: set[int] = set()  # shards that are let go, and have not ended
-        self.away: dict[int, str] = {}  # shards that are on other machines, or to come there, with their hosts
+        self.target = cluster.settings.shards  # number of shards after the resharding; else the present number
+        self.requests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()  # (shards, client)
+        self.client: socket.socket | None = None  # the client whose request is under way
+        self.wanted = 0  # the number of shards that this client asked for
+        self.going: set[int] = set()  # shards that were told to end and have not ended
+        self.away: dict[int, str] = {}  # by shard on another machine, or about to start there, its host
 
     @property
     def here(self) -> int:
-        """How many shards with keys are processes of this ps-serve."""
+        """The number of shards with keys that are processes of this ps-serve."""
         shards = self.cluster.settings.shards
         return shards - sum(shard < shards for shard in self.away)
 
     # Requests.
 
     def listen(self, port: int) -> None:
-        """Take requests from now on, where the system has such sockets."""
+        """Accept requests from now on, on Linux, which alone has abstract Unix sockets."""
         if sys.platform != "linux":
             return
         door = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):  # two that bind one port on two addresses: the first is asked
+        with contextlib.suppress(OSError):  # of two servers with one port on two addresses, the first gets the requests
             door.bind(_door(port))
             door.listen()
             threading.Thread(target=self._hear, args=(door,), daemon=True).start()
@@ -109,7 +126,7 @@ class ReshardRequest:
         while True:
             try:
                 line, _ = door.accept()
-            except OSError:  # whoever dialled has gone, or this process has no descriptor left
+            except OSError:  # the client has hung up, or this process has no file descriptor left
                 time.sleep(PAUSE_S)
                 continue
             try:
@@ -120,7 +137,7 @@ class ReshardRequest:
                 line.close()
 
     def turn(self) -> None:
-        """Take up the next request."""
+        """Pass the next request on to shard 0, once the one before is answered."""
         if self.client is None and not self.requests.empty():
             self.wanted, self.client = self.requests.get()
             if self.cluster.told["replicas"] or self.cluster.follows:
@@ -139,12 +156,19 @@ class ReshardRequest:
     # Events of processes.
 
     def bound(self, index: int) -> None:
-        """Process 0 is another one; a request may have been lost with the one before."""
+        """Repeat the request to a restarted shard 0: it may have been lost with the process before."""
         if not index and self.client is not None:
             self._say(str(self.wanted))
 
     def heard(self, shards: int, target: int, text: str, away: dict[str, str]) -> None:
-        """Process 0 has this many shards and is to have so many; some are `away`, by their numbers."""
+        """Start and end shards by a report of shard 0.
+
+        Args:
+            shards: the number of shards with keys.
+            target: the number that there shall be; equal to `shards` once the resharding is over.
+            text: why a resharding was refused or called off, "" otherwise.
+            away: by the number of a shard on another machine, its host.
+        """
         cluster, self.target = self.cluster, target
         self.away = {int(shard): host for shard, host in away.items()}
         moved = shards != cluster.settings.shards
@@ -162,17 +186,17 @@ class ReshardRequest:
             self._answer(text or f"{shards} shards", int(shards != self.wanted))
 
     def _let_go(self, index: int, killed: bool) -> None:
-        """One that had keys ends by itself once it knows; one that never had any knows nothing of it."""
+        """End a shard. A shard that had keys ends by itself; a shard that never had any is killed."""
         self.going.add(index)
         shard = self.cluster.shards[index]
         shard.kill() if killed else shard.close_stdin()
 
     def strange(self, index: int) -> bool:
-        """This shard has no keys: it is to come, or is let go."""
+        """Return True if this shard has no keys: it has not got them yet, or has given them up."""
         return index >= self.cluster.settings.shards
 
     def exited(self, index: int) -> bool:
-        """Whether the run goes on without this shard, which has ended."""
+        """Note the end of a shard's process. Return True if the run goes on without the shard."""
         if not self.strange(index) and index not in self.going:
             return False
         self.cluster.forget(index)

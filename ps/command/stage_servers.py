@@ -1,12 +1,15 @@
-"""ps-serve --plan: the servers that stand on this host, of stages, of clusters, and guests: each a ps-serve of its own.
+"""ps-serve --plan: the servers of this host in a plan, those of stages, of clusters and of remote shards.
+
+Each server is a ps-serve process of its own.
 
 Rules
-- One that does not find the server above it is started again, until MEET_S: the hosts of a plan begin in any order.
-- Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
-  their servers, before these start. Later checkpoints are dropped.
-- A pipeline that has lost a stage does not come back while its servers run. A stage whose last worker is lost ends, with 6.
-- Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
-  and end.
+- A server that does not reach its parent is started again, until MEET_S: the hosts of a plan begin in any order.
+- All stages resume from one clock. With --resume, before the servers start, the hosts tell each other the clocks of
+  their checkpoints, at the addresses of their servers. Later checkpoints are dropped.
+- A pipeline that has lost a stage does not recover while its servers run. So a stage whose last worker is lost ends,
+  with exit code 6.
+- If one server fails, all servers of this host are ended as by Ctrl-C. If this command is killed, its servers write a
+  checkpoint and end.
 """
 
 from __future__ import annotations
@@ -28,19 +31,33 @@ from narrows.ps.command.console import doing, say
 from narrows.ps.command.restart_policy import DESERTED
 from narrows.ps.command.serve import PLAN_DIGEST
 
-MEET_S = 600.0  # all hosts have begun within this
-TAG = 0
-DESERTED_LEASES, DESERTED_LEAST_S = 2, 2.0  # a stage without workers ends after so long: all hosts know by then
-OF_EACH = ("run_id", "steps", "fresh_run")  # flags of each server
-OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of one server: the root's, which knows all below it
+MEET_S = 600.0  # all hosts must have begun within this
+TAG = 0  # of the messages in which hosts tell each other their clocks
+DESERTED_LEASES, DESERTED_LEAST_S = 2, 2.0  # leases, and least seconds, until a stage without workers ends
+OF_EACH = ("run_id", "steps", "fresh_run")  # flags that each server gets
+OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of the root's server, which knows all levels below it
 
 
 def serve(
     plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **more: Any
 ) -> int:
-    """`more`: the flags of OF_EACH and of OF_ROOT.
+    """Run the servers of this host.
 
-    Raises UsageError where the plan is none, a flag is for another host, or the stages have no checkpoint in common.
+    Args:
+        plan: the file of the plan.
+        host: the name of this host in the plan, "" for its hostname.
+        keys: the folder of the keys, "" for the one that the plan names.
+        checkpoint_dir: the folder in which each server has a folder of checkpoints.
+        resume: resume from the newest clock that all stages have a checkpoint of.
+        journal: shards keep journals.
+        ready_file: each server writes this file with its name appended; "" for none.
+        more: the flags of OF_EACH and of OF_ROOT.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the file is no plan, a flag is for another host, or the stages have no checkpoint of one clock.
     """
     layout = plan_file.read(plan)
     here = plan_file.this_host(layout, host)
@@ -64,7 +81,7 @@ def serve(
     def words(server: ServerStart) -> list[str]:
         name = server.name.replace(" ", "-")
         more = ["--journal" if journal else "--no-journal"]
-        if server.children:  # checkpoints of a guest are with the server that it joins
+        if server.children:  # the checkpoints of remote shards are with the server that they join
             folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
             more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume, *each]
         more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
@@ -78,8 +95,18 @@ def serve(
 
 
 def watching(layout: Deployment, here: str, given: dict[str, Any]) -> dict[str, list[str]]:
-    """What the servers of this host are told beside the plan, by name: the flags of OF_ROOT. Each stage of a pipeline
-    has a record. Raises UsageError for a flag that no server here can take."""
+    """Return the flags of OF_ROOT for each server of this host, by its name.
+
+    The root's server gets all of them. In a pipeline each stage gets --record, and nothing else.
+
+    Args:
+        layout: the plan.
+        here: the name of this host.
+        given: the values of the flags of OF_ROOT.
+
+    Raises:
+        UsageError: no server of this host takes a flag that is given.
+    """
     given, root = {name: value for name, value in given.items() if value}, layout.stages[0]
     names = [f"stage-{index}" for index in layout.served(here)]
     if len(layout.stages) > 1:
@@ -97,20 +124,30 @@ def watching(layout: Deployment, here: str, given: dict[str, Any]) -> dict[str, 
 
 
 class StageServers:
-    """Those of this host, started and ended together. `words`: what follows `python`, of each."""
+    """The servers of this host, started and ended together.
+
+    Args:
+        servers: the servers.
+        words: for each server, the command line after `python`.
+        environment: the environment of all servers.
+    """
 
     def __init__(self, servers: list[ServerStart], words: list[list[str]], environment: dict[str, str]) -> None:
         self.servers, self.words, self.environment = servers, words, environment
         self.children = ChildProcesses()
-        self.started: dict[int, StartedChild] = {}
-        self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
-        self.parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
-        self.heard: list[int] = []
+        self.started: dict[int, StartedChild] = {}  # by index in `servers`
+        self.codes: dict[int, int] = {}  # exit codes of servers that have ended; minus the signal that killed one
+        self.parent_fd, _ = os.pipe()  # servers see the end of this pipe when this process ends, however it ends
+        self.heard: list[int] = []  # signals received
         self.meet_by = time.monotonic() + MEET_S
         signals.hear(self.heard)
 
     def watch(self) -> int:
-        """Until all have ended: the code of the first that failed, else 0, or what a signal says."""
+        """Wait until all servers have ended.
+
+        Returns:
+            The exit code of the first server that failed, else that of a signal, else 0.
+        """
         for index in range(len(self.servers)):
             self._start(index)
         told = 0
@@ -138,7 +175,7 @@ class StageServers:
         if code == UnreachableError.exit_code and server.above and not self.heard and time.monotonic() < self.meet_by:
             doing(f"{server.name} is started again, and waits for the server at {server.above} ...")
             return self._start(index)
-        # A server that loses its parent after a signal has not failed: the signal has ended the parent.
+        # A server that loses its parent after a signal has not failed: the same signal has ended the parent.
         self.codes[index] = 0 if self.heard and code == ServerLostError.exit_code else code
         if code and not self.heard:
             text = f"the server of {server.name} ended with exit code {code}; the others of this host end too"
@@ -147,9 +184,21 @@ class StageServers:
 
 
 def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
-    """Drop what the stages of this host have written after the newest clock that all stages have. Return that clock, -1 where
-    no stage has any. Raises UsageError where they have none in common."""
-    from narrows.ps.checkpoints import checkpoint_files  # and NumPy
+    """Drop checkpoints of this host's stages that are newer than the newest clock of which all stages have one.
+
+    Args:
+        layout: the plan.
+        here: the name of this host.
+        folder: the folder of the checkpoints of this host's servers.
+        keys: the folder of the keys, "" for none.
+
+    Returns:
+        That clock, -1 where no stage has a checkpoint.
+
+    Raises:
+        UsageError: the stages have no checkpoint of one clock.
+    """
+    from narrows.ps.checkpoints import checkpoint_files  # imports NumPy
 
     ours = {stage: checkpoint_files.whole(folder / f"stage-{stage}") for stage in layout.served(here)}
     having = _all_stages(layout, here, ours, keys)
@@ -164,7 +213,7 @@ def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
 
 
 def _all_stages(layout: Deployment, here: str, ours: dict[int, list[int]], keys: str) -> dict[int, list[int]]:
-    """The clocks of every stage, told by the ps-serve --plan of each host."""
+    """Return the clocks of every stage's checkpoints, exchanged with the ps-serve --plan of each other host."""
     hosts = sorted({stage.host for stage in layout.stages})
     if len(hosts) == 1:
         return ours

@@ -1,27 +1,27 @@
-"""Whether a standby stands by, and whether the user of --replicas knows where none does."""
+"""The notice for a user of --replicas whose standby has not started."""
 
 from __future__ import annotations
 
 import math
 import time
 
-ALONE_S = 5.0  # a standby that was started together with its server is there by then
+ALONE_S = 5.0  # a standby that is started together with its server copies it within this time
 NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
 
 
 class StandbyNotice:
-    """The standby of one server, as its ps-serve knows of it."""
+    """What the supervisor of one server knows of its standby."""
 
     def __init__(self) -> None:
-        self.by = False  # it has all that is here
-        self.due = math.inf  # when the user is told that nobody stands by
+        self.by = False  # the standby has a whole copy of this server
+        self.due = math.inf  # when to print the notice, seconds of time.monotonic
 
     def expect(self) -> None:
-        """From now on one may come."""
+        """Start the time within which a standby must have come."""
         self.due = time.monotonic() + ALONE_S
 
     def missing(self, address: str) -> str:
-        """Return what the user is told now: a line once, where nobody has come."""
+        """Return the notice, once, if no standby has come in time; else ""."""
         if time.monotonic() < self.due:
             return ""
         self.due = math.inf

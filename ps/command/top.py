@@ -1,4 +1,4 @@
-"""ps-top: a run in the terminal, while it goes on or from its record."""
+"""ps-top: a run in the terminal, live from its dashboard or from its record."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import click
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import COMMAND, DASHBOARD, Bare, dashboard_flag, run
 
-TURN_S = 1.0
-WIDTH = 180  # characters, where the output is no terminal
+TURN_S = 1.0  # between two looks at the record
+WIDTH = 180  # characters of a line, where the output is no terminal
 
 
 @click.command(cls=Bare, context_settings=COMMAND)
@@ -71,7 +71,7 @@ def _terminal(address: str, record: str, once: bool) -> int:
 
 
 def _page(record: str, dashboard: str, insecure: bool) -> int:
-    """Serve the page of a record until Ctrl-C."""
+    """Serve a record as a page until Ctrl-C."""
     from narrows.ps.dashboard.record_reader import RecordReader
     from narrows.ps.dashboard.run_watch import site_address
     from narrows.ps.dashboard.web import DashboardServer, FrameStream

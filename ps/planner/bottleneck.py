@@ -1,4 +1,4 @@
-"""Which link or host the step of a plan waits for. Pure."""
+"""The bottleneck of a plan: the link or host that its step waits for. No I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array
 from narrows.ps.planner.step_prices import Groups, HostGroupings, Indices, StepPrices
 
-SHARED = 1 - 1e-9  # of a step: a wire that is busy for so long decides
+SHARED = 1 - 1e-9  # share of a step: a wire that is busy for longer is the bottleneck
 
 
 def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
-    """Which link or host the step waits for, in a sentence."""
+    """Return a sentence that names the link or host that the plan's step waits for."""
     prices, network = chooser.prices, chooser.prices.network
     own, to = chooser.own_s(plan.below, plan.groups), plan.spread or (plan.root,)
     busiest = chooser.busiest(plan.groups, plan.servers, plan.root, plan.above, plan.below)
@@ -25,7 +25,7 @@ def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
     found = _slowest(prices, plan.above, own[child], child, plan.groups, np.array(to), inside)
     group = plan.groups[found[0]]
     within = ""
-    if found[1] < 0 and len(group) > 1:  # it waits for a cluster: what does that wait for?
+    if found[1] < 0 and len(group) > 1:  # the root waits for a cluster: find what the cluster waits for
         members, server = np.array(group), np.array([plan.servers[found[0]]])
         within = f" in the cluster of {network.hosts[int(server[0])]}"
         found = _slowest(
@@ -51,7 +51,20 @@ def _slowest(
     servers: Indices,
     inside: Indices,
 ) -> tuple[int, int, str]:
-    """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
+    """Find the slowest child of a level.
+
+    Args:
+        prices: the prices of the network.
+        way: the mode and SPEC of the level.
+        own_s: (rows,) seconds of a step of each child.
+        rows: the host of each child, or of its server.
+        children: the hosts of each child.
+        servers: the hosts of the level's server.
+        inside: (rows,) updates in flight inside each child.
+
+    Returns: The row of the slowest child; the column of the server's host that the child waits for, or -1 where it
+        waits for its own computing and coding; and the reason in words, "" for -1.
+    """
     table = HostGroupings.of([children], prices.place)
     share, count = [*table.share[:, table.first][..., None]], len(servers)
     up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)

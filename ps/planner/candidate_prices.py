@@ -1,5 +1,7 @@
-"""What a search over groups of hosts keeps: seconds of each group, costs of plans that were priced together; and which groups
-follow from others. Pure."""
+"""What the search over groupings keeps: the seconds of each group, and the costs of plans priced together. No I/O.
+
+`partitions` and `changed` make new groupings; `undominated` drops ways that are nowhere better.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,21 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array
 from narrows.ps.planner.step_prices import Groups, Indices, StepPrices
 
-PRICED_MAX = 1 << 17  # figures at a time: they fit in a cache
+PRICED_MAX = 1 << 17  # figures that are computed at a time, so that they fit in a CPU cache
 
 
 class ClusterPrices:
-    """Seconds of a step of groups, by the host of the server. Each group is priced once with each way."""
+    """Seconds of a step of groups, for each host as the server's. Each group is priced once with each way."""
 
     def __init__(self, prices: StepPrices) -> None:
         self.prices = prices
-        self.number: dict[tuple[int, ...], int] = {}
+        self.number: dict[tuple[int, ...], int] = {}  # by group, its index in `groups`
         self.groups: list[tuple[int, ...]] = []
-        self.ends = np.zeros(1, np.intp)
-        self.own_s: dict[ModeAndSpec, Array] = {}
+        self.ends = np.zeros(1, np.intp)  # (groups + 1,) group g has the values [ends[g], ends[g + 1])
+        self.own_s: dict[ModeAndSpec, Array] = {}  # by way, seconds by group and host of the server; NaN: not priced
 
     def numbers(self, groups: Sequence[tuple[int, ...]]) -> Indices:
+        """Return the number of each group; a new group gets the next number."""
         known = len(self.groups)
         for group in groups:
             if group not in self.number:
@@ -37,7 +40,8 @@ class ClusterPrices:
         return np.fromiter((self.number[group] for group in groups), np.intp, len(groups))
 
     def of(self, below: ModeAndSpec, numbers: Indices) -> Array:
-        """(hosts,) of these groups, one after the other."""
+        """Return (hosts,) seconds of a step of these groups, group after group, for each of its hosts as the
+        server's."""
         own_s = self.own_s.get(below, np.zeros(0))
         own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
         sizes, begins = np.diff(self.ends), self.ends[:-1]
@@ -55,7 +59,11 @@ class ClusterPrices:
 
 @dataclass(frozen=True, slots=True)
 class PricedCandidates:
-    """Plans that were priced together: costs[a, i] is that of aboves[a] over groupings[at[i]] with belows[below[i]] inside."""
+    """Plans that were priced together.
+
+    costs[a, i] is the cost of the way aboves[a] at the root, the grouping groupings[at[i]] and the way belows[below[i]]
+    inside clusters.
+    """
 
     groupings: Sequence[Groups]
     aboves: Sequence[ModeAndSpec]
@@ -69,7 +77,7 @@ class PricedCandidates:
         return float(self.costs[above, item]), groups, self.aboves[above], self.belows[self.below[item]]
 
     def plans(self) -> list[Plan]:
-        """The cheapest plan of each grouping, the cheapest first, but for those that nobody may have."""
+        """Return the cheapest plan of each grouping, the cheapest first. Plans of infinite cost are left out."""
         found: dict[Groups, Plan] = {}
         costs = self.costs.min(0)
         for item in costs.argsort(kind="stable")[: np.isfinite(costs).sum()]:
@@ -78,11 +86,11 @@ class PricedCandidates:
         return [*found.values()]
 
 
-Plan = tuple[float, Groups, ModeAndSpec, ModeAndSpec]  # cost
+Plan = tuple[float, Groups, ModeAndSpec, ModeAndSpec]  # cost, groups, way at the root, way inside clusters
 
 
 def partitions(hosts: list[int]) -> Iterator[Groups]:
-    """Every one, the first host's group first."""
+    """Yield every partition of the hosts; the group of the first host is the first group of each."""
     if not hosts:
         yield ()
         return
@@ -95,14 +103,19 @@ def partitions(hosts: list[int]) -> Iterator[Groups]:
 def changed(
     groups: Sequence[tuple[int, ...]], old: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]
 ) -> Groups:
-    """These groups with new ones in the place of some."""
+    """Return the groups with `new` ones in the place of the `old` ones."""
     kept = [group for group in groups if all(group is not each for each in old)]
     return tuple(sorted([*kept, *(tuple(sorted(group)) for group in new)]))
 
 
 def undominated(own_s: Array, steps: Array, inside: Indices) -> npt.NDArray[np.bool_]:
-    """(ways, b) those that no other is as good as, of the seconds (ways, b, n), steps (ways above, ways, b) and updates
-    in flight inside (ways,)."""
+    """Return (ways, b) true where no other way is at least as good.
+
+    Args:
+        own_s: (ways, b, n) seconds of a step inside each host's group.
+        steps: (ways above, ways, b) steps to a loss.
+        inside: (ways,) updates in flight inside a cluster; more are better.
+    """
     kept = np.ones(steps.shape[1:], bool)
     for one in range(len(own_s)):
         for other in range(len(own_s)):

@@ -1,9 +1,25 @@
-"""Chooses how a data parallel run stands on a network: clusters, servers, the mode and SPEC of each level. `choose` is pure.
+"""The choice of a data parallel deployment on a network: clusters, servers, the mode and SPEC of each level. No I/O.
 
-Up to EXACT_MAX hosts it prices every partition with every two ways and every root. Above it begins with every cut of single
-linkage, and moves hosts and whole groups from the best of those: ways are chosen anew after each move. Servers of clusters
-follow exactly. Without clusters it also tries a server on several hosts. The best of these are priced again with the busiest
-wire of both levels. The least of seconds a step x steps to a loss is the plan. The same arguments give the same plan.
+A way is the mode and SPEC of one level (`ModeAndSpec`). A grouping cuts the hosts into groups: a group of one host is a
+worker of the root, a larger group is a cluster. The cost of a plan is its seconds a step times its steps to a loss.
+
+How it works
+
+1. `every`, up to EXACT_MAX hosts, prices each partition of the hosts with each two ways and each root.
+2. `nearby`, for more hosts, begins with simple shapes: no cluster, each cut of single linkage, the places, and
+   groupings that get round missing links (`shapes`).
+3. `nearby` then takes the cheapest grouping that it has not yet moved from, and moves hosts and whole groups, those of
+   the slowest child first (`moves`). Ways are chosen anew after each move. The rounds are limited, so the search ends.
+
+       shapes -> plans by cost -> moved(cheapest) -> new plans by cost -> moved(cheapest) -> ...
+
+4. `look` does the pricing. For a root the choice of each cluster's server is exact (`StepPrices.steps_s`). `look`
+   leaves out ways that are nowhere better, and groupings whose lower bound already costs NEAR times the best.
+5. `choices` prices the best plans again (`priced`), now with the busiest wire of both levels, and adds plans without
+   clusters whose server has shards on several hosts (`spreads`).
+6. `simplest_first` takes the simplest of the plans that cost at most TIE times as much as the cheapest.
+
+The same arguments give the same plan.
 """
 
 from __future__ import annotations
@@ -41,45 +57,45 @@ from narrows.ps.planner.step_prices import (
     merges,
 )
 
-EXACT_MAX = 8  # hosts: they have 4,140 partitions
-CUTS_MAX = 24
-ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
-ROOTS_NEAR = 4  # and with every move
-SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
-ROUNDS_MIN, ROUNDS_MAX, PAIRS_MOVED = 8, 128, 8192  # rounds of moves: so many pairs of hosts, within these bounds
-MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
-MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
-WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
-BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
-NEAR, NEAR_MAX = 1.1, 2  # which groupings are priced exactly; plans that are named beside the cheapest
-SMALL, SHAPES = 32, 8  # of a network of so many hosts at most, so many cuts are candidates; of a larger one, one
-TIE = 1.02  # plans that cost so many times as much as the cheapest are as good: the simplest of them is taken
-PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
+EXACT_MAX = 8  # most hosts of an exhaustive search: eight hosts have 4,140 partitions
+CUTS_MAX = 24  # cuts of single linkage that are priced
+ROOTS_MAX = 24  # hosts that each cut is priced with as the root; the best plan is priced with all
+ROOTS_NEAR = 4  # hosts that each move is priced with as the root
+SPREADS = (2, 4, 8)  # numbers of hosts that a server's shards are spread over
+ROUNDS_MIN, ROUNDS_MAX, PAIRS_MOVED = 8, 128, 8192  # rounds of moves: PAIRS_MOVED / hosts^2, within the two bounds
+MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: HOSTS_PRICED / hosts, within the two bounds
+MOVED_MAX = 8  # hosts of a group that are tried in another group: those with the fastest links to the other group
+WIDE_MAX = 16  # up to this many hosts each move is priced with all ways; beyond, only the BEST moves are
+BEST, KEPT = 4, 10  # moves that are priced with all ways; plans that a round of moves keeps for later rounds
+NEAR, NEAR_MAX = 1.1, 2  # lower bound, beside the best cost, that is still priced; plans named beside the cheapest
+SMALL, SHAPES = 32, 8  # up to SMALL hosts the SHAPES cheapest plans of each shape are candidates; beyond, one plan
+TIE = 1.02  # a plan within this factor of the cheapest is as good: the simplest of them is taken
+PATIENT = 0.999  # a plan must cost less than this share of a simpler one: equal costs differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentChoice:
-    """A plan. Groups of one host are workers of the root, the others clusters. `cost`: step_s x steps."""
+    """One priced plan. Groups of one host are workers of the root, larger groups are clusters."""
 
     groups: Groups
-    servers: tuple[int, ...]  # of each group
-    root: int
-    above: ModeAndSpec
-    below: ModeAndSpec
-    step_s: float
-    cost: float
+    servers: tuple[int, ...]  # the host of each group's server
+    root: int  # the host of the root
+    above: ModeAndSpec  # between the root and its children
+    below: ModeAndSpec  # inside clusters
+    step_s: float  # predicted seconds of a step
+    cost: float  # step_s times the steps to a loss, beside those of bsp
     spread: tuple[
         int, ...
-    ] = ()  # hosts that have a shard of the root each, the root among them; none: the root has all
+    ] = ()  # hosts with a shard of the root each, the root's host among them; empty: the root's host has all shards
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All but where servers stand."""
+        """The plan without the hosts of its servers: two plans of one kind differ in these alone."""
         return self.groups, self.above, self.below if self.clusters else None, self.spread
 
     @property
     def clusters(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(host of the server, hosts) of each."""
+        """(host of the server, hosts) of each cluster."""
         return [(s, group) for s, group in zip(self.servers, self.groups, strict=True) if len(group) > 1]
 
 
@@ -87,22 +103,22 @@ class Chooser:
     def __init__(self, network: Network, work: TrainingWork) -> None:
         self.prices = StepPrices(network, work)
         self.hosts = range(len(network.hosts))
-        self.alone: Groups = tuple((host,) for host in self.hosts)
+        self.alone: Groups = tuple((host,) for host in self.hosts)  # the grouping without clusters
         self.clusters = ClusterPrices(self.prices)
-        self.looks: list[PricedCandidates] = []
-        self.simple: list[Plan] = []  # the cheapest ones of each simple shape
-        self.least = np.inf  # cost of a plan
+        self.looks: list[PricedCandidates] = []  # all that was priced so far
+        self.simple: list[Plan] = []  # the cheapest plans of each simple shape
+        self.least = np.inf  # the least cost so far, of the shape that is being priced
         sizes = range(max(2, len(self.hosts)) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
 
     def own_s(self, below: ModeAndSpec, groups: Groups) -> Array:
-        """(n,) seconds of a step of the group of each host, if it had the group's server."""
+        """Return (n,) seconds of a step of each host's group, if the group's server stood on that host."""
         found = np.empty(len(self.hosts))
         found[[host for group in groups for host in group]] = self.clusters.of(below, self.clusters.numbers(groups))
         return found
 
     def priced(self, groups: Groups, above: ModeAndSpec, below: ModeAndSpec, roots: Indices) -> DeploymentChoice:
-        """The cheapest plan of these groups and ways, with one of these roots."""
+        """Return the cheapest plan of these groups and ways with one of these roots, its busiest wire included."""
         step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
         if math.isfinite(step_s):  # no link is missing
             step_s = max(step_s, self.busiest(groups, servers, root, above, below).seconds)
@@ -112,8 +128,10 @@ class Chooser:
     def busiest(
         self, groups: Groups, servers: Sequence[int], root: int, above: ModeAndSpec, below: ModeAndSpec
     ) -> BusyWire:
-        """Return the wire that takes the longest for both levels together. Its seconds are 0 where no child waits for another:
-        a slow child then sends less than once a step."""
+        """Return the wire that the messages of both levels keep busy for the longest time.
+
+        Its seconds are 0 where the root's mode has no bound: a slow child then sends less than once a step.
+        """
         if above.mode.bound is None:
             return BusyWire(0.0, root, root)
         flows = partial(self.prices.exchange_flows, parameters=self.prices.work.parameters)
@@ -123,8 +141,11 @@ class Chooser:
         return self.prices.busiest(chain(flows(above, children=servers, servers=(root,)), *clusters))
 
     def times(self, above: ModeAndSpec, below: ModeAndSpec, children: Indices) -> Array:
-        """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of
-        several optimizers' updates: a cluster of bsp has one, of other ways each of its workers has its own."""
+        """Return (b,) steps to a loss, as a multiple of bsp's, of groupings whose root has `children`, (b,), children.
+
+        A mean over the updates of several optimizers costs steps. A cluster under bsp has one optimizer; under another
+        mode each of its workers has an optimizer of its own.
+        """
         n, one, two = len(self.hosts), self.steps[above], self.steps[below]
         if below.sync == "bsp":
             return np.asarray(one[children])
@@ -134,9 +155,18 @@ class Chooser:
     def look(
         self, groupings: Sequence[Groups], aboves: Sequence[ModeAndSpec], belows: Sequence[ModeAndSpec], roots: Indices
     ) -> PricedCandidates:
-        """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
-        that are slower than others in each group and take no fewer steps. Those cost inf that would be dearer than NEAR
-        times the best if nothing took time above."""
+        """Price each grouping with each pair of ways and the best of `roots`.
+
+        A way inside clusters is left out if another way is at least as fast in each group and takes no more steps. A
+        candidate costs inf if its lower bound, with messages to the root that take no time, exceeds NEAR times the
+        least cost so far.
+
+        Args:
+            groupings: the groupings to price.
+            aboves: ways between the root and its children.
+            belows: ways inside clusters.
+            roots: hosts that may have the root.
+        """
         table = HostGroupings.of(groupings, self.prices.place)
         numbers = self.clusters.numbers([group for groups in groupings for group in groups])
         own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
@@ -162,8 +192,10 @@ class Chooser:
         return self.looks[-1]
 
     def best(self) -> list[Plan]:
-        """Return the cheapest plan of each two ways that were priced, the cheapest first. Among equals the plan with fewer
-        clusters is taken. A plan that needs a missing link costs inf, and is none."""
+        """Return the cheapest plan of each pair of ways that was priced, the cheapest first.
+
+        Among plans of equal cost the plan with fewer clusters is taken. A plan that needs a missing link is left out.
+        """
         least = self.least
         found: dict[tuple[ModeAndSpec, ModeAndSpec], tuple[tuple[float, int], Plan]] = {}
         for look in self.looks:
@@ -187,13 +219,13 @@ class Chooser:
         (self.every if len(self.hosts) <= EXACT_MAX else self.nearby)()
 
     def every(self) -> None:
-        """Prices every partition."""
+        """Price every partition of the hosts."""
         groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1 or groups == self.alone]
         self.look(groupings, WAYS, BELOW, self.prices.hosts)
         self.shapes(self.prices.hosts)
 
     def nearby(self) -> None:
-        """Prices simple shapes, and then moves from the cheapest groups that were not moved from yet, again and again."""
+        """Price simple shapes. Then move, round after round, from the cheapest grouping that was not moved from yet."""
         plans = sorted(self.shapes(self.central()[:ROOTS_MAX]), key=lambda plan: plan[:2])
         seen = {groups for _, groups, *_ in plans}
         for _ in range(int(np.clip(PAIRS_MOVED // len(self.hosts) ** 2, ROUNDS_MIN, ROUNDS_MAX))):
@@ -201,8 +233,13 @@ class Chooser:
                 plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
 
     def shapes(self, roots: Indices) -> list[Plan]:
-        """Prices simple shapes, however much dearer than others: no cluster, the cuts, what reaches where links are missing.
-        Returns the cheapest plan of each grouping, and keeps the first ones of each shape."""
+        """Price the simple shapes: no cluster, the places and cuts, and groupings that get round missing links.
+
+        Each shape is priced however dear it is beside the others. The first plans of each shape go into `simple`.
+
+        Returns:
+            The cheapest plan of each grouping.
+        """
         found, least = list[Plan](), self.least
         placed = self.placed()
         cut = [groups for groups in cuts(self.prices.network, CUTS_MAX) if groups not in placed]
@@ -215,7 +252,7 @@ class Chooser:
         return found
 
     def placed(self) -> list[Groups]:
-        """The places of each level as groups, where these are neither one group nor all alone."""
+        """Return the places of each level as groupings, without those of one group or of lone hosts."""
         found = []
         for row in self.prices.place:
             groups = tuple(tuple(int(host) for host in np.flatnonzero(row == number)) for number in np.unique(row))
@@ -224,15 +261,19 @@ class Chooser:
         return [*dict.fromkeys(found)]
 
     def central(self) -> Indices:
-        """All hosts: who reaches most first, and of those who is nearest to all."""
+        """Return all hosts, the best connected first: by the number of hosts with a link, then by the mean time of a
+        message."""
         far_s = self.prices.network.delay_s + self.prices.sent_s(self.prices.work.parameters)
         near = np.isfinite(far_s).sum(0)
         mean_s = np.where(np.isfinite(far_s), far_s, 0.0).sum(0) / near
         return np.lexsort((mean_s, -near))
 
     def reaching(self) -> list[Groups]:
-        """Where links are missing: for each root that reaches all others by two links at most, those of one link alone, and
-        each other host in the cluster of one of them. No other root has a plan."""
+        """Return a grouping for each possible root of a network with missing links.
+
+        A root has a plan only if it reaches each other host over at most two links. In its grouping, each host without
+        a link to the root joins the cluster of the host with a link that is nearest.
+        """
         if not self.prices.network.missing:
             return []
         n, sent_s = len(self.hosts), self.prices.sent_s(self.prices.work.parameters)
@@ -248,7 +289,10 @@ class Chooser:
         return [groups for groups in dict.fromkeys(found) if len(groups) > 1]
 
     def moved(self, plan: Plan, seen: set[Groups]) -> list[Plan]:
-        """The best of the moves from this plan to groups that are not in `seen`, ways chosen anew."""
+        """Return the best plans that are one move from this plan, with ways chosen anew.
+
+        Groupings in `seen` are left out; the ones that are priced are added to it.
+        """
         _, groups, above, below = plan
         table = HostGroupings.of([groups], self.prices.place).below(np.array([below.inside]))
         own = self.own_s(below, groups)
@@ -267,11 +311,11 @@ class Chooser:
         return self.look(tried, WAYS, BELOW, roots).plans()[:KEPT] if tried else []
 
     def lacking(self) -> str:
-        """Which links keep every plan away, in a sentence."""
+        """Return a sentence that names the missing links that every plan would need."""
         network = self.prices.network
         near = np.isfinite(self.prices.round_trip_s)
         np.fill_diagonal(near, True)
-        two = near.astype(int) @ near > 0  # by another host
+        two = near.astype(int) @ near > 0  # pairs that reach each other over at most one host between
         root = int(two.sum(1).argmax())
         if two[root].all():
             return "no plan takes a finite time: look at --parameters, --step and the rates of the network"
@@ -282,7 +326,10 @@ class Chooser:
         )
 
     def moves(self, groups: Sequence[tuple[int, ...]]) -> Iterator[Groups]:
-        """Other groups: two as one, one as two, one host elsewhere or alone; those of the first groups first."""
+        """Yield groupings that are one move away, moves of the first groups first.
+
+        A move joins two groups, cuts a group in two, or takes a host to another group or out of its group.
+        """
         rate = np.minimum(self.prices.network.rates[-1], self.prices.network.rates[-1].T)
         for number, group in enumerate(groups):
             for cut in self.halves(group):
@@ -298,7 +345,7 @@ class Chooser:
                             yield changed(groups, [group, other], [rest, (*to, host)])
 
     def halves(self, group: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-        """The group without one of its hosts, and in two where its slowest link is."""
+        """Yield cuts of the group in two: at its slowest link, and each host apart from the rest."""
         if len(group) > 2:
             found = merges(self.prices.network.of(group))[:-1]
             yield [tuple(group[at] for at in part) for part in joined(len(group), found)]
@@ -307,8 +354,9 @@ class Chooser:
                 yield [(host,), tuple(h for h in group if h != host)]
 
     def spreads(self, way: ModeAndSpec) -> Iterator[DeploymentChoice]:
-        """One server for all workers, on the hosts that would be the best root each."""
-        if way.mode.bound is None:  # keys of such a run do not move to other hosts
+        """Yield plans without clusters whose server has shards on several hosts: those that are the best roots
+        alone."""
+        if way.mode.bound is None:  # a run without a bound does not reshard to other hosts
             return
         prices, table = self.prices, HostGroupings.of([self.alone], self.prices.place)
         best = prices.steps_s(way, prices.compute_s[None], table, prices.hosts)[0].argsort(kind="stable")
@@ -331,14 +379,23 @@ def cheapest(plan: DeploymentChoice, others: Sequence[DeploymentChoice]) -> Depl
 
 
 def choose(network: Network, work: TrainingWork) -> DeploymentChoice:
-    """The plan that comes to a loss soonest. UsageError where samples are fewer than hosts, or links are missing that every
-    plan needs."""
+    """Return the plan with the least predicted time to a loss.
+
+    Raises:
+        UsageError: there are fewer samples than hosts, or links are missing that every plan needs.
+    """
     return choices(network, work)[0]
 
 
 def choices(network: Network, work: TrainingWork) -> list[DeploymentChoice]:
-    """Return the cheapest plan, and after it the others by their cost: the cheapest ones of a few other ways, and the cheapest
-    one of each simple shape (no cluster, one server on several hosts, a cut, clusters of any kind). Raises UsageError."""
+    """Return the cheapest plan, and after it other plans by their cost.
+
+    The others are the cheapest plans of a few other ways, and the cheapest plan of each simple shape: no cluster, one
+    server on several hosts, a cut, clusters of any kind.
+
+    Raises:
+        UsageError: as `choose`.
+    """
     chooser = Chooser(network, work)
     chooser.search()
     everybody = chooser.prices.hosts
@@ -356,9 +413,11 @@ def choices(network: Network, work: TrainingWork) -> list[DeploymentChoice]:
 
 
 def simplest_first(plans: Sequence[DeploymentChoice]) -> list[DeploymentChoice]:
-    """Return the plans with the simplest one at the front of those that cost at most TIE times as much as the cheapest: fewer
-    levels, then fewer servers on other hosts than the root. A level that gains less than the forms err is not worth its
-    processes."""
+    """Return the plans, first the simplest of those that cost at most TIE times as much as the cheapest.
+
+    A simpler plan has fewer levels, then fewer servers on hosts other than the root's. A level whose gain is below the
+    error of the closed forms is not worth its processes.
+    """
     least = min(map(cost, plans))
     first = min((plan for plan in plans if plan.cost <= TIE * least), key=simplicity)
     return [first, *(plan for plan in plans if plan is not first)]
@@ -375,7 +434,18 @@ def simplicity(plan: DeploymentChoice) -> tuple[int, int]:
 def for_stage(
     network: Network, hosts: list[int], parameters: float, own_s: float, coded: Mapping[str, CodecCost]
 ) -> tuple[int, ModeAndSpec, float]:
-    """(host of the server, way, seconds of a step) for the hosts of one stage of a pipeline that takes own_s for a step."""
+    """Choose the server and the way of one stage of a pipeline.
+
+    Args:
+        network: the network of the whole pipeline.
+        hosts: the hosts that have a copy of the stage.
+        parameters: the number of the stage's parameters.
+        own_s: seconds of a step of the stage before its replicas exchange updates.
+        coded: the cost of each SPEC.
+
+    Returns:
+        The host of the server, the mode and SPEC, and the seconds of a step.
+    """
     if len(hosts) == 1:
         return hosts[0], WAYS[0], own_s
     stage = network.of(hosts).alike()

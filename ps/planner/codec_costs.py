@@ -8,14 +8,20 @@ from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
 from narrows.ps.planner.modes_and_specs import WAYS
 from narrows.ps.planner.step_prices import CodecCost
 
-# One child costs the server this: an update is received and folded, a state sent (docs/results.md). Dense: what a
-# second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/speed/transport.py). Others: the fold of int4, the
-# slowest of them, 6.2 GB/s (bench/speed/compressors.py).
+# Nanoseconds a parameter that a server spends on one child: it receives and folds an update, and sends a state
+# (docs/results.md). Dense: what a second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3
+# (bench/speed/transport.py). Other SPECs: the fold of int4, the slowest of them, 6.2 GB/s (bench/speed/compressors.py).
 SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
 
 
 def coded(*more: str) -> dict[str, CodecCost]:
-    """By SPEC, those of WAYS and `more`: bytes as measured where `auto` has it, else at most. Raises SpecError."""
+    """Return the cost of each SPEC of WAYS and of `more`.
+
+    The bytes are those measured for `auto`'s ladder, where it has the SPEC, else an upper bound.
+
+    Raises:
+        SpecError: one of `more` is no SPEC.
+    """
     rungs = {rung.spec: rung.bytes for rung in LADDER}
     made = {}
     for spec in sorted({*more, *(way.compress for way in WAYS)}):

@@ -1,14 +1,20 @@
-"""Which hosts a data parallel run uses. A straggler, or a city behind a long link, may cost more than it adds. Pure.
+"""The choice of the hosts of a data parallel run. A straggler, or a city behind a long link, may cost more than it
+adds.
+
+No I/O.
 
 How it works
-1. A step has the same samples, however many hosts compute them: with m of n hosts each computes n / m of its even share. So
-   costs of subsets compare, and one machine alone is a subset as well.
-2. A subset that costs more than the best plan so far where nothing but computing takes time is not priced.
-3. Up to EXACT_MAX hosts every other subset is priced with every partition, cheapest bound first.
-4. Above, the search goes from all hosts to fewer ones: without a place, with one place alone, without the slowest hosts,
-   without one host, with the hosts that one host reaches. Each subset is priced in simple shapes. The next round begins at the
-   cheapest.
-5. The plan leaves hosts out only where that gains GAIN: forms are wrong by as much, and an idle host helps nobody.
+
+1. A step has the same samples, however many hosts compute them: with m of n hosts each host computes n / m of its even
+   share. So the costs of subsets compare, and one machine alone is a subset too.
+2. The search does not price a subset whose lower bound, the time of computing alone, exceeds the cost of the best plan
+   so far.
+3. Up to EXACT_MAX hosts the search prices every other subset with every partition, the least bound first.
+4. For more hosts the search goes from all hosts to fewer: without a place, with one place alone, without the slowest
+   hosts, without one host, with the hosts that one host reaches. Each subset is priced in simple shapes. The next round
+   begins at the cheapest subset.
+5. The plan leaves hosts out only where that gains GAIN, because the closed forms err by as much and an idle host serves
+   nobody.
 """
 
 from __future__ import annotations
@@ -28,17 +34,17 @@ from narrows.ps.planner.modes_and_specs import BELOW, WAYS
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.step_prices import Groups, TrainingWork, cuts, places
 
-GAIN = 1.05  # a plan on fewer hosts must be so many times as cheap
+GAIN = 1.05  # the cost of all hosts must be this many times that of fewer hosts before hosts are left out
 ROUNDS_MAX = 8
-PRICED_MAX = 4096  # hosts of all subsets that are priced above EXACT_MAX
-ONES_MAX = 32  # hosts that are left out one by one: those behind the slowest links and the slowest ones
-FINE = 4096  # samples a host, where shares are as fine as speeds
+PRICED_MAX = 4096  # most hosts, summed over the priced subsets, of a network of more than EXACT_MAX hosts
+ONES_MAX = 32  # up to this many hosts each is left out once; of more, those with the slowest links and the slowest ones
+FINE = 4096  # samples a host: so many that shares by speed need hardly be rounded
 
 Hosts = tuple[int, ...]
 
 
 def restricted(network: Network, work: TrainingWork, hosts: Sequence[int]) -> tuple[Network, TrainingWork]:
-    """Return the network of these hosts, and the same step for them: of fewer hosts each has a larger even share."""
+    """Return the network of these hosts and the same step on them. With fewer hosts, each has a larger even share."""
     return network.of(hosts), replace(work, step_s=work.step_s * len(network.hosts) / len(hosts))
 
 
@@ -53,14 +59,15 @@ class HostSubsets:
 
     network: Network
     work: TrainingWork
-    costs: dict[Hosts, tuple[float, float]] = field(default_factory=dict)  # what costs less than the second is known
+    costs: dict[Hosts, tuple[float, float]] = field(default_factory=dict)  # (cost, limit): exact if below the limit
 
     @property
     def everybody(self) -> Hosts:
         return tuple(range(len(self.network.hosts)))
 
     def least(self, hosts: Hosts) -> float:
-        """Return a lower bound of the cost: computing takes time, and nothing else. inf: there are fewer samples than hosts."""
+        """Return a lower bound of the cost, in which only computing takes time; inf if there are fewer samples than
+        hosts."""
         if self.work.batch and self.work.batch < len(hosts):
             return math.inf
         network, work = restricted(self.network, self.work, hosts)
@@ -71,8 +78,12 @@ class HostSubsets:
         return min(float(own_s.max()), freely_s * free)
 
     def cost(self, hosts: Hosts, under: float = math.inf) -> float:
-        """Return the cost of the cheapest plan on these hosts, in simple shapes where hosts of the network are many; inf: links
-        are missing. `under`: what costs more need not be known."""
+        """Return the cost of the cheapest plan on these hosts; inf if links are missing that every plan needs.
+
+        Args:
+            hosts: the subset. On a network of more than EXACT_MAX hosts only simple shapes are priced.
+            under: a cost above this limit need not be exact.
+        """
         if (found := self.costs.get(hosts, (0.0, 0.0))) and (found[0] < found[1] or under <= found[1]):
             return found[0]
         chooser = Chooser(*restricted(self.network, self.work, hosts))
@@ -86,7 +97,7 @@ class HostSubsets:
         return cost
 
     def search(self, best: Hosts, cost: float) -> Hosts:
-        """Return the subset of the cheapest plan, from `best` on, which costs `cost`."""
+        """Return the subset with the cheapest plan. `best` is the cheapest subset so far, and `cost` its cost."""
         if len(self.everybody) <= EXACT_MAX:
             fewer = (some for count in range(1, len(self.everybody)) for some in combinations(self.everybody, count))
             return self._cheapest([*fewer], best, cost)[0]
@@ -109,7 +120,7 @@ class HostSubsets:
         return best, cost
 
     def fewer(self, hosts: Hosts) -> Iterator[Hosts]:
-        """Subsets of these hosts that may be cheaper."""
+        """Yield subsets of these hosts that may be cheaper."""
         network = self.network.of(hosts)
         n, at = len(hosts), np.array(hosts)
         kept = [row == number for row in places(network) for number in np.unique(row)]
@@ -133,7 +144,7 @@ class HostSubsets:
             yield tuple(other for other in hosts if other != host)
 
     def ones(self, hosts: Hosts) -> Hosts:
-        """Return the hosts that are left out one by one."""
+        """Return the hosts to leave out one at a time."""
         network = self.network.of(hosts)
         rate = np.minimum(network.rates[-1], network.rates[-1].T)
         np.fill_diagonal(rate, 0.0)
@@ -144,19 +155,17 @@ class HostSubsets:
 
 @dataclass(frozen=True, slots=True)
 class ChosenHosts:
-    """The hosts that the plan uses, and what others would cost. Costs are seconds of a step x steps to a loss.
-
-    plans: of these hosts, as `choices` returns them. whole: the cost of all hosts together, inf where no plan has all; lacking:
-    why not. missed: (host, cost without it) of the host that is missed least, None where one host is left. by_speed: the cost
-    where samples are shared by speed, None where shares are so already or hosts are alike.
-    """
+    """The hosts that the plan uses, and the costs of other choices. A cost is the seconds of a step times steps to a
+    loss."""
 
     hosts: Hosts
-    plans: list[DeploymentChoice]
-    whole: float
-    lacking: str
-    missed: tuple[int, float] | None
-    by_speed: float | None
+    plans: list[DeploymentChoice]  # on these hosts, as `choices` returns them
+    whole: float  # cost with all hosts, inf where no plan has all
+    lacking: str  # why no plan has all hosts, "" if one has
+    missed: tuple[int, float] | None  # the host whose loss costs least, and the cost without it; None for a lone host
+    by_speed: (
+        float | None
+    )  # cost with samples shared by speed; None where they are, or where all hosts are equally fast
 
     @property
     def cost(self) -> float:
@@ -164,8 +173,16 @@ class ChosenHosts:
 
 
 def keep(network: Network, work: TrainingWork, all_hosts: bool = False) -> ChosenHosts:
-    """Choose the hosts. `all_hosts`: all of them. Raises UsageError where links are missing that every such plan needs, or
-    samples are fewer than hosts."""
+    """Choose the hosts of a run.
+
+    Args:
+        network: all hosts.
+        work: the model and its step on all hosts.
+        all_hosts: leave no host out.
+
+    Raises:
+        UsageError: links are missing that every plan needs, or there are fewer samples than hosts.
+    """
     subsets, everybody = HostSubsets(network, work), tuple(range(len(network.hosts)))
     hosts, plans, whole, lacking = everybody, list[DeploymentChoice](), math.inf, ""
     try:

@@ -1,8 +1,9 @@
-"""The modes and SPECs that a plan may give to a level, and how many more steps each takes to a loss. docs/planning.md has both.
+"""The modes and SPECs that a plan may give to a level, and how many more steps each takes to a loss. docs/planning.md
+has both.
 
 Rules
-- A row is a mode that docs/results.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of a server.
-- A level of one child costs no steps: nobody is averaged with it.
+- Each row is a mode that docs/results.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of a server.
+- A level with one child costs no steps, because no updates are averaged there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.config.settings import Settings
 
-COUNTS = (2, 4, 8, 16)  # children that a loss was measured with
-# ssp, topk:0.11+sign: 400 steps over bsp, each at its best rate. Who was not measured with so many children loses as much more.
+COUNTS = (2, 4, 8, 16)  # numbers of children with which losses were measured
+# Loss over bsp's of ssp with topk:0.11+sign for each of COUNTS, after 400 steps, each at its best learning rate. A row
+# that was not measured with so many children is taken to lose as much more from one count to the next.
 GROWS = (0.0, 0.028, 0.077, 0.145)
 # Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: five rows of bench/contenders/wan.py agree within 13 %.
 STEPS_POWER = 4.7
@@ -24,16 +26,17 @@ STEPS_POWER = 4.7
 
 @dataclass(frozen=True)
 class ModeAndSpec:
-    """One row. `over`: the loss over bsp's, of the first of COUNTS."""
+    """The mode and SPEC of one level, with its measured losses."""
 
-    sync: str
-    over: tuple[float, ...]
-    compress: str = "dense"
-    staleness: int = -1
-    local_steps: int = -1
+    sync: str  # the mode, as in --sync
+    over: tuple[float, ...]  # the loss over bsp's, as a share, for the first of COUNTS
+    compress: str = "dense"  # the SPEC
+    staleness: int = -1  # -1: the mode's default
+    local_steps: int = -1  # -1: the mode's default
 
     def flags(self, updates: bool = False) -> dict[str, Any]:
-        """Flags of ps-serve, as Settings names them. `updates`: the server's children are clusters."""
+        """Return the flags of ps-serve, as Settings names them. `updates` is true where the server's children are
+        clusters."""
         given = {"sync": self.sync, "staleness": self.staleness, "local_steps": self.local_steps}
         given |= {"compress": self.compress if self.compress != "dense" else -1}
         given |= {"push": "update" if updates and self.sync == "bsp" else -1}
@@ -45,18 +48,22 @@ class ModeAndSpec:
 
     @cached_property
     def inside(self) -> int:
-        """Updates of each worker in flight inside a cluster of this way, while it waits for the level above. 1: workers wait,
-        too. States that come whole overlap less than the closed form of more would say."""
+        """Updates of each worker that are in flight inside a cluster while the cluster waits for its parent.
+
+        The value is 1 where the workers wait too. Dense states count as 1, because they overlap less than the closed
+        form for several updates would say.
+        """
         return self.mode.window if self.compress != "dense" else 1
 
     def steps(self, children: int) -> float:
-        """How many times the steps of bsp it takes to a loss. Between two of COUNTS a loss is linear in the logarithm."""
+        """Return the steps to a loss as a multiple of bsp's. Between two of COUNTS the loss is linear in the
+        logarithm."""
         if children < 2 or self.sync == "bsp":
             return 1.0
         rest = len(self.over) - 1
         over = [*self.over, *(self.over[-1] + grows - GROWS[rest] for grows in GROWS[rest + 1 :])]
         doublings = math.log2(children) - 1
-        low = min(int(doublings), len(over) - 2)  # above 16 it goes on as from 8 to 16
+        low = min(int(doublings), len(over) - 2)  # above 16 children the loss grows as from 8 to 16
         found: float = (1 + over[low] + (doublings - low) * (over[low + 1] - over[low])) ** STEPS_POWER
         return found
 
@@ -77,7 +84,8 @@ WAYS = (
     ModeAndSpec("ssp", (0.068,), "cycle:0.09+sign", staleness=4),
     ModeAndSpec("ssp", (0.079,), "cycle:0.06+sign", staleness=3),
     ModeAndSpec("ssp", (0.099,), "cycle:0.03+sign", staleness=2),
-    # Measured without a link: -0.2 and 3.9 %. With one, four updates are under way: as late as dense with four clocks, 7.2 %.
+    # Without a link async measured -0.2 and 3.9 %. With a link four updates are in flight, as late as dense with four
+    # clocks: 7.2 %.
     ModeAndSpec("async", (0.072, 0.111), "topk:0.11+sign"),
     ModeAndSpec("local", (0.083, 0.177, 0.26), local_steps=50),
 )

@@ -1,6 +1,18 @@
-"""The links between hosts, and what each host can do. Delays are in seconds, rates in bytes a second, sizes in bytes.
+"""The links between hosts, and the speed and memory of each host. Delays are in seconds, rates in bytes a second.
 
-`Network.parse` reads network.json, `from_places` a table of cities. docs/planning.md has both formats.
+How it works
+
+1. `Network.parse` reads a network.json that ps-probe has written, `from_places` a table of cities. docs/planning.md has
+   both formats. Each value is checked against its bounds, and an error names the row and the column.
+2. A matrix has a row for each sender and a column for each receiver:
+
+       delay_s     a     b           rates of 1 MiB    a     b
+             a     -   0.010                     a     -   1e8
+             b   0.012   -                       b   9e7    -
+
+3. `sent_s` interpolates the rates of the measured message sizes. `transfer_s` adds the delay.
+4. A direction that was not measured has the delay inf and the rate 0, so each plan that needs the link costs inf.
+5. `of` cuts the network to some hosts, in a new order. Planners then number hosts from 0 again.
 """
 
 from __future__ import annotations
@@ -21,39 +33,44 @@ from narrows.protocols.errors import UsageError
 Array = npt.NDArray[np.float64]
 
 FORMAT = 1
-HOSTS_MAX = 4096  # a matrix of all pairs has 128 MiB then
-SIZES_MAX = 16  # message sizes that a rate is given for
+HOSTS_MAX = 4096  # a float64 matrix of all pairs then has 128 MiB
+SIZES_MAX = 16  # message sizes with a rate each
 NAMED_MAX = 8  # names in a sentence
-# Values of network.json, the least and the most: beyond them is a slip, and arithmetic overflows.
+# Least and largest value of each field of network.json. A value beyond is a slip, and arithmetic would overflow.
 DELAY_S, RATE, SPEED = (0.0, 1e6), (1.0, 1e18), (1e-9, 1e9)
 MEMORY, PRICE, SIZE = (0.0, 1e18), (0.0, 1e12), (1.0, 1e15)
 STEP_S = (1e-9, 1e9)
-NUMBERS = {int, float, np.float64, type(None)}  # of JSON: true is none, and "5" is none
+NUMBERS = {int, float, np.float64, type(None)}  # the types of a number in JSON: neither true nor "5" is a number
 Bounds = tuple[float, float]
-NAME = re.compile(r"[^\s=/\-][^\s=/]*")  # of a host: it is a word of commands
+NAME = re.compile(r"[^\s=/\-][^\s=/]*")  # the name of a host, which stands as a word in commands
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Network:
-    """n hosts. Matrices have the sender's row and the receiver's column; what a host has to itself never counts. A way that was
-    not measured has the delay inf and the rate 0."""
+    """n hosts and the links between them.
 
-    hosts: tuple[str, ...]
-    delay_s: Array  # (n, n), one way
+    Matrices have the sender's row and the receiver's column; the diagonal is never used. A direction that was not
+    measured has the delay inf and the rate 0.
+    """
+
+    hosts: tuple[str, ...]  # names
+    delay_s: Array  # (n, n), seconds one way
     rates: Array  # (m, n, n), bytes a second, of messages of sizes_bytes
     sizes_bytes: tuple[float, ...]  # (m,), ascending
-    compute: Array  # (n,), speed: 1 is a host on which a layer takes Job.layer_s
+    compute: Array  # (n,), speed; a layer takes Job.layer_s on a host of speed 1
     memory_bytes: Array  # (n,)
     price: Array  # (n, n), money a byte
-    measured_unix_s: float | None = None
-    # Hosts of each place, as the user names them: any two are nested or apart. None: step_prices.py finds places by rates.
+    measured_unix_s: float | None = None  # when ps-probe measured, seconds since 1970
+    # The hosts of each place that the user names; any two places are nested or disjoint. None: step_prices.py finds
+    # places by the rates.
     places: tuple[tuple[int, ...], ...] | None = None
-    wires: Array | None = None  # (n, n), bytes a second of the wire between the places of two hosts; inf: nobody knows
+    wires: Array | None = None  # (n, n), bytes a second of the wire between the places of two hosts; inf: not known
 
     def sent_s(self, message_bytes: float) -> Array:
-        """(n, n) seconds of the bytes of one message, at the rate of its size; inf where the link is missing.
+        """Return (n, n) seconds of one message's bytes, without delay; inf where the link is missing.
 
-        Between two measured sizes the rate is linear in the logarithm of the size, outside them it is the nearest one's.
+        Between two measured sizes the rate is linear in the logarithm of the size. Outside, the rate of the nearest
+        size holds.
         """
         at = np.interp(math.log(max(message_bytes, 1.0)), np.log(self.sizes_bytes), range(len(self.sizes_bytes)))
         low = int(at)
@@ -64,7 +81,11 @@ class Network:
             return _off_diagonal(message_bytes / rate)
 
     def transfer_s(self, message_bytes: float) -> Array:
-        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3). UsageError where a link is missing."""
+        """Return (n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3).
+
+        Raises:
+            UsageError: a link is missing.
+        """
         if pairs := self.missing:
             raise UsageError(
                 f"network.json lacks the links {named(pairs)}: a pipeline needs all of them; measure these"
@@ -73,12 +94,12 @@ class Network:
 
     @property
     def missing(self) -> list[str]:
-        """The pairs of which a way was not measured, each as "a to b"."""
+        """The pairs of hosts with a direction that was not measured, each as "a to b"."""
         absent = np.isinf(self.delay_s) | np.isinf(self.delay_s.T)
         return [f"{self.hosts[a]} to {self.hosts[b]}" for a, b in zip(*np.nonzero(np.triu(absent, 1)), strict=True)]
 
     def of(self, hosts: Sequence[int]) -> Network:
-        """The network of these hosts alone, in this order."""
+        """Return the network of these hosts alone, in this order."""
         at, both = [*hosts], np.ix_(hosts, hosts)
         number = {host: index for index, host in enumerate(at)}
         places = [tuple(sorted(number[host] for host in place if host in number)) for place in self.places or ()]
@@ -95,12 +116,16 @@ class Network:
         )
 
     def alike(self) -> Network:
-        """The same links between hosts that are alike, each with the mean speed: what a planner blind to compute sees."""
+        """Return the same links between hosts that all have the mean speed, as for a planner that ignores speeds."""
         return replace(self, compute=np.full(len(self.hosts), self.compute.mean()))
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> Network:
-        """The network of a parsed network.json; UsageError where a field is missing or has a wrong shape or value."""
+        """Build the network of a parsed network.json.
+
+        Raises:
+            UsageError: a field is missing, or has a wrong shape or value.
+        """
         if document.get("format") != FORMAT:
             raise UsageError(f"network.json has format {document.get('format')!r}; this version reads {FORMAT}")
         hosts = _hosts(document.get("hosts"))
@@ -134,7 +159,7 @@ class Network:
 
 
 def _named_places(value: Any, hosts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
-    """The hosts of each place that network.json names. Raises UsageError."""
+    """Return the hosts of each place that network.json names. Raise UsageError where the table is wrong."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(names, list) and names for names in value.values()):
@@ -153,7 +178,8 @@ def _named_places(value: Any, hosts: Sequence[str]) -> dict[str, tuple[int, ...]
 
 
 def _wires(value: Any, places: Mapping[str, tuple[int, ...]], n: int) -> Array | None:
-    """(n, n) bytes a second of the wires that network.json names, inf elsewhere. Raises UsageError."""
+    """Return (n, n) bytes a second of the wires that network.json names, inf elsewhere. Raise UsageError for a wrong
+    row."""
     if value is None:
         return None
     found = np.full((n, n), np.inf)
@@ -174,9 +200,15 @@ def _wires(value: Any, places: Mapping[str, tuple[int, ...]], n: int) -> Array |
 
 
 def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network:
-    """Hosts in cities: `order` has the names, `delay_ms` and `bandwidth_gbps` the links, the diagonal those inside a city.
+    """Build a network of hosts in cities. The hosts are named CITY-0, CITY-1 and so on, and each city is a place.
 
-    `hosts_each` counts the hosts of each city, in its order. Hosts are named CITY-0, CITY-1 and so on. Each city is a place.
+    Args:
+        places: `order` has the names of the c cities. `delay_ms` and `bandwidth_gbps`, (c, c), have the links between
+            cities, and on their diagonals the links inside a city.
+        hosts_each: the number of hosts of each city, in that order.
+
+    Raises:
+        UsageError: the table has a wrong shape or value.
     """
     order = places["order"]
     if len(order) != len(hosts_each):
@@ -199,7 +231,7 @@ def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network
 
 
 def _hosts(value: Any) -> tuple[str, ...]:
-    """The names of hosts. Raises UsageError."""
+    """Return the names of the hosts. Raise UsageError where one is no name or the number of hosts is out of bounds."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise UsageError('hosts of the network is no list of names: write ["leipzig", "oslo"]')
     n = len(value)
@@ -214,8 +246,10 @@ def _hosts(value: Any) -> tuple[str, ...]:
 
 
 def speeds(document: Mapping[str, Any], n: int) -> Sequence[float | None]:
-    """The speed of each of n hosts, beside the fastest one's: its `compute`, or by `step_seconds`. None: nobody knows. Raises
-    UsageError."""
+    """Return the speed of each of n hosts: its `compute`, or the fastest host's `step_seconds` over its own.
+
+    None stands for a host whose speed was not measured. Raise UsageError for a wrong table.
+    """
     if (given := document.get("compute")) is not None:
         return cast(Sequence[float | None], given)
     table = document.get("step_seconds")
@@ -224,14 +258,18 @@ def speeds(document: Mapping[str, Any], n: int) -> Sequence[float | None]:
 
 
 def named(names: Sequence[str]) -> str:
-    """Some of them, for people."""
+    """Return the first NAMED_MAX names as a list in words, and the number of the others."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(names[:NAMED_MAX]) + more
 
 
 def _array(value: Any, name: str, shape: tuple[int, ...], bounds: Bounds, unknown: float | None = None) -> Array:
-    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is beyond `bounds`, no number, or null and
-    none may be; it names the row and the column."""
+    """Return `value` as float64 of `shape`, with `unknown` in the place of null.
+
+    Raises:
+        UsageError: a value is out of `bounds`, no number, or null while `unknown` is None. The error names the row and
+            the column.
+    """
     table = np.asarray(value, np.float64 if _numbers(value) else object)
     if table.shape != shape:
         raise UsageError(f"{name} of the network has shape {table.shape}; {shape} is needed")
@@ -265,7 +303,7 @@ def _fits(value: Any, bounds: Bounds, null: bool) -> bool:
 
 
 def _pairs(value: Any, name: str, n: int, bounds: Bounds, unknown: float | None = None) -> Array:
-    """`value` as (n, n); what it has on the diagonal does not matter, and becomes 1."""
+    """Return `value` as float64 (n, n). Any value is allowed on the diagonal, and becomes 1 within `bounds`."""
     table = np.array(value, np.float64 if _numbers(value) else object)
     if table.shape == (n, n):
         np.fill_diagonal(table, min(max(bounds[0], 1.0), bounds[1]))

@@ -1,10 +1,11 @@
-"""Networks that are described by places: how many machines stand in each, and what joins two of them. Pure; docs/planning.md.
+"""Networks described by places: the number of machines in each place, and the link between each two. No I/O.
 
-A description has one of two forms. A file may be one itself, or have several by name.
+docs/planning.md has examples. A file is one description, or has several by name. A description has one of two forms:
 
-- `order`, the names; `delay_ms` and `bandwidth_gbps`, a row of each; the diagonals have what is inside a place
-- `intra_group` and `inter_group`, with `delay_ms` and `bandwidth_gbps` each: all places are alike. Without them the description
-  has these two numbers itself, and all links are alike
+- `order` has the names of places; `delay_ms` and `bandwidth_gbps` have a row for each place. The diagonals have the
+  links inside a place.
+- `intra_group` and `inter_group` have a `delay_ms` and a `bandwidth_gbps` each, the same for all places. A description
+  without the two has these numbers itself, the same for all links.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ _RANGE = re.compile(r"(\d+)-(\d+)", re.ASCII)
 
 
 def placed(document: Mapping[str, Any], name: str = "", machines: str = "") -> Network:
-    """The network of the description `name` of a parsed file, "": the file is one. `machines`: how many in all, shared
-    evenly, or how many in each place, as in 8x4,32x1; "": as many as the description says. Raises UsageError."""
-    # A file may also have links by their names: what says more than a link comes first.
+    """Build the network that one description of a parsed file describes.
+
+    Args:
+        document: the parsed file.
+        name: the name of the description, "" where the file is one.
+        machines: the number of machines in all, shared evenly, or in each place, as in 8x4,32x1; "": as the description
+            says.
+
+    Raises:
+        UsageError: there is no such description, or it lacks a field, or `machines` has another number of places.
+    """
+    # A file may also name single links. Descriptions with more fields than those of a link come first.
     found = dict(sorted(_described(document), key=lambda each: {*each[1]} == {*LINK}))
     if name not in found:
         given = f"--places {name}: it has no such network" if name else "it has several networks: name one by --places"
@@ -52,7 +62,7 @@ def placed(document: Mapping[str, Any], name: str = "", machines: str = "") -> N
 
 
 def _described(document: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name, description) of all in it."""
+    """Yield the name and the description of each network in the file."""
     if "inter_group" in document or document.keys() >= {*LINK}:
         yield name, document
         return
@@ -62,7 +72,7 @@ def _described(document: Mapping[str, Any], name: str = "") -> Iterator[tuple[st
 
 
 def _counts(place: Mapping[str, Any], machines: str) -> list[int]:
-    """Machines of each place."""
+    """Return the number of machines of each place."""
     groups, order = place.get("groups"), place.get("order")
     ranges = [_RANGE.fullmatch(str(each)) for each in groups.values()] if isinstance(groups, Mapping) else []
     places = len(order) if order is not None else len(ranges)
@@ -83,7 +93,7 @@ def _counts(place: Mapping[str, Any], machines: str) -> list[int]:
 
 
 def _shared(total: int, places: int) -> list[int]:
-    """Evenly, the first ones one more."""
+    """Share machines evenly over places; the first places get one more where a remainder is left."""
     if not places:
         raise UsageError("--machines: it does not say how many places there are; give machines of each, as in 8x4,32x1")
     return [total // places + (number < total % places) for number in range(places)]

@@ -1,9 +1,9 @@
-"""plan.json of a plan, and the commands that run it. docs/planning.md has the fields.
+"""The plan.json of a plan, and the commands that run it. docs/planning.md has the fields.
 
 Rules
-- Commands are made of plan.json alone. The short ones read it on each host; the long ones say the same without it.
-- A model that is not cut is one stage, and its workers are the replicas of that.
-- Shard i of a server takes the port i above it, so what stands at one address takes turns.
+- The commands follow from plan.json alone. Short commands read plan.json on each host; long commands need no file.
+- A model that is not cut is one stage, and its workers are the replicas of this stage.
+- Shard i of a server takes the server's port plus i, so servers at one address take consecutive ranges of ports.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.step_prices import Indices, TrainingWork
 
-PORT = 5555  # of the first server at an address
-PROCESS_PORT = 6000  # of the first process of a pipeline there
-SAMPLES = "{samples}"  # in the arguments of a script
+PORT = 5555  # the first server at an address
+PROCESS_PORT = 6000  # the first process of a pipeline at an address
+SAMPLES = "{samples}"  # stands in a script's arguments for the samples of its worker
 
 
 @dataclass(slots=True)
 class PortNumbers:
-    """The next port of each address, from `begin` on."""
+    """The next free port of each address, from `begin` on."""
 
     begin: int
-    taken: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    taken: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by address, ports given away
 
     def take(self, address: str, count: int = 1) -> int:
+        """Take `count` consecutive ports of an address; return the first."""
         found = self.begin + self.taken[address]
         self.taken[address] += count
         return found
@@ -41,7 +42,7 @@ class PortNumbers:
 
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
-    """Names and addresses of hosts; without one a host has its name."""
+    """Names and addresses of hosts. A host without an address in `given` is reached by its name."""
 
     network: Network
     given: Mapping[str, str]
@@ -58,11 +59,20 @@ class HostAddresses:
 def clustered(
     places: HostAddresses, plan: DeploymentChoice, work: TrainingWork, shards: int, insecure: bool, keys: str
 ) -> Deployment:
-    """A data parallel run; process r is host r's worker. `keys`: the folder of the root's, without `insecure`."""
+    """Build the deployment of a data parallel run. Process r is the worker of host r.
+
+    Args:
+        places: the network, and the addresses of its hosts.
+        plan: the chosen plan.
+        work: the model and its step.
+        shards: the number of shards of each server, on each host that has some.
+        insecure: the run goes without keys.
+        keys: the folder of the root's keys.
+    """
     ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
 
     def served(host: int, flags: Mapping[str, Any]) -> tuple[str, int, dict[str, Any]]:
-        # Shards of one server are as many on each host that has some.
+        # Each host with shards of a server has the same number of them.
         return hosts[host], ports.take(places.of(host), shards), {**flags, **({"shards": shards} if shards > 1 else {})}
 
     return Deployment(
@@ -89,10 +99,17 @@ def staged(
     publics: Mapping[str, str],
     keys: str,
 ) -> Deployment:
-    """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
+    """Build the deployment of a pipeline.
 
-    servers, ways: the host and the flags of each stage's server.
-    publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
+    Args:
+        places: the network, and the addresses of its hosts.
+        grid: (stages, replicas) the host of each process.
+        depths: (stages,) the number of layers of each stage.
+        servers: the host of each stage's server.
+        ways: the mode and SPEC of each stage's server.
+        edges: the coding of each edge between two stages.
+        publics: the public key of each host by its name, from the folder `keys`; empty for an insecure plan.
+        keys: the folder of the keys.
     """
     ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
     return Deployment(
@@ -112,11 +129,11 @@ def staged(
     )
 
 
-Lines = dict[str, list[str]]  # commands of each host, servers first
+Lines = dict[str, list[str]]  # by host, its commands, those of servers first
 
 
 def words_of(script: str) -> list[str]:
-    """The words of `--script`, as a shell cuts them. Raises UsageError for a quote that does not end."""
+    """Split `--script` into words as a shell does. Raise UsageError for a quote that is not closed."""
     try:
         return shlex.split(script)
     except ValueError as error:
@@ -124,7 +141,7 @@ def words_of(script: str) -> list[str]:
 
 
 def commands(plan: Deployment, file: str, script: str) -> Lines:
-    """Each host reads the plan, in `file`. Raises UsageError for a script that is no words."""
+    """Return the short commands of each host, which read the plan in `file`. Raise UsageError as `words_of` does."""
     found, words = making_keys(plan), words_of(script)
     for name, lines in found.items():
         here = ["--plan", file, "--host", name]
@@ -136,7 +153,7 @@ def commands(plan: Deployment, file: str, script: str) -> Lines:
 
 
 def long_commands(plan: Deployment, script: str) -> Lines:
-    """The same run without the plan, of one that is no pipeline. Raises UsageError as `commands` does."""
+    """Return the long commands of each host, for a run without a pipeline. Raise UsageError as `words_of` does."""
     found, split = making_keys(plan), words_of(script)
     for server in plan.servers():
         found[server.place.host].append(shlex.join(["ps-serve", *server.flags]))
@@ -151,14 +168,17 @@ def long_commands(plan: Deployment, script: str) -> Lines:
 
 
 def handing_over(plan: Deployment) -> list[str]:
-    """Lines that say which keys go to which hosts, before these begin."""
+    """Return lines that name the key files which the user hands to each host before the run."""
     found = [f"    {path} {f'from {owner} ' if owner else ''}to {host}" for path, owner, host in plan.handed_over()]
     return ["hand over, each to the same path where the commands of its host are started (one folder for all needs nothing):",
             *found] if found else []  # fmt: skip
 
 
 def making_keys(plan: Deployment) -> Lines:
-    """Commands that make the keys of a plan. The owner of a pipeline makes those of its processes."""
+    """Return the commands of each host that make the keys of a plan.
+
+    A pipeline has none: its user makes the keys of its processes before the plan.
+    """
     found: Lines = {name: [] for name in plan.hosts}
     for server in plan.servers() if len(plan.stages) == 1 else ():
         if server.keys and server.children:

@@ -1,10 +1,12 @@
-"""The costs of the ways of a level for a running server, by what its children measure now. Pure; docs/planning.md.
+"""The costs of modes and SPECs for a running server, from the figures that its children measure now. docs/planning.md.
+
+No I/O.
 
 Rules
-- The prices are those of `ps-plan` (step_prices.py). The network is a star: the server is host 0, and no child sends
-  to another.
-- A rate is what a child measured while the others sent too. So links are not shared once more, and the server's port takes what
-  all of them carry.
+- The prices are those of `ps-plan` (step_prices.py). The network is a star: the server is host 0, and children send
+  nothing to each other.
+- A child measures its rate while the others send too. So prices do not divide the rate once more, and the server's port
+  carries the sum of all rates.
 """
 
 from __future__ import annotations
@@ -20,28 +22,33 @@ from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.step_prices import CodecCost, StepPrices, TrainingWork
 
-FAST = 1e10  # bytes a second, of a link whose bytes take no time that can be seen
+FAST = 1e10  # bytes a second of a link that is too fast to measure
 
 
 @dataclass(frozen=True, slots=True)
 class ChildRates:
-    """A child's figures: seconds of computing in a step; bytes a second of its link, 0: they took no time; seconds."""
+    """The figures that one child has measured."""
 
-    own_s: float
-    up: float
-    down: float
+    own_s: float  # seconds of computing in a step
+    up: float  # bytes a second; 0: the bytes took no time that was measured
+    down: float  # bytes a second, as `up`
     round_trip_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class WayPrice:
+    """The price of one mode and SPEC."""
+
     way: ModeAndSpec
     step_s: float
     cost: float  # step_s, times the steps to a loss beside those of bsp
 
 
 def star(children: Sequence[ChildRates]) -> Network:
-    """Host 0 is the server. The link between two children does not matter: it is as slow as the slower one's."""
+    """Return the network of a server, host 0, and its children.
+
+    No message takes the link between two children; its rate is the lower one of theirs.
+    """
     n = len(children) + 1
     up, down = (
         np.array([each or FAST for each in way]) for way in zip(*((c.up, c.down) for c in children), strict=True)
@@ -57,7 +64,14 @@ def star(children: Sequence[ChildRates]) -> Network:
 def prices(
     children: Sequence[ChildRates], parameters: float, coded: Mapping[str, CodecCost], ways: Iterable[ModeAndSpec]
 ) -> list[WayPrice]:
-    """Return the price of each way, in their order. `coded`: the costs of each SPEC."""
+    """Return the price of each way, in their order.
+
+    Args:
+        children: the figures of each child.
+        parameters: the number of the model's parameters.
+        coded: the cost of each SPEC.
+        ways: the modes and SPECs to price.
+    """
     network = star(children)
     priced = StepPrices(network, TrainingWork(parameters, 1.0, coded))
     priced.port_in[0], priced.port_out[0] = network.rates[0, 1:, 0].sum(), network.rates[0, 0, 1:].sum()
@@ -68,7 +82,11 @@ def prices(
 
 
 def present(settings: Settings, coded: Mapping[str, CodecCost]) -> ModeAndSpec:
-    """The way of these settings. Where WAYS has no such row, the one of its mode with the nearest bytes says what it loses."""
+    """Return the mode and SPEC of these settings.
+
+    The losses are those of the row of WAYS with the same mode and the nearest bytes, if WAYS has no row of these
+    settings.
+    """
     steps = settings.local_steps if settings.sync == "local" else -1
     way = ModeAndSpec(settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps)
 

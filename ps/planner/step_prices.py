@@ -1,19 +1,39 @@
 """The cost of a step of a data parallel run on a network, with one server or with clusters below it: `StepPrices`.
 
-A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
-bytes. How long its clock takes of them say the closed forms of `CodecCost`, from compression/predict.py. A run with a
-bound waits for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the
-samples of all. A cluster computes H clocks of its own, H the local steps above. tests/unit/ps/test_planner_choose.py holds
-these forms to simulated runs.
+A child of a server is a worker or a cluster. A way is the mode and SPEC of one level (`ModeAndSpec`).
+
+How it works
+
+    inside_s     seconds of a step inside each cluster, for each host that may have the cluster's server
+        |
+    children_s   seconds of a clock of each child of the root, for each root and each host of the child's server
+        |        roads: seconds of the bytes up, of the bytes down, and of a round trip
+        |        clocks: the closed form of the SPEC over own, up, down and the round trip
+        |
+    steps_s      the fastest server of each child, then all children together (together_s)
+        |
+    busiest      the busiest wire of both levels together: no step is shorter
+
+1. `own` is a child's seconds of computing and encoding, `up` and `down` are those of its bytes. The closed forms of
+   `CodecCost`, from compression/predict.py, give the seconds of a clock.
+2. A run with a bound on staleness waits for the slowest child. Without a bound the children make sum(samples / clock)
+   samples a second, and a step has the samples of all.
+3. A cluster computes H clocks of its own for one clock of its parent; H is the number of local steps of the parent's
+   mode.
+
+tests/unit/ps/test_planner_choose.py holds these forms to simulated runs.
 
 Rules of links
-- A port carries what all children of its host's server send: it is as fast as the host's fastest link.
-- A place is a set of hosts whose links are faster than the link that joins them to the others: single linkage, cut where one
-  branch has a gap (`Places`). Places may lie in places. All links between two places that lie side by side are one wire, which
-  children in one of them share. Every other link is a wire of its own. network.json may name places and the rates of wires.
+- A port carries what all children of its host's server send. A port is as fast as the host's fastest link.
+- A place is a set of hosts whose links are faster than the link that joins them to the others: single linkage, cut
+  where one branch has a gap (`places`). Places may lie in places. All links between two places that lie side by side
+  are one wire, which children in one of them share. Every other link is a wire of its own. network.json may name places
+  and the rates of wires.
 - A child on its server's host sends nothing.
-- Messages of both levels share cards, links and wires: a step takes at least as long as the busiest of them (`busiest`).
-- A server handles what all its children send, as a port does: so long takes `up` at least. Its shards share that.
+- Messages of both levels share cards, links and wires: a step takes at least as long as the busiest of them
+  (`busiest`).
+- A server handles what all its children send, one after the other, as a port does. `up` is at least that time. The
+  shards of a server share this work.
 """
 
 from __future__ import annotations
@@ -32,46 +52,51 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array, Network
 
 Indices = npt.NDArray[np.intp]
-Groups = tuple[tuple[int, ...], ...]  # hosts
+Groups = tuple[
+    tuple[int, ...], ...
+]  # the hosts of each child of the root: one host for a worker, several for a cluster
 WireKey = tuple[str | int, ...]
 
-ALONE: Indices = np.ones(1, np.intp)  # see Groupings.inside
-PLACES = 1.5  # links inside a place are so many times as fast as the link out of it
-NEAR = 2.0  # and where the delay of the link out is so many times as long, SAME is enough
+ALONE: Indices = np.ones(1, np.intp)  # HostGroupings.inside of a child that is a worker
+PLACES = 1.5  # least ratio of the rates inside a place to the rate of the link out of the place
+NEAR = 2.0  # where the delay of the link out is this many times the delay inside, the ratio SAME suffices
 DEPTH_MAX = 3  # levels of places
-SHORTEST_S = 1e-12  # of a message on a link, which may take no time
-SLOWEST = 1e-9  # bytes a second, of the port of a host that has no link
-SAME = 1.05  # and such a gap is noise of a measurement
+SHORTEST_S = 1e-12  # least seconds of a message on a link, where the network gives 0
+SLOWEST = 1e-9  # bytes a second of the port of a host that has no link
+SAME = 1.05  # two rates with a smaller ratio differ by the noise of a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class CodecCost:
-    """The costs of a SPEC for a parameter. serve_s: the server's, for each child. clock_s: takes (own, up, down, round
-    trip, window). cluster_s: the same of a cluster whose workers go on while it waits, (own, encode, up, down, round trip,
-    window, inside); None: they wait, too."""
+    """The costs of a SPEC for one parameter, and the closed forms of a clock."""
 
-    bytes: float
-    encode_s: float
-    clock_s: Callable[[Array, Array, Array, Array, int], Array]
-    serve_s: float = 0.0
+    bytes: float  # sent for a parameter
+    encode_s: float  # seconds a parameter, of the sender
+    clock_s: Callable[[Array, Array, Array, Array, int], Array]  # (own, up, down, round trip, window) -> seconds
+    serve_s: float = 0.0  # seconds a parameter, of the server for each child
+    # (own, encode, up, down, round trip, window, inside) -> seconds of a clock of a cluster whose workers go on while
+    # the cluster waits for its parent. None: its workers wait too.
     cluster_s: Callable[[Array, float, Array, Array, Array, int, Indices], Array] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
-    """A model to train. step_s: seconds of an even share of a step, on a host of speed 1.
+    """A model to train, and how its workers share a step."""
 
-    `batch`: samples of a step that workers share by their speed; 0: evenly. `shards`: of each server."""
-
-    parameters: float
-    step_s: float
-    coded: Mapping[str, CodecCost] = field(default_factory=dict)
-    batch: int = 0
-    shards: int = 1
+    parameters: float  # number of the model's parameters
+    step_s: float  # seconds of an even share of a step on a host of speed 1
+    coded: Mapping[str, CodecCost] = field(default_factory=dict)  # by SPEC
+    batch: int = 0  # samples of a step, which workers share by their speed; 0: workers share a step evenly
+    shards: int = 1  # of each server
 
     def samples(self, network: Network) -> list[int]:
-        """Return the samples of each host, at least one: what is left over goes where the largest part of a sample is
-        missing. Raises UsageError where there are fewer samples than hosts."""
+        """Return the samples of each host, in proportion to its speed and at least one.
+
+        A remainder goes to the hosts whose share lost the largest fraction of a sample by rounding.
+
+        Raises:
+            UsageError: there are fewer samples than hosts.
+        """
         if self.batch < len(network.hosts):
             raise UsageError(f"--batch {self.batch}: {len(network.hosts)} workers need a sample each")
         exact = self.batch * network.compute / network.compute.sum()
@@ -82,7 +107,7 @@ class TrainingWork:
         return [int(count) for count in given]
 
     def compute_s(self, network: Network) -> Array:
-        """(n,) seconds of a step of each host."""
+        """Return (n,) seconds that each host computes in a step."""
         share = np.array(self.samples(network)) / self.batch * len(network.hosts) if self.batch else 1.0
         found: Array = self.step_s * share / network.compute
         return found
@@ -90,20 +115,20 @@ class TrainingWork:
 
 @dataclass(frozen=True, slots=True)
 class MessageFlow:
-    """The messages of one size that a host sends to another host. messages: of a step."""
+    """The messages of one size that a host sends to another host in a step."""
 
     sender: int
     receiver: int
     message_bytes: float
-    messages: float
+    messages: float  # in a step; below 1 where a round has several local steps
 
 
 @dataclass(frozen=True, slots=True)
 class BusyWire:
-    """A card, link or wire between places. seconds: of a step that it is busy. sender, receiver: hosts that send over it."""
+    """A network card, a link, or a wire between places."""
 
-    seconds: float
-    sender: int
+    seconds: float  # of a step in which the wire is busy
+    sender: int  # a host that sends over the wire
     receiver: int
 
 
@@ -111,8 +136,11 @@ Merge = tuple[float, int, int]
 
 
 def merges(network: Network) -> list[Merge]:
-    """Single linkage: (rate, host, host) of the fastest links that join all hosts, fastest first. A link is as fast as its
-    slower way; a missing one has the rate 0."""
+    """Return the links of single linkage: (rate, host, host) of the fastest links that join all hosts, the fastest
+    first.
+
+    A link is as fast as its slower direction. A missing link has the rate 0.
+    """
     rate = np.minimum(network.rates[-1], network.rates[-1].T)
     n = len(rate)
     near, nearest, left = rate[0].copy(), np.zeros(n, np.intp), np.ones(n, bool)
@@ -127,7 +155,7 @@ def merges(network: Network) -> list[Merge]:
 
 
 def joined(n: int, found: Sequence[Merge]) -> Groups:
-    """Groups of hosts that these links join."""
+    """Return the groups of hosts that these links join. `n` is the number of hosts."""
     label = np.arange(n)
     for _, one, other in found:
         label[label == label[other]] = label[one]
@@ -142,7 +170,10 @@ def ratio(fast: Merge, slow: Merge) -> float:
 
 
 def cuts(network: Network, most: int) -> list[Groups]:
-    """Groups at the widest gaps of the rates, at most so many, the widest first; none has all hosts in one, or each alone."""
+    """Return the groupings at the widest gaps between rates, the widest first, `most` at most.
+
+    No grouping has all hosts in one group, or each host alone.
+    """
     found = merges(network)
     gaps = [(ratio(fast, slow), at) for at, (fast, slow) in enumerate(pairwise(found), 1)]
     widest = sorted((gap for gap in gaps if gap[0] > SAME), key=lambda gap: (-gap[0], gap[1]))[:most]
@@ -150,8 +181,12 @@ def cuts(network: Network, most: int) -> list[Groups]:
 
 
 def tight(network: Network) -> list[tuple[int, ...]]:
-    """Return the hosts of each place. A branch of single linkage is a place if its slowest link is PLACES times as fast as the
-    link that joins the branch to another one. Nearer hosts than that link's ends need only be SAME times as fast."""
+    """Return the hosts of each place.
+
+    A branch of single linkage is a place if its slowest link is PLACES times as fast as the link that joins the branch
+    to another branch. The ratio SAME suffices if the delay of the joining link is NEAR times the delay inside the
+    branch.
+    """
     delay_s = np.maximum(network.delay_s, network.delay_s.T)
     # Rate, delay and hosts of each branch, by its first host.
     branch: dict[int, tuple[float, float, tuple[int, ...]]]
@@ -171,7 +206,10 @@ def tight(network: Network) -> list[tuple[int, ...]]:
 
 
 def places(network: Network) -> Indices:
-    """(levels, n) the place of each host, the widest places first. A host that is in no place of a level is a place itself."""
+    """Return (levels, n) the number of each host's place, the widest places first.
+
+    A host that lies in no place of a level is a place of its own there.
+    """
     n, sets = len(network.hosts), tight(network) if network.places is None else [*network.places]
     depth, rows = np.zeros(n, np.intp), np.tile(np.arange(n), (DEPTH_MAX, 1))
     for number, hosts in enumerate(sorted(sets, key=len, reverse=True)):
@@ -185,18 +223,24 @@ def places(network: Network) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class HostGroupings:
-    """b groupings of the same hosts, as arrays: in each row of `order`, (b, n), the hosts stand group after group."""
+    """b groupings of the same n hosts, as arrays."""
 
-    order: Indices
-    first: npt.NDArray[np.bool_]  # (b, n) here begins a group
-    share: Indices  # (levels, b, n) children that share the wire out of a host's place of each level; 1: none
+    order: Indices  # (b, n) hosts, group after group
+    first: npt.NDArray[np.bool_]  # (b, n) true where a group begins
+    share: Indices  # (levels, b, n) children that share the wire out of the host's place; 1: the wire is not shared
     inside: (
-        Indices  # (b, n) updates in flight inside the group of each host, as ModeAndSpec.inside; 1: those of one host
+        Indices  # (b, n) updates in flight inside the host's group, as ModeAndSpec.inside; 1 for a group of one host
     )
 
     @classmethod
     def of(cls, groupings: Sequence[Groups], place: Indices) -> HostGroupings:
-        """`place`: (levels, n) of each host. Children share a wire if each lies wholly in the place."""
+        """Build the arrays from groupings.
+
+        Args:
+            groupings: b groupings of all hosts.
+            place: (levels, n) the place of each host, as `places` returns it. Children share the wire out of a place if
+                each of them lies wholly in the place.
+        """
         sizes = np.array([len(group) for groups in groupings for group in groups])
         hosts = (host for groups in groupings for group in groups for host in group)
         order, begins = np.fromiter(hosts, np.intp, sizes.sum()), np.cumsum(sizes) - sizes
@@ -214,7 +258,7 @@ class HostGroupings:
 
     @property
     def children(self) -> Indices:
-        """(b,) groups of each."""
+        """(b,) number of groups of each grouping."""
         found: Indices = self.first.sum(1)
         return found
 
@@ -222,20 +266,22 @@ class HostGroupings:
         return HostGroupings(self.order[at], self.first[at], self.share[:, at], self.inside[at])
 
     def below(self, inside: Indices) -> HostGroupings:
-        """The same, where the groups of several hosts have so many updates in flight inside, (b,)."""
+        """Return the same groupings with `inside`, (b,), updates in flight inside each group of several hosts."""
         alone = self.first & np.append(self.first[:, 1:], np.ones((len(self.first), 1), bool), 1)
         return replace(self, inside=np.where(alone, 1, inside[:, None]))
 
 
 class StepPrices:
-    """Prices plans of `work` on `network`. Matrices have the child's row and the server's column. What takes a link that is
-    missing costs inf."""
+    """Prices plans of `work` on `network`.
+
+    Matrices have the child's row and the server's column. A plan that needs a missing link costs inf.
+    """
 
     def __init__(self, network: Network, work: TrainingWork) -> None:
         self.network, self.work = network, work
         self.hosts = np.arange(len(network.hosts))
         self.compute_s = work.compute_s(network)
-        # Updates are weighted by the samples that they are of.
+        # A server weights each update by the number of its samples.
         self.samples = np.array(work.samples(network) if work.batch else np.ones(len(self.hosts)), np.float64)
         self.round_trip_s: Array = network.delay_s + network.delay_s.T
         fastest = network.rates.max(0)
@@ -246,15 +292,16 @@ class StepPrices:
         self._between: dict[tuple[int, int, int, float], float] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
-        """(n, n) seconds of the bytes alone, the sender's row."""
+        """Return (n, n) seconds of a message's bytes without delay; the row is the sender."""
         if message_bytes not in self._sent_s:
             self._sent_s[message_bytes] = self.network.sent_s(message_bytes)
         return self._sent_s[message_bytes]
 
     def path(self, sender: int, receiver: int, message_bytes: float) -> list[tuple[WireKey, float]]:
-        """Return the wires that a message of this size passes from host to host, each with its bytes a second.
+        """Return the wires that a message of this size passes between two hosts, each with its bytes a second.
 
-        A host has a card each way, a place a wire to each other place, and a pair of hosts a link."""
+        A host has a card for each direction, two places have a wire, and two hosts have a link.
+        """
         if sender == receiver:
             return []
         link = message_bytes / max(float(self.sent_s(message_bytes)[sender, receiver]), SHORTEST_S)
@@ -270,7 +317,8 @@ class StepPrices:
         return hops
 
     def _place_rate(self, level: int, sender: int, receiver: int, message_bytes: float) -> float:
-        """Return the bytes a second of the wire between two places: those of its fastest link, or as network.json says."""
+        """Return the bytes a second of the wire between two places: as network.json says, else those of its fastest
+        link."""
         key = level, sender, receiver, message_bytes
         if key not in self._between:
             place, wires = self.place[level], self.network.wires
@@ -281,7 +329,7 @@ class StepPrices:
         return self._between[key]
 
     def busiest(self, flows: Iterable[MessageFlow]) -> BusyWire:
-        """Return the wire that takes the longest for all of these flows together."""
+        """Return the wire that these flows together keep busy for the longest time."""
         busy_s: defaultdict[WireKey, float] = defaultdict(float)
         ends: dict[WireKey, tuple[int, int]] = {}
         for flow in flows:
@@ -296,7 +344,7 @@ class StepPrices:
     def exchange_flows(
         self, way: ModeAndSpec, parameters: float, children: Iterable[int], servers: Sequence[int]
     ) -> Iterator[MessageFlow]:
-        """Yield the flows between the children of a level and the hosts that its server is cut over."""
+        """Yield the flows between the children of a level and the hosts that have the shards of its server."""
         size, each = self.work.coded[way.compress].bytes * parameters / len(servers), 1 / way.mode.local_steps
         for child in children:
             for server in servers:
@@ -312,10 +360,16 @@ class StepPrices:
         share: Sequence[Indices],
         count: int = 1,
     ) -> list[Array]:
-        """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`, which are broadcast.
+        """Return the seconds of the bytes up, of the bytes down, and of a round trip.
 
-        `children`: of the server. `share`: as Groupings has it, of each row, a level after the other. `count`: hosts that the
-        server is cut over."""
+        Args:
+            way: the mode and SPEC of the level.
+            rows: the hosts of the children.
+            servers: the hosts of the servers, broadcast against `rows`.
+            children: the number of children of a server.
+            share: for each level of places, as `HostGroupings.share`, broadcast against `rows`.
+            count: the number of hosts that have the server's shards.
+        """
         coded = self.work.coded[way.compress]
         message = coded.bytes * self.work.parameters / count
         serve_s = children * coded.serve_s * self.work.parameters / (count * self.work.shards)
@@ -323,7 +377,7 @@ class StepPrices:
         sharing: Indices | float = 1.0
         for place, others in zip(
             self.place[::-1], share[::-1], strict=True
-        ):  # the widest places that differ have the last word
+        ):  # the widest level on which the two places differ overwrites the narrower levels
             sharing = np.where(place[rows] == place[servers], sharing, others * count)
         up = np.maximum(self.wire_s(sent, message, sharing, rows, servers), busy / self.port_in[servers])
         down = np.maximum(self.wire_s(sent, message, sharing, servers, rows), busy / self.port_out[servers])
@@ -336,7 +390,10 @@ class StepPrices:
     def wire_s(
         self, sent: Array, message: float, sharing: Indices | float, sender: Indices, receiver: Indices
     ) -> Array:
-        """Seconds of a message on a wire that `sharing` children use at once. A named wire may be faster than each link."""
+        """Return the seconds of a message on a wire that `sharing` children use at once.
+
+        A wire that network.json names may be faster than each single link.
+        """
         alone: Array = sent[sender, receiver]
         if self.network.wires is None:
             return alone * sharing
@@ -346,7 +403,10 @@ class StepPrices:
     def clocks(
         self, way: ModeAndSpec, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
     ) -> Array:
-        """Clocks of children whose step takes `own_s`, which is broadcast. `inside`: as Groupings has it."""
+        """Return the seconds of a clock of children whose step takes `own_s`. All arrays are broadcast.
+
+        `inside` is that of `HostGroupings`.
+        """
         mode, coded = way.mode, self.work.coded[way.compress]
         own, encode_s = mode.local_steps * own_s, coded.encode_s * self.work.parameters
         found = coded.clock_s(own + encode_s, up, down, round_trip_s, mode.window)
@@ -355,7 +415,8 @@ class StepPrices:
         return np.where(inside > 1, coded.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, inside), found)
 
     def inside_s(self, way: ModeAndSpec, clusters: Indices) -> Array:
-        """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
+        """Return (g, m) seconds of a step inside g clusters of m hosts, for each host as the server's. `way` has a
+        bound."""
         rows, servers = clusters[:, :, None], clusters[:, None, :]
         share = [(place[rows] == place[servers]).sum(2)[:, :, None] for place in self.place]
         up, down, trip = self.roads(way, rows, servers, clusters.shape[1], share)
@@ -363,10 +424,16 @@ class StepPrices:
         return found
 
     def children_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings, roots: Indices) -> Array:
-        """(b n, r) clocks of each group, if it had its server at the host of the row. A group whose server is on a host takes
-        own_s, (b, n), for a step."""
+        """Return (b n, r) seconds of a clock of each child, for each host of the child's server and each root.
+
+        Args:
+            way: the mode and SPEC of the root's level.
+            own_s: (b, n) seconds of a step of a host's group, if the group's server stands on that host.
+            groupings: b groupings of n hosts. A row of the result is one host of one grouping, in their order.
+            roots: (r,) hosts that may have the root.
+        """
         n, order = len(self.hosts), groupings.order.ravel()
-        # Few pairs of children and share occur: their roads are looked up.
+        # Few pairs of `children` and `share` occur: `roads` computes each pair once, and the rows look theirs up.
         code = groupings.children[:, None]
         for row in groupings.share:
             code = code * (n + 1) + row
@@ -382,14 +449,17 @@ class StepPrices:
         return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0), groupings.inside.reshape(-1, 1))
 
     def steps_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings, roots: Indices) -> Array:
-        """(b, r) seconds of a step with each of `roots`. Servers are chosen exactly: each alone, for its root."""
+        """Return (b, r) seconds of a step with each of `roots`.
+
+        The choice of servers is exact: for a given root, each child's server is chosen without regard to the others.
+        """
         begins = np.flatnonzero(groupings.first)
         clocks = np.minimum.reduceat(self.children_s(way, own_s, groupings, roots), begins)
         samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
         return self.together_s(way, clocks, samples, groupings.children)
 
     def least_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings) -> Array:
-        """(b,) seconds of a step, if nothing but the groups' own steps and encoding took time."""
+        """Return (b,) seconds of a step if only the groups' own steps and encoding took time: a lower bound."""
         begins, nothing = np.flatnonzero(groupings.first), np.zeros(1)
         own_s = np.minimum.reduceat(own_s.ravel(), begins)[:, None]
         clocks = self.clocks(way, own_s, nothing, nothing, nothing, groupings.inside.ravel()[begins][:, None])
@@ -397,21 +467,39 @@ class StepPrices:
         return self.together_s(way, clocks, samples, groupings.children)[:, 0]
 
     def together_s(self, way: ModeAndSpec, clocks: Array, samples: Array, children: Indices) -> Array:
-        """(b, r) seconds of a step, of the clocks (children, r), where so many of them are each one's. Without a bound a step
-        is over when as many samples are folded as all have in a clock."""
+        """Return (b, r) seconds of a step of b groupings.
+
+        Without a bound on staleness a step is over when as many samples are folded as all children have in a clock.
+
+        Args:
+            way: the mode and SPEC of the root's level.
+            clocks: (children of all groupings, r) seconds of a clock, grouping after grouping.
+            samples: (children of all groupings,) samples of each child in a clock.
+            children: (b,) number of children of each grouping.
+        """
         begins = np.cumsum(children) - children
         found: Array = np.maximum.reduceat(clocks, begins)
         if way.mode.bound is None:
             folded = np.add.reduceat(samples[:, None] / clocks, begins) / np.add.reduceat(samples, begins)[:, None]
-            never = np.isinf(found)  # somebody's updates do not come
+            never = np.isinf(found)  # a child has no link to the root
             found = np.where(never, np.inf, 1 / np.where(never, 1.0, folded))
         return found / way.mode.local_steps
 
     def above_s(
         self, way: ModeAndSpec, own_s: Array, groups: Groups, roots: Indices, inside: int = 1
     ) -> tuple[float, int, tuple[int, ...]]:
-        """(seconds of a step, the root, each group's server) of the cheapest of `roots`. A group whose server is on a host
-        takes own_s[host] for a step, and has `inside` updates in flight."""
+        """Choose the cheapest of `roots`, and the server of each group for that root.
+
+        Args:
+            way: the mode and SPEC of the root's level.
+            own_s: (n,) seconds of a step of a host's group, if the group's server stands on that host.
+            groups: the children of the root.
+            roots: hosts that may have the root.
+            inside: updates in flight inside each group of several hosts.
+
+        Returns:
+            The seconds of a step, the host of the root, and the host of each group's server.
+        """
         groupings = HostGroupings.of([groups], self.place).below(np.array([inside]))
         own_s = own_s[groupings.order]
         step_s = self.steps_s(way, own_s, groupings, roots)[0]
@@ -422,7 +510,8 @@ class StepPrices:
         return float(step_s[best]), int(roots[best]), tuple(servers)
 
     def spread_s(self, way: ModeAndSpec, servers: Sequence[int]) -> float:
-        """Seconds of a step of one server with a shard on each of these hosts."""
+        """Return the seconds of a step where one server has a shard on each of these hosts and every host is a
+        worker."""
         n, at = len(self.hosts), np.array(servers)
         share = [np.bincount(place)[place][:, None] for place in self.place]
         slowest = [part.max(1)[:, None] for part in self.roads(way, self.hosts[:, None], at, n, share, len(at))]
@@ -430,7 +519,10 @@ class StepPrices:
         return float(self.together_s(way, clocks, self.samples, np.array([n]))[0, 0])
 
     def ring_s(self) -> float:
-        """Seconds of a step of DDP, at least: the slowest host's even share, and a ring all-reduce in the order of `merges`."""
+        """Return a lower bound on the seconds of a step of DDP.
+
+        The bound is the slowest host's even share, and a ring all-reduce in the order of `merges`.
+        """
         order = [0]
         for _, one, other in merges(self.network):
             order += [host for host in (one, other) if host not in order]

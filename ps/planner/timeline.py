@@ -1,10 +1,11 @@
-"""Virtual time: one heap of events, and wires that bytes pass. Pure.
+"""Virtual time: one heap of events, and wires that bytes pass. No I/O.
 
 Rules
-- Events of one time come in the order in which they were made.
-- A wire has a rate: bytes pass one message after the other, then take the delay.
-- On several wires in a row a message is on all of them at once: its bytes are there when the slowest has passed them. Each is
-  busy for as long as it takes itself: who waits for a slow wire does not hold up a fast one that others share.
+- Events of the same time are carried out in the order in which they were made.
+- A wire has a rate and a delay: bytes pass one message after the other, and arrive after the delay.
+- A message on several wires in a row is on all of them at once, and has passed when the slowest wire has passed its
+  bytes. Each wire is busy only for its own time, so a message that waits for a slow wire does not hold up a fast wire
+  that others share.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from narrows.protocols.effects import NS
 
 @dataclass(slots=True)
 class Wire:
-    """One direction of what joins two places: `delay_ns` one way, and a rate that all links laid over it share."""
+    """One direction of the connection between two places. All links over the wire share its rate."""
 
-    delay_ns: int
+    delay_ns: int  # one way
     bytes_per_second: int
-    free_ns: int = 0  # when the last byte so far has passed
+    free_ns: int = 0  # time at which the last byte so far has passed
     passed: int = 0  # bytes so far
 
     def pass_ns(self, size: int) -> int:
-        """How long `size` bytes keep it busy."""
+        """Return how long `size` bytes keep the wire busy."""
         return size * NS // self.bytes_per_second
 
     def arrival_ns(self, now_ns: int, size: int) -> int:
-        """When a message of `size` bytes that is sent now is there; the wire is busy until its bytes have passed."""
+        """Send a message of `size` bytes now; return when it arrives. The wire is busy until the bytes have passed."""
         return arrival_ns((self,), now_ns, size)
 
 
 def arrival_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
-    """When a message of `size` bytes that is sent now over these wires is there."""
+    """Send a message of `size` bytes over these wires now; return when it arrives."""
     return passed_ns(wires, now_ns, size) + delay_ns(wires)
 
 
 def passed_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
-    """When the last of these wires has passed it. Each is busy for as long as it takes itself."""
+    """Send `size` bytes over these wires now; return when the last wire has passed them. Each is busy for its own
+    time."""
     end_ns = now_ns
     for wire in wires:
         free_ns = wire.free_ns
@@ -53,7 +55,7 @@ def passed_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
 
 
 def delay_ns(wires: Sequence[Wire]) -> int:
-    """That all these add."""
+    """Return the sum of the delays of these wires."""
     return sum(wire.delay_ns for wire in wires)
 
 
@@ -66,12 +68,12 @@ class Timeline:
         self._made = 0
 
     def at(self, time_ns: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` then; an event like any other."""
+        """Add an event: call `action` with `arguments` at `time_ns`."""
         self._made += 1
         heappush(self._events, (time_ns, self._made, action, arguments))
 
     def step(self) -> bool:
-        """One event. False where there is none left."""
+        """Carry out the next event. Return False if no event is left."""
         if not self._events:
             return False
         self.now_ns, _, action, arguments = heappop(self._events)

@@ -1,4 +1,4 @@
-"""ps-plan of a data parallel run: its plan, and the table that explains it."""
+"""ps-plan of a data parallel run: the plan, and the table that explains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrows.ps.planner.host_subsets import ChosenHosts, keep, restricted
 from narrows.ps.planner.network import Network, named
 from narrows.ps.planner.step_prices import TrainingWork
 
-ASYNC_RANGE = 0.8, 1.15  # of the closed form: simulated steps of `async` on drawn networks were in it
+ASYNC_RANGE = 0.8, 1.15  # simulated steps of `async` on random networks lay within these multiples of the closed form
 
 
 def planned(
@@ -32,7 +32,25 @@ def planned(
     keys: str,
     all_hosts: bool = False,
 ) -> tuple[Deployment, list[str]]:
-    """The plan, and lines. Raises UsageError."""
+    """Plan a data parallel run.
+
+    Args:
+        places: the network, and the addresses of its hosts.
+        parameters: the number of the model's parameters.
+        step_s: seconds of an even share of a step on a host of speed 1.
+        script: the value of --script.
+        batch: samples of a step, which workers share by speed; 0 for even shares.
+        shards: the number of shards of each server.
+        insecure: the commands go without keys.
+        keys: the folder of each server's keys.
+        all_hosts: leave no host out.
+
+    Returns:
+        The plan, and the lines that explain it.
+
+    Raises:
+        UsageError: the flags do not go together, or no plan exists on this network.
+    """
     if (plan_writer.SAMPLES in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
     everybody, whole = places.network, TrainingWork(parameters, step_s, coded(), batch, shards)
@@ -80,14 +98,15 @@ def planned(
 
 
 def described(names: Sequence[str], plan: DeploymentChoice) -> str:
-    """The ways of a plan, and how many clusters it has."""
+    """Describe a plan by the modes and SPECs of its levels and its number of clusters."""
     clusters = "1 cluster" if len(plan.clusters) == 1 else f"{len(plan.clusters)} clusters"
     spread = f" with shards on {', '.join(names[host] for host in plan.spread)}" if plan.spread else ""
     return f"{plan.above}{spread}" + (f" over {clusters} with {plan.below}" if plan.clusters else "")
 
 
 def differing(names: Sequence[str], plan: DeploymentChoice, other: DeploymentChoice) -> str:
-    """What else a plan has than one with the same ways: its clusters, else where servers are."""
+    """Describe how `plan` differs from `other`, which has the same description: by its clusters, or by its servers'
+    hosts."""
     groups = [group for _, group in plan.clusters]
     if groups != [group for _, group in other.clusters]:
         return f" ({'; '.join(', '.join(names[host] for host in group) for group in groups)})"
@@ -96,7 +115,7 @@ def differing(names: Sequence[str], plan: DeploymentChoice, other: DeploymentCho
 
 
 def left_out(network: Network, kept: ChosenHosts, batch: bool) -> list[str]:
-    """Which hosts have no part and what that gains, what leaving out one more would cost, and what --batch would gain."""
+    """Return lines about the hosts that are left out, the cost without one host more, and the gain of --batch."""
     names, lines = network.hosts, []
     if absent := [name for host, name in enumerate(names) if host not in kept.hosts]:
         larger = f"{len(names) / len(kept.hosts):.3g} times"
@@ -125,7 +144,7 @@ def left_out(network: Network, kept: ChosenHosts, batch: bool) -> list[str]:
 
 
 def step_ms(plan: DeploymentChoice) -> str:
-    """Return the milliseconds of a step: a range where the root has no bound, for updates then arrive in bunches."""
+    """Return the milliseconds of a step. A root without a bound has a range, because updates then arrive in bunches."""
     if plan.above.mode.bound is not None:
         return f"{1e3 * plan.step_s:.3g}"
     least, most = (1e3 * plan.step_s * factor for factor in ASYNC_RANGE)

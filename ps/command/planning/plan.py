@@ -1,4 +1,13 @@
-"""ps-plan: how a run stands on a network: who is in which cluster, where servers are, which mode and SPEC each level has."""
+"""ps-plan: the deployment of a run on a network: its clusters, the hosts of servers, the mode and SPEC of each level.
+
+How it works
+
+1. `_planner` takes clustered.py for a data parallel run, and staged.py with --pipeline, which needs SciPy.
+2. `_taken` hands that planner its flags. A flag on the command line that the planner does not take is an error.
+3. `_read` reads NETWORK.JSON: hosts with measured links, or places with numbers of machines.
+4. The planner returns a `Deployment` and the lines that explain it.
+5. The deployment is parsed again as a check, written to --out, and printed as commands for each host (plan_writer.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,7 @@ from narrows.ps.planner.network import STEP_S, Network, named, speeds
 from narrows.ps.planner.network_places import placed
 from narrows.ps.probe import measured_network
 
-# Flags of every plan.
+# Flags that both planners have in common.
 FOR_ALL = (
     "network",
     "places",
@@ -39,11 +48,11 @@ FOR_ALL = (
 )
 
 
-MICRO_BATCHES_MAX = 4096  # each is simulated on each host
+MICRO_BATCHES_MAX = 4096  # the planner simulates each micro-batch on each host
 
 
 class NumberOption(click.FloatRange):
-    """A number within bounds, and none that is infinite or NaN."""
+    """A finite number within bounds."""
 
     name = "number"
 
@@ -140,7 +149,7 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
         plan_writer.HostAddresses(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
     )
     layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
-    parse(layout.text())  # what no command would read is not written
+    parse(layout.text())  # no plan is written that the commands would refuse to read
     long = form == "long"
     commands = plan_writer.long_commands(layout, script) if long else plan_writer.commands(layout, out, script)
     _write(out, layout.text())
@@ -157,7 +166,8 @@ Planner = Callable[..., tuple[Deployment, list[str]]]  # the plan, and lines tha
 
 
 def _planner(stages: int | None) -> Planner:
-    """Raises UsageError where SciPy is missing, which only pipelines need."""
+    """Return the planner. Raise UsageError where a pipeline is asked for and SciPy, which only pipelines need, is
+    missing."""
     if not stages:
         from narrows.ps.command.planning import clustered
 
@@ -170,8 +180,13 @@ def _planner(stages: int | None) -> Planner:
 
 
 def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> dict[str, Any]:
-    """Those of `flags` that this planner takes. Raises UsageError for one of the others on the command line; a variable of the
-    environment may be meant for other commands."""
+    """Return the flags that this planner takes.
+
+    A flag that it does not take is an error on the command line. In the environment it may be meant for other commands.
+
+    Raises:
+        UsageError: the command line has such a flag.
+    """
     takes = signature(planned).parameters
     for option in context.command.params:
         name = option.name or ""
@@ -183,7 +198,14 @@ def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> d
 
 
 def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str, dict[str, str]]:
-    """The network, the step of its fastest host, a sentence about hosts whose speed nobody knows, and addresses of hosts."""
+    """Read NETWORK.JSON.
+
+    Returns: The network; the step seconds of its fastest host, None if no host has timed its steps; a sentence about
+        hosts whose speed is not known, "" for none; and the addresses of hosts by their names.
+
+    Raises:
+        UsageError: the file cannot be read, or is no network.
+    """
     try:
         document = dict(json.loads(Path(path).read_text("utf-8"), parse_constant=_no_number))
         if "hosts" in document and (places or machines):
@@ -216,7 +238,7 @@ def _taken_for(unknown: Sequence[str], hosts: int) -> str:
 
 
 def _addresses(network: Network, given: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return where hosts are reached: `known` to the network, or as --address says."""
+    """Return the address of each host: the network's (`known`), unless --address (`given`) names another one."""
     found = dict[str, str]()
     for each in given:
         name, _, address = each.partition("=")

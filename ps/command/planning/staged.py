@@ -1,4 +1,15 @@
-"""ps-plan of a pipeline: its plan, and the table that explains it."""
+"""ps-plan of a pipeline: the plan, and the table that explains it.
+
+How it works
+
+1. `planned` builds the model of the pipeline from the flags.
+2. `fastest` tries numbers of replicas, unless --replicas gives one: a replica on a slow host or behind a slow link
+   holds up all others.
+3. `candidates` searches a layout of hosts (pipelines/search.py), tries the hosts in the order of the network with it,
+   chooses servers, modes and codings for each layout (pipelines/choose.py), and moves hosts from the best, in virtual
+   time.
+4. The cheapest layout becomes the plan. `rows`, `steps`, `decides` and `alone` explain it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +37,9 @@ from narrows.ps.planner.pipelines.stages import (
     soonest_alone,
 )
 
-PARTS = 8  # of as many replicas as there are hosts for: so many numbers are tried, and halves, where hosts are SMALL at most
-MANY = 256  # of more hosts each has a part: a search takes seconds
-MORE = 1.05  # fewer replicas must make so many times as many samples a second
+PARTS = 8  # up to SMALL hosts, so many even parts of the largest number of replicas are tried; halves are tried anyway
+MANY = 256  # with more hosts only the largest number of replicas is tried, because a search takes seconds
+MORE = 1.05  # fewer replicas are taken if they make this many times as many samples a second
 FOUND, PLAIN = "what the search has found", "hosts in the order of the network and layers even"
 MOVED = "the best of these after moves of hosts"
 
@@ -51,7 +62,31 @@ def planned(
     insecure: bool,
     keys: str,
 ) -> tuple[Deployment, list[str]]:
-    """The plan, and lines. Raises UsageError."""
+    """Plan a pipeline.
+
+    Args:
+        places: the network, and the addresses of its hosts.
+        parameters: the number of the model's parameters.
+        step_s: seconds of a step of one worker on a host of speed 1.
+        script: the value of --script.
+        stages: the number of stages.
+        replicas: the number of replicas of each stage; None: as many as make the most samples a second.
+        layers: the number of the model's layers; None is an error.
+        activation_bytes: bytes of one micro-batch's float32 values at a cut; None is an error with several stages.
+        micro_batches: the number of micro-batches of a step.
+        coding: the coding of tensors between stages, or "auto".
+        layer_memory: bytes that a layer needs in training; None: PARAMETER_MEMORY_BYTES a parameter.
+        money: seconds of a step that a unit of money is worth.
+        seed: the seed of the search.
+        insecure: the commands go without keys.
+        keys: the folder of each server's keys.
+
+    Returns:
+        The plan, and the lines that explain it.
+
+    Raises:
+        UsageError: a flag is missing or does not go with a pipeline, or no layout fits.
+    """
     network = places.network
     if layers is None:
         raise UsageError("--pipeline: give --layers, how many the model has")
@@ -101,14 +136,30 @@ def planned(
 def fastest(
     network: Network, model: PipelineModel, stages: int, most: int, coding: str, seed: int
 ) -> tuple[int, float]:
-    """Return how many replicas make the most samples a second, by steps to a loss and money, and how many times as many as
-    `most` replicas make. A replica on a slow host or behind a slow link holds up all others. Raises UsageError where none
-    fits."""
+    """Choose the number of replicas that makes the most samples a second, by steps to a loss and money.
+
+    A replica on a slow host or behind a slow link holds up all others.
+
+    Args:
+        network: the hosts.
+        model: the model of the pipeline.
+        stages: the number of stages.
+        most: the number of replicas that there are hosts for.
+        coding: the coding of tensors between stages, or "auto".
+        seed: the seed of the search.
+
+    Returns:
+        The number of replicas, and its samples a second as a multiple of those with `most` replicas.
+
+    Raises:
+        UsageError: no layout fits.
+    """
     known = dict[int, float]()
     failed = list[UsageError]()
 
     def cost(count: int) -> float:
-        """Seconds of a step for each replica's share, in a layout that the search finds."""
+        """Return the price of a step over the number of replicas, in the layout that the search finds; inf if none
+        fits."""
         if count not in known:
             try:
                 job = model.job(stages, count, coding)
@@ -132,10 +183,11 @@ def fastest(
 def candidates(
     network: Network, model: PipelineModel, job: Job, coding: str, seed: int
 ) -> list[tuple[str, StagedPlan]]:
-    """Layouts that were tried, the cheapest first. Raises UsageError.
+    """Try several layouts, and return them with their labels, the cheapest first. Raise UsageError if none fits.
 
-    The search takes computing and links for one after the other, so moves in virtual time follow. It takes exchanges for dense
-    ones, which cost more money: so it also looks for seconds alone.
+    The search prices computing and links as if one followed the other, so moves in virtual time follow the search. The
+    search also prices exchanges as dense ones, which cost more money than others, so a second search looks at seconds
+    alone.
     """
     stager, plain = StagedPlanner(network, model, job, coding), contiguous(network, job)
     tried = dict[bytes, tuple[str, StagedPlan]]()
@@ -156,7 +208,7 @@ def candidates(
 
 
 def rows(network: Network, plan: StagedPlan) -> list[list[str]]:
-    """Of the table, a row for each stage."""
+    """Return the rows of the table: its head, and a row for each stage."""
     priced = bool(network.price.any())
     found = [["stage", "layers", "hosts", "server on", "mode", "to the next stage", *["money a step"] * priced]]
     first = 0
@@ -179,13 +231,13 @@ def rows(network: Network, plan: StagedPlan) -> list[list[str]]:
 
 
 def steps(plan: StagedPlan) -> str:
-    """Seconds of a step, and what the modes of stages cost."""
+    """Describe the seconds of a step, its money, and the steps to a loss that the modes of the stages cost."""
     spent = f", {sum(plan.money):.3g} of money" if any(plan.money) else ""
     return f"predicted {seconds(plan.step_s)} a step{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
 
 
 def decides(network: Network, plan: StagedPlan) -> str:
-    """What a step waits for, and how long."""
+    """Return a sentence on what the step of a plan waits for, and how long."""
     exchanges_s = max(0.0, plan.step_s - plan.alone_s)
     computing_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other < 0)
     links_s = sum(taken_s for part, taken_s in plan.critical.items() if part.other >= 0)
@@ -206,7 +258,7 @@ def decides(network: Network, plan: StagedPlan) -> str:
 
 
 def alone(network: Network, model: PipelineModel, replicas: int) -> str:
-    """One machine that makes all of a step."""
+    """Describe the fastest single machine that would compute a whole step."""
     found = soonest_alone(network, model, replicas)
     if found is None:
         needed = model.layers * model.layer_memory_bytes

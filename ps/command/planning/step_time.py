@@ -1,4 +1,4 @@
-"""How long a step of a script takes on this machine: from the record of a run, or of one that is made for it."""
+"""The seconds of a script's step on this machine, from the record of a run, or of a run that is started to time it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,25 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.ps.planner.plan_writer import words_of
 from narrows.ps.probe.director import STEPS_S
 
-STEPS = 20  # whose median counts
-ENDS_S = 30.0  # that a script has after Ctrl-C
-TURN_S = 0.2
-LINES_MAX = 100_000  # of a record that are read
+STEPS = 20  # the result is the median of so many steps
+ENDS_S = 30.0  # a script is killed if it has not ended this long after Ctrl-C
+TURN_S = 0.2  # between two looks at the record
+LINES_MAX = 100_000  # lines of a record that are read
 
 
 def of_record(path: str, flag: str = "--record") -> list[float]:
-    """Seconds of the first steps in a record of ps-worker, without waiting and coding; at most STEPS. Raises UsageError."""
+    """Return the seconds of the first steps in a record of ps-worker, without waiting and coding.
+
+    Args:
+        path: the record.
+        flag: the flag that an error names.
+
+    Returns:
+        At most STEPS times.
+
+    Raises:
+        UsageError: the file cannot be read, or is no record.
+    """
     found = list[float]()
     try:
         with open(path) as lines:
@@ -41,7 +52,16 @@ def of_record(path: str, flag: str = "--record") -> list[float]:
 
 
 def step_seconds(record: str, script: str, stop: threading.Event) -> float:
-    """The median; 0.0 where neither is given. Raises NarrowsError."""
+    """Return the median seconds of a step.
+
+    Args:
+        record: the record of a run; "" for none.
+        script: a script and its arguments, run to time it; "" for none. Without both the result is 0.0.
+        stop: set once the result is no longer needed.
+
+    Raises:
+        NarrowsError: there is no such record, or no step was made.
+    """
     found = of_record(record) if record else of_script(script, stop) if script else [0.0]
     if not found:
         raise UsageError(f"--record {record}: it has no step of a worker yet")
@@ -49,8 +69,12 @@ def step_seconds(record: str, script: str, stop: threading.Event) -> float:
 
 
 def of_script(script: str, stop: threading.Event) -> list[float]:
-    """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps, or `stop` says that nobody wants to know. Raises
-    NarrowsError."""
+    """Run SCRIPT ARGS as one worker alone, until it has made STEPS steps or `stop` is set; return the seconds of its
+    steps.
+
+    Raises:
+        NarrowsError: the script made no step.
+    """
     words = words_of(script)
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
