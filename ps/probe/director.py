@@ -1,13 +1,31 @@
-"""Who measures with whom, and when: the machine of the process that directs ps-probe.
+"""The director of ps-probe: it decides which two machines measure with each other, and when. No I/O.
+
+The name machine means here a computer that takes part, with a name in network.json.
+
+How it works
+
+    machine A             director              machine B
+       | -- ProbeJoin -->     |  <-- ProbeJoin --   |
+       | -- ProbeStepTime ->  |  <- ProbeStepTime - |     all have joined and timed their steps: the first round
+       | <-- ProbeListen --   |                     |     A opens a port
+       | -- ProbeListening -> |                     |
+       |                      |  --- ProbeDial -->  |     B dials the port with the token
+       | <========== streams over plain TCP ======> |     pairwise.py
+       | -- ProbeReport -->   |  <-- ProbeReport -- |     both have reported: `_measured`
+
+1. A machine joins, then times its steps. The first round begins once all machines have done both.
+2. A round is a set of disjoint pairs. The two halves of the machines pass each other (shift-one), then each half does
+   so within itself.
+3. Each pair is visited twice. The first visit measures the round trip and a rough rate, which bound the bytes of the
+   second visit (`ByteBudget`).
+4. Pairs of one round may share a path out of a place. Then one of them is measured once more, alone (shared_paths.py).
+5. When no round is left, the director sends ProbeEnd to all machines, and `links` has the result.
 
 Rules
-- A machine joins first and times its steps then. The first round begins once all that are awaited have done both.
-- A round is a set of disjoint pairs. Halves of the machines pass each other (shift-one), then each half does so within itself.
-- Each pair is visited twice, first for its round trip and what it roughly has: that bounds the bytes of the second (`bounds`).
-- A pair is one try: the listener opens a port, the dialler dials it with a token that no other pair has. A port that cannot be
-  dialled is tried once more the other way.
-- Pairs of one round may share a way out of a place: then some are measured once more, alone (`sharing`).
-- Every try has an end. A machine that is silent for SILENT_NS is gone: its pairs are named, all others are measured.
+- A try is one attempt at a visit. Its token is unique. If the dialler cannot dial the port, the two machines change
+  roles once.
+- Every try has an end. A machine that is silent for SILENT_NS is dead: its pairs are named as failed, all others are
+  measured.
 """
 
 from __future__ import annotations
@@ -39,16 +57,18 @@ from narrows.ps.probe.probe_schedule import PairTry, PairVisit, ProbedMachine, P
 from narrows.ps.probe.shared_paths import Pair, SharedPath, rounds_alone, shared, shares
 
 MACHINES_MAX = 256
-BEAT_NS = NS  # from one sign of life to the next
-SILENT_NS = 15 * NS  # a link that is measured delays a sign of life by its queue
-LATE_NS = 6 * NS  # that the reports of a pair may take beyond its round
-STEPS_S = 600.0  # in which a machine has timed its steps, with all that a script does before the first
-STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and in which it has said so: a script that does not end is killed first
+BEAT_NS = NS  # from one heartbeat of a machine to the next
+SILENT_NS = 15 * NS  # a machine without a message for so long is dead; the queue of a measured link delays heartbeats
+LATE_NS = 6 * NS  # time for the reports of a pair beyond its round
+STEPS_S = (
+    600.0  # a machine must have timed its steps within this, all that a script does before its first step included
+)
+STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and reported them within this: a script that does not end is killed first
 
 
 @dataclass(frozen=True, slots=True)
 class SendToMachine:
-    """Effect: send this to a machine."""
+    """Effect: send a message to a machine."""
 
     peer: bytes
     message: Message
@@ -56,7 +76,7 @@ class SendToMachine:
 
 @dataclass(frozen=True, slots=True)
 class PrintLine:
-    """Effect: a line for the user."""
+    """Effect: print a line for the user."""
 
     text: str
 
@@ -65,38 +85,54 @@ Effects = list[SendToMachine | PrintLine]
 
 
 class ProbeDirector:
-    """`secret`: nobody else knows it; tokens are made of it. `bytes_max`: of payload, of all pairs. `known`: pairs of names
-    that need not be measured. `found` and `failed` are what came of it, `over` is True once all is done."""
+    """The machine that directs a probe.
+
+    Args:
+        count: the number of machines.
+        seconds: the longest time of a round.
+        bytes_max: bytes of payload that all pairs together may send.
+        secret: makes tokens that outsiders cannot guess.
+        known: pairs of names that need not be measured.
+    """
 
     def __init__(
         self, count: int, seconds: float, bytes_max: int, secret: str, known: frozenset[frozenset[str]]
     ) -> None:
         self.count, self.seconds, self.secret, self.known = count, seconds, secret, known
         self.bounds = ByteBudget(seconds, bytes_max)
-        self.visits: dict[frozenset[int], PairVisit] = {}  # the first ones that are over
-        self.first = True  # all visits are first ones
-        self.machines: list[ProbedMachine] = []
+        self.visits: dict[frozenset[int], PairVisit] = {}  # by pair, its first visit, once that is over
+        self.first = True  # the present rounds are first visits
+        self.machines: list[ProbedMachine] = []  # a machine's number is its index
         self.rounds: list[list[Pair]] = []
-        self.pairs = 0  # that are measured, those that are so once more included
-        self.number = 0  # of the rounds that have begun
-        self.tries: dict[str, PairTry] = {}  # under way, by token
-        self.gone: set[int] = set()
-        self.found: list[ProbeFindings] = []
-        self.failed: list[str] = []
-        self.began_ns: int | None = None  # the first round
-        self.shared: list[SharedPath] | None = None  # None: not all rounds are over
-        self.over = False
+        self.pairs = 0  # pairs to measure; a pair that is measured once more counts twice
+        self.number = 0  # rounds that have begun
+        self.tries: dict[str, PairTry] = {}  # by token, those under way
+        self.gone: set[int] = set()  # dead machines
+        self.found: list[ProbeFindings] = []  # results, one for each second visit
+        self.failed: list[str] = []  # a sentence for each pair or machine that failed
+        self.began_ns: int | None = None  # when the first round began
+        self.shared: list[SharedPath] | None = None  # None until all second visits are over
+        self.over = False  # nothing is left to measure
 
     def name(self, machine: int) -> str:
         return self.machines[machine].join.name
 
     def missing(self) -> str:
-        """Who has come, of how many."""
+        """Return a sentence with the machines that have joined, and how many were awaited."""
         names = ", ".join(machine.join.name for machine in self.machines) or "none"
         return f"{len(self.machines)} of {self.count} machines have come ({names})"
 
     def hear(self, peer: bytes, message: Message, now_ns: int) -> Effects:
-        """A message that came. Raises RemoteProtocolError where it may not come from there."""
+        """Handle a message.
+
+        Args:
+            peer: the sender's routing id.
+            message: the message.
+            now_ns: the time.
+
+        Raises:
+            RemoteProtocolError: this sender may not send this message now.
+        """
         if isinstance(message, ProbeJoin):
             return self._joined(peer, message, now_ns)
         number = next((i for i, machine in enumerate(self.machines) if machine.peer == peer), -1)
@@ -117,7 +153,7 @@ class ProbeDirector:
             ):
                 return self._reported(trial, number, why, checked(unpack(flows, MESSAGE_BYTES_MAX)), now_ns)
             case ProbeListening() | ProbeReport():
-                return []  # it comes late
+                return []  # the try is over
             case ProbeStepTime(seconds) if 0 <= seconds < math.inf:
                 self.machines[number].step_s = seconds
                 return self._begin(now_ns)
@@ -137,15 +173,22 @@ class ProbeDirector:
         return [PrintLine(f"{join.name} has come")]
 
     def without(self, why: str, now_ns: int, name: str = "") -> Effects:
-        """This machine does not take part, before the first round, "": nor do all that have not come. The others begin where
-        nobody else is awaited."""
+        """Go on without a machine before the first round, or without all machines that have not joined.
+
+        The first round begins if all remaining machines are ready.
+
+        Args:
+            why: a sentence for the user.
+            now_ns: the time.
+            name: the machine to leave out; "": all that have not joined.
+        """
         self.failed.append(why)
         self.machines = [machine for machine in self.machines if machine.join.name != name]
         self.count = max(len(self.machines), self.count - 1 if name else 0)
         return [PrintLine(why), *self._begin(now_ns)]
 
     def _begin(self, now_ns: int) -> Effects:
-        """The first round, where all are there and have timed their steps."""
+        """Begin the first round, if all machines have joined and timed their steps."""
         awaited = len(self.machines) < self.count or any(machine.step_s is None for machine in self.machines)
         if awaited or self.count < 2 or self.began_ns is not None:
             return []
@@ -166,7 +209,7 @@ class ProbeDirector:
         return min(self.seconds, FIRST_ROUND_S) if self.first else self.seconds
 
     def _second(self) -> Effects:
-        """The rounds of the second visits, of those that were visited once."""
+        """Set up the rounds of second visits, of the pairs whose first visit succeeded."""
         rows = [[self.visits[both].pair for both in map(frozenset, row) if both in self.visits] for row in self.rounds]
         for a, b in chain.from_iterable(rows):
             if gone := sorted(self.gone & {a, b}):
@@ -184,11 +227,12 @@ class ProbeDirector:
 
     @property
     def sent(self) -> float:
-        """Bytes, by all pairs that were measured."""
+        """Bytes that all measured pairs have sent."""
         return sum(flow.figures.get("sent_bytes", 0.0) for each in self.found for flow in each.flows)
 
     def links(self) -> dict[tuple[str, str], MeasuredLink]:
-        """Return the links that were found, by names; of those that shared a way, what each has without the others."""
+        """Return the measured links by (sender, receiver). Of a shared path, each link has the rate that it has
+        alone."""
         number = {machine.join.name: at for at, machine in enumerate(self.machines)}
         before: dict[Pair, MeasuredLink] = {}
         made: dict[Pair, MeasuredLink] = {}
@@ -202,7 +246,8 @@ class ProbeDirector:
         return {(self.name(a), self.name(b)): link for (a, b), link in made.items()}
 
     def _alone(self) -> list[list[Pair]]:
-        """Rounds of those that are measured once more, once all others are over."""
+        """Return the rounds of pairs to measure once more, alone. They are made once, when all other rounds are
+        over."""
         if self.shared is not None:
             return []
         links, machines = self.links(), range(self.count)
@@ -213,7 +258,7 @@ class ProbeDirector:
         return rounds_alone(self.shared, again(self.count))
 
     def _next(self, now_ns: int) -> Effects:
-        """The next round, where this one is over."""
+        """Begin the next round, if the present one is over."""
         said: Effects = []
         while not self.tries and not self.over:
             if self.first and self.number == len(self.rounds):
@@ -288,9 +333,9 @@ class ProbeDirector:
         return [PrintLine(self.failed[-1]), *self._next(now_ns)]
 
     def tick(self, now_ns: int) -> Effects:
-        """Time has passed."""
+        """Handle the passing of time: end tries that are late, and drop machines that are silent."""
         said: Effects = []
-        for number in reversed(range(len(self.machines))):  # one that is gone leaves the list
+        for number in reversed(range(len(self.machines))):  # from the end: a machine may leave the list
             if number not in self.gone and not self.over and now_ns - self.machines[number].heard_ns >= SILENT_NS:
                 said += self._lost(number, now_ns)
         for machine in [each for each in self.machines if each.step_s is None and now_ns - each.came_ns > STEPS_NS]:
@@ -302,7 +347,7 @@ class ProbeDirector:
         return said
 
     def _lost(self, number: int, now_ns: int) -> Effects:
-        if self.began_ns is None:  # another one may come in its place
+        if self.began_ns is None:  # another machine may join in its place
             machine = self.machines.pop(number)
             return [PrintLine(f"{machine.join.name} is gone")]
         self.gone.add(number)

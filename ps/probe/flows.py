@@ -33,7 +33,8 @@ Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes that had passe
 
 @dataclass(frozen=True, slots=True)
 class FlowPhase:
-    """Streams at the same time. `ways`: of each, 0 is from listener to dialler. `weight`: its part of the round's time."""
+    """Streams at the same time. `ways`: of each, 0 is from listener to dialler. `weight`: its part of the round's
+    time."""
 
     streams: int
     ways: tuple[int, ...]
@@ -107,15 +108,15 @@ def last_part(marks: Marks) -> float:
 
 
 def stream_rate(figures: Mapping[str, float]) -> float:
-    """bit/s of a flow once it had found its rate, by its sender, whom holes do not disturb. A receiver waits for what was
-    lost, and then has all at once that came behind it: on a slow link that is seconds. It says the rate where a system tells
-    its senders nothing."""
+    """bit/s of a flow once it had found its rate, by its sender, whom holes do not disturb. A receiver waits for what
+    was lost, and then has all at once that came behind it: on a slow link that is seconds. It says the rate where a
+    system tells its senders nothing."""
     return figures.get("delivered_bits_per_second") or figures["bits_per_second"]
 
 
 def by_size(marks: Marks) -> dict[int, float]:
-    """bit/s of a message of each of SIZES that this stream has reached: it begins as they do. The time begins with the first
-    byte, so the delay of the link is no part of it."""
+    """bit/s of a message of each of SIZES that this stream has reached: it begins as they do. The time begins with the
+    first byte, so the delay of the link is no part of it."""
     found = {}
     for size in SIZES:
         end = next((mark for mark in marks if mark[1] >= size), marks[0])
@@ -144,8 +145,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def peak(marks: Marks) -> float:
-    """bit/s of the fastest quarter of a stream's bytes, 0: it had no time. In slow start the newest half comes at the rate of
-    the link; before that the link is idle for most of a round trip. A receiver that was late makes it too high."""
+    """bit/s of the fastest quarter of a stream's bytes, 0: it had no time. In slow start the newest half comes at the
+    rate of the link; before that the link is idle for most of a round trip. A receiver that was late makes it too
+    high."""
     least, first, best = marks[-1][1] / 4 if marks else 0.0, 0, 0.0
     for time_s, size in marks:
         while size - marks[first][1] >= least > 0:
@@ -156,7 +158,8 @@ def peak(marks: Marks) -> float:
 
 
 def begun(rows: Sequence[Flow]) -> tuple[float, list[float]] | None:
-    """The shortest round trip, and bit/s of each way, of both ends' rows of a first visit; None where one is not there."""
+    """The shortest round trip, and bit/s of each way, of both ends' rows of a first visit; None where one is not
+    there."""
     trip = next((row.figures.get("min_rtt") for row in rows if row.phase == PINGED), None)
     rates = {row.way: row.figures.get("peak_bits_per_second") for row in rows if row.phase in FIRST}
     found = [rate for way in (0, 1) if (rate := rates.get(way)) is not None]
@@ -173,8 +176,8 @@ def whole(rows: Sequence[Flow]) -> bool:
 
 
 def doubtful(rows: Sequence[Flow]) -> list[int]:
-    """The phases that read one stream once more, by the rows of one end: where four have much more than one, it lost a packet
-    at a bad time, or it loses many."""
+    """The phases that read one stream once more, by the rows of one end: where four have much more than one, it lost a
+    packet at a bad time, or it loses many."""
     rate = {
         row.phase: row.figures.get("delivered_bits_per_second") or row.figures.get("bits_per_second", 0.0)
         for row in rows
@@ -190,8 +193,8 @@ def spared(more: Sequence[int]) -> float:
 
 
 def unit_seconds(left_s: float, numbers: Sequence[int], spare: float, round_trip_s: float) -> float:
-    """Seconds of a phase of weight 1, so that these phases end in `left_s`, and those of the weight `spare`. Each takes two
-    round trips more, for its row and until both know that it is over, and what is queued by then."""
+    """Seconds of a phase of weight 1, so that these phases end in `left_s`, and those of the weight `spare`. Each takes
+    two round trips more, for its row and until both know that it is over, and what is queued by then."""
     weight = sum(PHASES[number].weight for number in numbers) + spare
     return max(0.0, left_s - (2 * round_trip_s + QUEUED_S) * (len(numbers) + (spare > 0))) / weight
 

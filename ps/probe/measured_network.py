@@ -2,8 +2,9 @@
 
 Rules
 - A link is directed, and has its own time. Where two know a link or a host, the newest holds.
-- Prices, speeds, places and wires that were written by hand have no time, and no measurement takes them back. Of prices, places
-  and wires the ones that were added last hold. A speed is one by hand where the seconds of steps in its file do not say it.
+- Prices, speeds, places and wires that were written by hand have no time, and no measurement takes them back. Of
+  prices, places and wires the ones that were added last hold. A speed is one by hand where the seconds of steps in its
+  file do not say it.
 - Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
 """
 
@@ -41,8 +42,8 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHost:
-    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it. `address`:
-    where the others reach it, "" where that is its name."""
+    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it.
+    `address`: where the others reach it, "" where that is its name."""
 
     unix_s: float
     memory_bytes: int | None = None
@@ -194,8 +195,8 @@ def _rows(document: Mapping[str, Any], names: Sequence[str], unix_s: float) -> I
 
 
 def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, MeasuredLink]:
-    """Both ways of a pair that was measured: way 0 is from the first of `names` to the second. Where one stream was read twice,
-    the faster one counts: nothing makes a stream faster than its link."""
+    """Both ways of a pair that was measured: way 0 is from the first of `names` to the second. Where one stream was
+    read twice, the faster one counts: nothing makes a stream faster than its link."""
     trip = next(flow.figures for flow in flows if flow.phase == PINGED)
     found = {}
     for way in (0, 1):

@@ -1,4 +1,5 @@
-"""The messages between the director of ps-probe and its machines, and their bytes: a name and fields, in msgpack."""
+"""The messages between the director of ps-probe and its machines. On the wire each is its name and its fields, in
+msgpack."""
 
 from __future__ import annotations
 
@@ -15,39 +16,39 @@ MESSAGE_BYTES_MAX = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class ProbeJoin(Message):
-    """Machine to director: I am here. `host`: where others reach me, "": where this director is dialled. 0: not known."""
+    """Machine to director: take part."""
 
     name: Name
-    host: Name
-    memory_bytes: int
+    host: Name  # address at which others reach this machine; "": the address at which they dial the director
+    memory_bytes: int  # 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeStepTime(Message):
-    """Machine to director: so long a step of the script takes here, 0: not known. From now on it measures."""
+    """Machine to director: the step time of the script. From now on the machine can measure."""
 
-    seconds: float
+    seconds: float  # 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeBeat(Message):
-    """A sign of life, and its answer."""
+    """A heartbeat of a machine, and the director's answer."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeListen(Message):
-    """Director to machine: open a port for whoever shows the token. `first`: for the first visit of this pair."""
+    """Director to machine: open a port for the connections that show the token."""
 
     token: Name
-    seconds: float
-    first: bool
+    seconds: float  # the longest time of the visit
+    first: bool  # the visit is the pair's first
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeListening(Message):
-    """Its answer."""
+    """Machine to director: the port is open."""
 
     token: Name
     port: int
@@ -55,35 +56,32 @@ class ProbeListening(Message):
 
 @dataclass(frozen=True, slots=True)
 class ProbeDial(Message):
-    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director.
-
-    most_0, most_1: bytes a second that may go from listener to dialler, and back; of a first visit, bytes in all.
-    """
+    """Director to machine: dial the listener's port, and measure."""
 
     token: Name
-    host: Name
+    host: Name  # the listener's address; "": the host at which this machine dials the director
     port: int
-    seconds: float
-    first: bool
-    most_0: int
-    most_1: int
-    round_trip_s: float
+    seconds: float  # the longest time of the visit
+    first: bool  # the visit is the pair's first
+    most_0: int  # bytes a second from listener to dialler; in a first visit, bytes in all
+    most_1: int  # the same from dialler to listener
+    round_trip_s: float  # as the first visit has measured it; 0 in a first visit
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport(Message):
-    """Machine to director: what it has seen of a try. `why` "": all went well. `flows`: packed rows of `flows.Flow`."""
+    """Machine to director: the figures of one end of a try."""
 
     token: Name
-    why: Name
-    flows: bytes
+    why: Name  # why the try failed; "": it succeeded
+    flows: bytes  # packed rows of `flows.Flow`
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnd(Message):
-    """Director to machine: all is over, or `why` you cannot take part."""
+    """Director to machine: the probe is over, or this machine cannot take part."""
 
-    why: Name
+    why: Name  # why it cannot; "": the probe is over
 
 
 KINDS: dict[str, type[Message]] = {
@@ -100,11 +98,12 @@ NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def encode(message: Message) -> list[bytes]:
+    """Return the frames of a message."""
     return [pack([NAMES[type(message)], *astuple(message)])]  # type: ignore[call-overload]
 
 
 def decode(frames: Sequence[Buffer]) -> Any:
-    """Raises RemoteProtocolError."""
+    """Return the message in these frames. Raise RemoteProtocolError where they hold none."""
     if len(frames) != 1:
         raise RemoteProtocolError(f"a message of ps-probe has one frame, this one has {len(frames)}")
     body = unpack(bytes(frames[0]), MESSAGE_BYTES_MAX)

@@ -1,7 +1,24 @@
 """A visit of two machines: a listener and a dialler go through its phases (flows.VISITS) together, over plain TCP.
 
-The dialler opens all connections at once, and each shows the token. The first is the line: on it go round trips, then a row for
-each phase, with its seconds and the bytes of a stream each way. With that row both begin. Every wait ends with the visit.
+How it works
+
+    dialler                                        listener
+       | -- connection, HELLO with the token -------> |    once for the line, then once for each stream
+       | <------------------------------------- "k" - |    all connections have shown the token
+       | -- PING ----------------------------> <--- - |    first visit: round trips (`_round_trips`)
+       | -- ROW: phase, seconds, bytes -------------> |    both begin the phase with this row
+       | <============= streams of the phase =======> |    `MeasuringEnd.streams`
+       | -- ROW: the next phase, ... ---------------> |
+       | -- OVER -----------------------------------> |
+
+1. The dialler opens the line, then all streams at once, so that opening takes one round trip. The listener closes
+   connections that show another token.
+2. A first visit measures round trips and a rough rate each way (`_first`). A second visit measures one stream and four
+   streams each way, then both ways at once (`_streams`). Where one stream was in doubt, it is measured again.
+3. Each end has figures of the streams that it sent and of those that it received. The director merges both ends'
+   figures.
+
+Every wait ends with the visit.
 """
 
 from __future__ import annotations
@@ -39,23 +56,29 @@ from narrows.ps.probe.tcp_streams import (
     received_figures,
 )
 
-CONNECT_S = 5.0
-HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
+CONNECT_S = 5.0  # a connection must have opened and shown its token within this
+HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), number of the stream
 ROW = struct.Struct(
     "!bdQQ"
-)  # a phase, its seconds, and bytes of each stream by its way; or PING with a number; or OVER
+)  # a phase, its seconds, and the bytes of each stream by direction; or PING with a number; or OVER
 MAGIC = b"NRWP"
 LINE, PING, OVER = -1, -2, -3
-# Phase and number of each connection of a visit, the line first. The streams of a phase are in the order of its ways.
+# By "is a first visit": phase and number of each connection, the line first. Streams of a phase follow its directions.
 STREAMS = [
     [(LINE, 0), *((i, n) for i in visit for n in range(PHASES[i].streams * len(PHASES[i].ways)))] for visit in VISITS
 ]
 Streams = dict[tuple[int, int], socket.socket]
-STRANGERS_MAX = 64  # connections that show another token
+STRANGERS_MAX = 64  # connections without the token; after so many the listener gives up
 
 
 class MeasuringEnd:
-    """One end of a measurement. `way`: that in which this end sends, 0 at the listener."""
+    """One end of a visit.
+
+    Args:
+        line: the connection for rows and round trips.
+        way: the direction in which this end sends: 0 at the listener, 1 at the dialler.
+        clock: the end of the visit.
+    """
 
     def __init__(self, line: socket.socket, way: int, clock: MeasurementTime) -> None:
         self.line, self.way, self.clock = line, way, clock
@@ -63,14 +86,23 @@ class MeasuringEnd:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def say(self, kind: int, value: float = 0.0, *sizes: int) -> None:
+        """Send a row over the line."""
         self.line.settimeout(self.clock.turn(CONNECT_S))
         self.line.sendall(ROW.pack(kind, value, *(sizes or (0, 0))))
 
     def hear(self) -> tuple[int, float, int, int]:
+        """Receive a row from the line."""
         return ROW.unpack(_exactly(self.line, ROW.size, self.clock))
 
     def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, sizes: Sequence[int]) -> None:
-        """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways. `sizes`: bytes by way."""
+        """Run all streams of a phase, from now on, and add their figures to `flows`.
+
+        Args:
+            phase: the number of the phase.
+            opened: the connections; the i-th stream goes in the i-th direction of the phase.
+            seconds: the time of the phase.
+            sizes: for each direction, the most bytes of a stream.
+        """
         ways = [way for way in PHASES[phase].ways for _ in range(PHASES[phase].streams)]
         clock = MeasurementTime(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
         over: list[float] = []
@@ -97,7 +129,7 @@ class MeasuringEnd:
 
 
 def _exactly(source: socket.socket, size: int, clock: MeasurementTime) -> bytes:
-    """So many bytes. Raises OSError."""
+    """Receive exactly `size` bytes. Raise OSError where the connection or the time ends before."""
     got = b""
     while len(got) < size:
         source.settimeout(clock.turn())
@@ -109,7 +141,7 @@ def _exactly(source: socket.socket, size: int, clock: MeasurementTime) -> bytes:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Raises MeasureError."""
+    """Open the listener's port; 0 is any free one. Raise MeasurementError where that fails."""
     try:
         if not host and socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=16, dualstack_ipv6=True)
@@ -119,14 +151,14 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def _accepted(listener: socket.socket, token: str, first: bool, clock: MeasurementTime, stack: ExitStack) -> Streams:
-    """All connections that show the token, and the line, by phase and number. All others are closed."""
+    """Accept the line and all streams, by (phase, number). Connections without the token are closed."""
     found: Streams = {}
     strangers = 0
     while len(found) < len(STREAMS[first]):
         listener.settimeout(clock.turn())
         try:
             made = stack.enter_context(listener.accept()[0])
-        except (TimeoutError, ConnectionError):  # nobody dials, or who did has reset the connection by now
+        except (TimeoutError, ConnectionError):  # no connection yet, or the other end has reset it already
             continue
         with suppress(OSError, struct.error):
             limit = MeasurementTime(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
@@ -145,7 +177,21 @@ def _of_phase(found: Streams, phase: int) -> list[socket.socket]:
 
 
 def listen(listener: socket.socket, token: str, seconds: float, first: bool, stop: threading.Event) -> list[Flow]:
-    """The side of the listener. Raises MeasureError."""
+    """Go through a visit as its listener.
+
+    Args:
+        listener: the open port.
+        token: the token that the dialler's connections show.
+        seconds: the longest time of the visit.
+        first: the visit is the pair's first.
+        stop: set to end the visit at once.
+
+    Returns:
+        The figures of this end.
+
+    Raises:
+        MeasurementError: the visit broke off.
+    """
     clock = MeasurementTime(time.monotonic() + seconds + CONNECT_S, stop)
     with ExitStack() as stack, listener:
         try:
@@ -166,7 +212,19 @@ def listen(listener: socket.socket, token: str, seconds: float, first: bool, sto
 
 
 def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
-    """The side of the dialler, which reaches the other at `host`. Raises MeasureError."""
+    """Go through a visit as its dialler.
+
+    Args:
+        host: the address of the listener.
+        asked: the director's order.
+        stop: set to end the visit at once.
+
+    Returns:
+        The figures of this end.
+
+    Raises:
+        MeasurementError: the listener cannot be dialled, or the visit broke off.
+    """
     clock = MeasurementTime(time.monotonic() + asked.seconds, stop)
 
     def connect(place: tuple[int, int]) -> socket.socket:
@@ -178,7 +236,7 @@ def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
         try:
             line, *places = STREAMS[asked.first]
             found = {line: stack.enter_context(connect(line))}
-            with ThreadPoolExecutor(len(places)) as pool:  # so that it is one round trip
+            with ThreadPoolExecutor(len(places)) as pool:  # all connections take one round trip together
                 for place, made in zip(places, pool.map(connect, places), strict=True):
                     found[place] = stack.enter_context(made)
             pair = MeasuringEnd(found[line], 1, clock)
@@ -196,7 +254,7 @@ def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
 
 
 def _first(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
-    """Round trips, and what the link roughly has."""
+    """Measure the round trip of the link and a rough rate each way."""
     times = _round_trips(pair)
     low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
     pair.flows.append(Flow(PINGED, 0, {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}))
@@ -208,10 +266,10 @@ def _first(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
 
 
 def _streams(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
-    """What the link has, in as many seconds as there are."""
+    """Measure the rates of the link in the seconds that are left."""
     todo, spare, unit_s = [*ONE, *FOUR, BOTH], flows.SPARE, math.inf
     while todo:
-        # A phase that was over early leaves no time to the next: bytes were promised by these seconds.
+        # A phase that ends early gives no time to the next: the budget of bytes was computed from these seconds.
         left_s = pair.clock.left() - MARGIN_S
         unit_s = min(unit_s, flows.unit_seconds(left_s, todo, spare, asked.round_trip_s))
         number = todo.pop(0)
@@ -225,7 +283,7 @@ def _streams(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
 
 
 def _round_trips(pair: MeasuringEnd, now: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds of each; PINGS of them, or as many as PINGS_S allow, and at least one."""
+    """Return the seconds of round trips: PINGS of them, or as many as PINGS_S allow, and at least one."""
     times, end = list[float](), now() + PINGS_S
     while len(times) < PINGS and (not times or now() < end):
         begin = now()

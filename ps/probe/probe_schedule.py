@@ -1,4 +1,4 @@
-"""What a probe knows of its machines and of the pairs that they make, and in which rounds these are visited. Pure."""
+"""The records that the director keeps of machines and pairs, and the rounds in which pairs are visited. No I/O."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from narrows.ps.probe.shared_paths import Pair
 
 @dataclass(slots=True)
 class ProbedMachine:
-    """One that has joined."""
+    """A machine that has joined."""
 
-    peer: bytes
+    peer: bytes  # its routing id
     join: ProbeJoin
-    came_ns: int
-    heard_ns: int
-    step_s: float | None = None  # None: it times its steps
+    came_ns: int  # when it joined
+    heard_ns: int  # when its newest message came
+    step_s: float | None = None  # None: it still times its steps; 0: not known
 
 
 @dataclass(slots=True)
 class PairTry:
-    """A pair that is being measured. Flows have the ways as the listener sees them: 0 is towards the dialler."""
+    """One attempt at a visit. In its flows, direction 0 is from the listener to the dialler."""
 
     token: str
-    listener: int
+    listener: int  # number of the machine
     dialler: int
-    ends_ns: int
-    again: bool  # it is the second one of this visit
-    reports: dict[int, list[Flow]] = field(default_factory=dict)
+    ends_ns: int  # both reports must have come by then
+    again: bool  # the second attempt, with the roles changed
+    reports: dict[int, list[Flow]] = field(default_factory=dict)  # by machine
 
 
 @dataclass(frozen=True, slots=True)
 class PairVisit:
-    """The first visit of a pair, its listener first: the shortest round trip, and what it has seen."""
+    """The result of a pair's first visit."""
 
-    pair: Pair
-    trip_s: float
+    pair: Pair  # (listener, dialler)
+    trip_s: float  # the shortest round trip
     flows: tuple[Flow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFindings:
-    """A pair that was measured: flows of `names`, way 0 is from the first to the second."""
+    """The result of a measured pair. In its flows, direction 0 is from the first of `names` to the second."""
 
     names: tuple[str, str]
     flows: tuple[Flow, ...]
 
 
 def rounds(members: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs in which every pair of `members` is once."""
+    """Return rounds of disjoint pairs. Every pair of `members` is in exactly one round."""
     if len(members) < 2:
         return []
     half = (len(members) + 1) // 2
@@ -63,5 +63,6 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
 
 
 def again(count: int) -> int:
-    """Pairs of so many machines that may be measured once more. Two pairs of a round are four machines."""
+    """Return how many pairs may be measured once more; 0 for fewer than four machines, which two pairs of a round
+    take."""
     return count if count > 3 else 0

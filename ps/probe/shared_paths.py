@@ -1,10 +1,12 @@
-"""Pairs of one round that shared a way, and what they have without each other. Pure.
+"""Shared paths: pairs of one round that used a wire at once, and the rate that each has alone. No I/O.
 
 Rules
-- Machines of one place have one way out. Two pairs of a round that leave a place at once have a part of it each.
-- A machine is in the smallest of its places by `levels.places`. For each two places whose pairs shared a round one pair is
-  measured once more, alone.
-- Where that pair has GAINS times its rate then, the others have as much: the way is the same. Else nothing was shared.
+- Machines of one place have one path out of it. Two pairs of a round that leave a place at once have a part of that
+  path each.
+- A machine counts to the smallest of its places (`step_prices.places`). For each two places whose pairs shared a round,
+  one pair is measured once more, alone.
+- If that pair then has GAINS times its rate, the other pairs get its rate too, because their path is the same. Else the
+  path was not shared.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SharedPath:
-    """Pairs from one place to another, the faster one first; the first one is measured alone."""
+    """Pairs of machines between two places, the fastest first. The first pair is measured alone."""
 
     pairs: tuple[Pair, ...]
     places: tuple[int, int]
 
 
 def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, float]) -> list[SharedPath]:
-    """Those of the rounds, by their two places. `rates`: bit/s of each way that is known, of `count` machines."""
+    """Return the shared paths of all rounds, by their two places.
+
+    Args:
+        count: the number of machines.
+        rounds: the pairs of each round.
+        rates: by (sender, receiver), bit/s, where measured.
+    """
     table = [[rates.get((a, b), 1.0) for b in range(count)] for a in range(count)]
     delay = [[0.0] * count for _ in range(count)]
     document = {"format": FORMAT, "hosts": [*map(str, range(count))], "delay_s": delay}
@@ -56,7 +64,8 @@ def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, fl
 
 
 def rounds_alone(all_shared: Sequence[SharedPath], most: int) -> list[list[Pair]]:
-    """Rounds of the first pairs, at most so many of them, in which no two have a place in common."""
+    """Return rounds of the first pair of each path, `most` pairs at most. No two pairs of a round have a place in
+    common."""
     made: list[tuple[set[int], list[Pair]]] = []
     for each in all_shared[:most]:
         free = next((row for row in made if not row[0].intersection(each.places)), None)
@@ -70,7 +79,14 @@ def rounds_alone(all_shared: Sequence[SharedPath], most: int) -> list[list[Pair]
 def shares(
     each: SharedPath, before: Mapping[Pair, MeasuredLink], alone: Mapping[Pair, MeasuredLink], name: str
 ) -> dict[Pair, MeasuredLink]:
-    """The ways that have as much as the first pair had alone. `name`: its names, for people."""
+    """Return the links of the other pairs, with the rates that the first pair has alone.
+
+    Args:
+        each: the shared path.
+        before: links as measured in the rounds.
+        alone: links as measured last.
+        name: the names of the first pair, for network.json.
+    """
     found = {}
     for turn in permutations((0, 1)):
         first = each.pairs[0][turn[0]], each.pairs[0][turn[1]]

@@ -2,7 +2,8 @@
 
 Rules
 - Buffers are fixed, and every wait ends with the measurement: `MeasurementTime` says how long that is.
-- A receiver ends a stream, by a reset: at 1 Mbit/s what is still buffered would take seconds. A sender stops at its bytes.
+- A receiver ends a stream, by a reset: at 1 Mbit/s what is still buffered would take seconds. A sender stops at its
+  bytes.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def _info(sender: socket.socket) -> TcpInfo:
 
 
 class ReceivingStream:
-    """The other end. `ends`: when all streams of its phase end, which the first byte of any of them says. One that begins late
-    would have the link for itself at last."""
+    """The other end. `ends`: when all streams of its phase end, which the first byte of any of them says. One that
+    begins late would have the link for itself at last."""
 
     def __init__(self, receiver: socket.socket, ends: list[float] | None = None) -> None:
         self.receiver, self.marks, self.cores = receiver, StreamMarks(), 0.0
@@ -173,8 +174,8 @@ def _crosses(before: int, now: int) -> bool:
 
 
 def received_figures(streams: Sequence[ReceivingStream], first: bool = False) -> dict[str, float]:
-    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. `first`: it is the
-    first reading. Raises MeasureError where nothing came."""
+    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. `first`: it is
+    the first reading. Raises MeasureError where nothing came."""
     marks = [stream.marks.rows for stream in streams]
     if not all(len(rows) > 1 for rows in marks):
         raise MeasurementError("a stream was opened and nothing came through it")
