@@ -9,9 +9,8 @@ from typing import Any
 from narrows.protocols.runtime.cli.output import STDERR, stdout
 from narrows.ps.dashboard.event_texts import printable, sentence
 
-EMBEDDED = (
-    os.environ.get("NARROWS_EMBEDDED") == "1"
-)  # a ps-worker has started this ps-serve, and ends it by closing its stdin
+# True if a ps-worker has started this ps-serve. The ps-worker ends it by closing its stdin.
+EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 FIGURES = ("worker", "summary", "waits", "handed over", "ended")

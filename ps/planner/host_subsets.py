@@ -163,9 +163,7 @@ class ChosenHosts:
     whole: float  # cost with all hosts, inf where no plan has all
     lacking: str  # why no plan has all hosts, "" if one has
     missed: tuple[int, float] | None  # the host whose loss costs least, and the cost without it; None for a lone host
-    by_speed: (
-        float | None
-    )  # cost with samples shared by speed; None where they are, or where all hosts are equally fast
+    by_speed: float | None  # cost with samples shared by speed; None where they are, or where all hosts are alike
 
     @property
     def cost(self) -> float:

@@ -52,9 +52,8 @@ from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array, Network
 
 Indices = npt.NDArray[np.intp]
-Groups = tuple[
-    tuple[int, ...], ...
-]  # the hosts of each child of the root: one host for a worker, several for a cluster
+# The hosts of each child of the root: one host for a worker, several for a cluster.
+Groups = tuple[tuple[int, ...], ...]
 WireKey = tuple[str | int, ...]
 
 ALONE: Indices = np.ones(1, np.intp)  # HostGroupings.inside of a child that is a worker

@@ -60,9 +60,8 @@ MACHINES_MAX = 256
 BEAT_NS = NS  # from one heartbeat of a machine to the next
 SILENT_NS = 15 * NS  # a machine without a message for so long is dead; the queue of a measured link delays heartbeats
 LATE_NS = 6 * NS  # time for the reports of a pair beyond its round
-STEPS_S = (
-    600.0  # a machine must have timed its steps within this, all that a script does before its first step included
-)
+# A machine must have timed its steps within this, all that a script does before its first step included.
+STEPS_S = 600.0
 STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and reported them within this: a script that does not end is killed first
 
 

@@ -5,7 +5,7 @@ How it works
     dialler                                        listener
        | -- connection, HELLO with the token -------> |    once for the line, then once for each stream
        | <------------------------------------- "k" - |    all connections have shown the token
-       | -- PING ----------------------------> <--- - |    first visit: round trips (`_round_trips`)
+       | -- PING, and <- PING back, PINGS times ----- |    first visit: round trips (`_round_trips`)
        | -- ROW: phase, seconds, bytes -------------> |    both begin the phase with this row
        | <============= streams of the phase =======> |    `MeasuringEnd.streams`
        | -- ROW: the next phase, ... ---------------> |
