@@ -1,9 +1,21 @@
 """Checkpoints: one safetensors file per shard and clock.
 
-    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; tables; metadata: clock, publication, checksums, ...
+    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; tables; bytes such as the model spec
+                                          metadata: clock, publication, number of shards, checksums, ...
 
-Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest KEPT clocks are kept.
-All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
+How it works
+1. `make_folder` makes the folder of a run, or refuses one that holds another run.
+2. `write` writes the file of a shard: to a temporary file first, which `publish` then renames. So a file is whole or
+   absent. Then `tidy` drops later files, of an earlier run, and all but the newest KEPT.
+3. `sound` reads the files of a shard again and returns the clocks whose files hold what was written. `newest` is the
+   newest clock that is sound for all shards; the run goes back to it, or resumes from it.
+4. `read_for` reads what a shard begins from. If another number of shards wrote the checkpoint, it reads the files that
+   have keys of this shard, and cuts the arrays anew.
+
+Rules
+- All files of a clock are of one number of shards, which each file names. Any other number of shards can begin from
+  them.
+- A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
 
 from __future__ import annotations
@@ -31,27 +43,41 @@ from narrows.ps.store import embedding_rows
 from narrows.ps.store.changes import LoadArrays
 from narrows.ps.store.reshard_arrays import recut
 
-KEPT = (
-    3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
-)
-DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
+# The newest, which some shards may not have yet; the one that all shards have; one more, if that one is damaged.
+KEPT = 3
+DEFAULT = "checkpoints"  # the folder in which a run makes its own folder, without --checkpoint-dir
 
 
 class StreamedFile(Protocol):
-    """Values that nobody holds whole: so many bytes, part by part."""
+    """The bytes of a tensor that is never in memory as a whole."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of bytes of the tensor."""
+        ...
 
-    def __iter__(self) -> Iterator[memoryview]: ...
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the bytes, block by block. A block is written before the next one is asked for."""
+        ...
 
 
-NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # as NamedArray
+NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # dtype, shape and bytes, as in NamedArray
 
 
 def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
-    """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
+    """Write a safetensors file whole, or not at all.
+
+    Written by hand: the writer of safetensors takes NumPy's dtypes only, and bfloat16 is none of them.
+
+    Args:
+        path: of the file.
+        tensors: (dtype, shape, bytes) by name.
+        metadata: of the file.
+
+    Raises:
+        OSError: the disk refused the file. Nothing is left of it.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
-    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].bytes, item[0]))  # so that all are aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].bytes, item[0]))  # aligns every tensor
     end = 0
     for name, (dtype, shape, raw) in ordered:
         header[name] = {"dtype": DTYPES[dtype].file, "shape": list(shape), "data_offsets": [end, end + len(raw)]}
@@ -68,12 +94,12 @@ def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], meta
             size = file.tell()
         publish(temporary, path, size)
     except (OSError, IncompatibleError):
-        temporary.unlink(missing_ok=True)  # a full disk needs the room
+        temporary.unlink(missing_ok=True)  # a full disk needs the space
         raise
 
 
 def publish(temporary: Path, path: Path, size: int) -> None:
-    """Give a file that is written its name, once it is on the disk. Raises OSError where it has another size."""
+    """Flush a temporary file to the disk, and give it its name. Raises OSError if it has not `size` bytes."""
     with open(temporary, "rb+") as file:
         if file.seek(0, os.SEEK_END) != size:
             raise OSError(f"{path.name} is not whole")
@@ -87,11 +113,12 @@ def publish(temporary: Path, path: Path, size: int) -> None:
 
 
 def named(array: npt.NDArray[Any]) -> NamedArray:
+    """Dtype, shape and bytes of an array."""
     return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def why_anew(folder: str) -> str:
-    """Why a run that is to go on from `folder` begins anew, in a sentence; "": there is a checkpoint."""
+    """Return a sentence if a run that should resume from `folder` begins anew; "" if the folder has a checkpoint."""
     if _has_any(Path(folder)):
         return ""
     below = sorted((each for each in Path(folder).iterdir() if each.is_dir()), key=lambda each: -each.stat().st_mtime)
@@ -105,14 +132,22 @@ def _has_any(folder: Path) -> bool:
 
 
 def clocks(folder: Path, shard: int) -> tuple[int, ...]:
-    """Clocks of which `folder` holds a checkpoint of this shard, ascending."""
+    """The clocks of this shard's files in `folder`, ascending."""
     found = [SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []
     return tuple(sorted(int(match[2]) for match in found if match and int(match[1]) == shard))
 
 
 def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[str]]:
-    """Clocks that this shard, one of so many, can begin from, for the files of it hold what was written; and a sentence for
-    each other one."""
+    """The clocks that a shard can begin from: the files that it needs hold what was written.
+
+    Args:
+        folder: of the checkpoints.
+        shard: the shard's number.
+        shards: the number of shards of the run.
+
+    Returns:
+        The clocks, ascending, and a sentence for each clock of this shard whose file is damaged.
+    """
     whole, sentences, own = [], [], clocks(folder, shard)
     for clock in sorted({*own, *clocks(folder, 0)}):
         try:
@@ -128,14 +163,15 @@ def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[
 
 
 def shards_of(folder: Path, clock: int) -> int:
-    """How many shards wrote the checkpoint of this clock. Raises IncompatibleError as `read`."""
+    """The number of shards that wrote the checkpoint of this clock. Raises IncompatibleError as `read`."""
     return int(facts_of(folder, clock).get("shards", 1))
 
 
 def newest(folder: Path, shards: int) -> int:
-    """The newest clock that all of so many shards can begin from, -1: there is none.
+    """The newest clock that all shards, `shards` of them, can begin from; -1: there is none.
 
-    Raises IncompatibleError where there would be one, were its files not damaged.
+    Raises:
+        IncompatibleError: damaged files are the only reason that there is none.
     """
     found = [sound(folder, shard, shards) for shard in range(shards)]
     shared = max(set.intersection(*(set(whole) for whole, _ in found)), default=-1)
@@ -145,7 +181,15 @@ def newest(folder: Path, shards: int) -> int:
 
 
 def make_folder(told: str, resume: bool) -> str:
-    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
+    """Make the folder of a run's checkpoints, and return its path; "" for --checkpoint-dir none.
+
+    Args:
+        told: the value of --checkpoint-dir, "" without the flag.
+        resume: --resume is given.
+
+    Raises:
+        UsageError: the folder holds another run, cannot be made, or --resume has no folder.
+    """
     if told == "none" or (not told and resume):
         if resume:
             raise UsageError("--resume: name the folder with --checkpoint-dir")
@@ -173,7 +217,11 @@ def make_folder(told: str, resume: bool) -> str:
 
 
 def move_aside(folder: Path) -> str:
-    """Move what runs have left in `folder` to a new folder in it, and return its name, "" without any. Raises OSError."""
+    """Move files of earlier runs in `folder` to a new folder in it. Return its path, "" without such files.
+
+    Raises:
+        OSError: the disk refused it.
+    """
     names = (SHARD, COMING, STATE, ROUND)
     left = [path for path in folder.iterdir() if any(name.fullmatch(path.name) for name in names)]
     left += list(folder.glob("model.safetensors"))
@@ -187,6 +235,7 @@ def move_aside(folder: Path) -> str:
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:
+    """The path of a shard's file of a clock."""
     return folder / shard_file(shard, clock)
 
 
@@ -198,9 +247,22 @@ def write(
     facts: dict[str, Any],
     shared: int = -1,
 ) -> tuple[int, ...]:
-    """Write a shard's checkpoint, drop later ones and all but the newest KEPT, and return the clocks on disk.
+    """Write a shard's checkpoint, and drop its later ones and all but the newest KEPT.
 
-    `shared`: the newest that all shards are known to have, which is not dropped: another shard's disk may refuse for long.
+    Args:
+        folder: is made if it does not exist.
+        shard: the shard's number.
+        clock: of the checkpoint.
+        arrays: float32 arrays by name; "x" and "p" with one value per key of the shard.
+        facts: what the file says of itself, JSON values or bytes: "publication", "plan", "shards" and others.
+        shared: the newest clock that all shards are known to have. Its file stays: another shard's disk may refuse
+            for long.
+
+    Returns:
+        The clocks of this shard on disk, ascending.
+
+    Raises:
+        OSError: the disk refused the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drop_coming(folder, shard)
@@ -213,35 +275,43 @@ def write(
 
 
 def drop_coming(folder: Path, shard: int) -> None:
-    """Drop files of this shard that are not whole: a process was killed while it wrote or sent them."""
+    """Drop the unfinished files of this shard: a process was killed while it wrote or sent them."""
     for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
         if COMING.fullmatch(left.name):
             left.unlink(missing_ok=True)
 
 
 def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tuple[int, ...]:
-    """After one of `clock` was written, by one of so many shards: drop later ones and those too old; the clocks on disk."""
-    drop_after(folder, shard, clock)  # of an earlier run: they would count as newer, and this one be dropped for them
+    """Drop the files that a new file of `clock` makes obsolete: later ones, and old ones. Return the clocks on disk.
+
+    Args:
+        folder: of the checkpoints.
+        shard: the shard that has written.
+        clock: of its new file.
+        shards: the number of shards of the run. Shard 0 drops files of shards that are no more.
+        shared: as in `write`.
+    """
+    drop_after(folder, shard, clock)  # they are of an earlier run; as newer ones they would make this file obsolete
     for old in clocks(folder, shard)[:-KEPT]:
         if old != shared:
             path_of(folder, shard, old).unlink(missing_ok=True)
     kept = clocks(folder, shard)
     for left in folder.glob("shard-*.safetensors") if not shard else ():
-        match = SHARD.fullmatch(left.name)  # of shards that are no more
+        match = SHARD.fullmatch(left.name)  # of a shard that is no more
         if match and int(match[1]) >= shards and int(match[2]) not in kept:
             left.unlink(missing_ok=True)
     return kept
 
 
 def drop_after(folder: Path, shard: int, clock: int) -> None:
-    """Drop the checkpoints of this shard that are later than `clock`: they are of a life that is over."""
+    """Drop the checkpoints of this shard that are later than `clock`: they belong to a generation that is over."""
     for late in clocks(folder, shard):
         if late > clock:
             path_of(folder, shard, late).unlink(missing_ok=True)
 
 
 def whole(folder: Path) -> list[int]:
-    """Clocks of which this folder has a checkpoint that a run can begin from."""
+    """The clocks of this folder whose checkpoints are whole: all their files hold what was written."""
     found = []
     for clock in clocks(folder, 0):
         with suppress(IncompatibleError):
@@ -261,7 +331,20 @@ def drop_all_after(folder: Path, clock: int) -> None:
 def read(
     folder: Path, shard: int, clock: int, only: tuple[str, ...] | None = None
 ) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """The arrays (all, or `only` these) and facts of a shard's checkpoint. IncompatibleError for a file that is none."""
+    """Read a shard's checkpoint, and check each array that it reads.
+
+    Args:
+        folder: of the checkpoints.
+        shard: the shard's number.
+        clock: of the checkpoint.
+        only: names of the arrays to read; None: all.
+
+    Returns:
+        The arrays by name, and the facts.
+
+    Raises:
+        IncompatibleError: the file is missing, damaged or no checkpoint.
+    """
     path = path_of(folder, shard, clock)
     arrays: dict[str, npt.NDArray[np.float32]] = {}
     try:
@@ -292,7 +375,7 @@ def read(
 
 
 def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """As `read`. Raises IncompatibleError as well where x or p has another size than the shard's part of the model."""
+    """Read all of a shard's checkpoint. Raises IncompatibleError as `read`, and if x or p has not the shard's size."""
     arrays, facts = read(folder, shard, clock)
     begin, end = split(ModelSpec.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
     for name in ("x", "p"):
@@ -305,7 +388,7 @@ def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDA
 
 
 def facts_of(folder: Path, clock: int) -> dict[str, Any]:
-    """Return the facts of the checkpoint of a clock, by the file of shard 0. Raises IncompatibleError as `read`."""
+    """The facts of the checkpoint of a clock, from the file of shard 0. Raises IncompatibleError as `read`."""
     return read(folder, 0, clock, only=())[1]
 
 
@@ -317,9 +400,22 @@ def read_for(
     facts: dict[str, Any],
     fetch: Callable[[int], object] = int,
 ) -> tuple[LoadArrays, bool]:
-    """Return what one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another
-    number of shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises
-    IncompatibleError as `read`, and what `fetch` raises."""
+    """Read what a shard begins from at a checkpoint, which any number of shards may have written.
+
+    Args:
+        folder: of the checkpoints.
+        shard: the shard's number.
+        shards: the number of shards of the run.
+        clock: of the checkpoint.
+        facts: of the checkpoint, as from `facts_of`.
+        fetch: is called with the number of each shard whose file is about to be read.
+
+    Returns:
+        The arrays of the shard's keys, and True if another number of shards wrote the checkpoint.
+
+    Raises:
+        IncompatibleError: as `read`. Errors of `fetch` pass through.
+    """
     count = int(facts.get("shards", 1))
     if count == shards:
         fetch(shard)
@@ -327,7 +423,7 @@ def read_for(
         return LoadArrays(arrays, int(facts["publication"])), False
     plan = ModelSpec.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
-    # Rows of tables are dealt out one by one, so each shard has some of those of every other.
+    # Rows of tables go to the shards in turn, so a shard needs rows from the file of every other shard.
     needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
     for index in needed:
         fetch(index)

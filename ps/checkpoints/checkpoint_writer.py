@@ -1,9 +1,9 @@
-"""Writes the checkpoints of one shard in a thread of its own, so that folding goes on. One at a time.
+"""Writes the checkpoints of one shard in a thread, one at a time, so that the shard folds meanwhile.
 
 Rules
-- The thread writes a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more
-  than the copy itself. That of the first one is asked for in advance, by the thread.
-- A disk that refuses ends nothing. Its error is in `WrittenCheckpoint`, and the coordinator asks again in time.
+- The thread writes a copy of the arrays, since the store changes meanwhile. The memory of the copy is kept for the next
+  one: fresh memory costs more than the copy itself. The thread gets the memory of the first copy in advance.
+- A write that fails ends nothing. Its error is in `WrittenCheckpoint`, and the coordinator asks for a later checkpoint.
 """
 
 from __future__ import annotations
@@ -25,27 +25,39 @@ from narrows.ps.store.changes import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class WrittenCheckpoint:
-    """`kept`: the clocks now on disk. `trouble`: why `clock` is not among them, "" where it is. `took_ns`: copy and all."""
+    """The result of one write."""
 
     clock: int
-    kept: tuple[int, ...]
-    took_ns: int
-    trouble: str = ""
+    kept: tuple[int, ...]  # the clocks whose files are now on disk, ascending
+    took_ns: int  # time of copy and write together
+    trouble: str = ""  # why `clock` is not among them, "" if it is
 
 
 class CheckpointWriter:
-    """Writes shard `index` into `folder`; files go on `away`, where the folder of checkpoints is on another machine."""
+    """Writes the checkpoints of one shard.
+
+    Args:
+        folder: the folder to write to.
+        index: the shard's number.
+        away: of a remote shard: sends each file on to the folder of shard 0's machine.
+    """
 
     def __init__(self, folder: Path, index: int, away: ArchiveClient | None = None) -> None:
         self.folder, self.index, self.away = folder, index, away
-        self._kept: tuple[int, ...] = ()  # there, as it was said last
-        self._copies: dict[str, FloatArray] = {}
+        self._kept: tuple[int, ...] = ()  # clocks on shard 0's machine, by its newest answer
+        self._copies: dict[str, FloatArray] = {}  # memory for the next copy, by the name of the array
         self._thread: Thread | None = None
         self._written: WrittenCheckpoint | None = None
 
     def write(self, clock: int, arrays: Mapping[str, FloatArray], facts: dict[str, Any], shared: int = -1) -> None:
-        """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before. `shared` as in
-        checkpoints.write."""
+        """Copy the arrays, and begin to write them. Returns after the copy; first waits for an earlier write.
+
+        Args:
+            clock: of the checkpoint.
+            arrays: float32 arrays by name; one array may have two names.
+            facts: what the file says of itself, as in `checkpoint_files.write`.
+            shared: as in `checkpoint_files.write`.
+        """
         self.wait()
         began_ns = time.monotonic_ns()
         copies = self._copy(arrays)
@@ -53,7 +65,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def prepare(self, arrays: Mapping[str, FloatArray]) -> None:
-        """Have the system give the memory of copies of these arrays, beside all else."""
+        """Get memory for copies of these arrays from the system, in the thread."""
         self._thread = Thread(target=self._touch, args=(dict(arrays),), daemon=True)
         self._thread.start()
 
@@ -64,7 +76,7 @@ class CheckpointWriter:
         self._copies = {name: rooms[id(array)] for name, array in arrays.items()}
 
     def _copy(self, arrays: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """One of each, also of an array that has two names."""
+        """Copy each array once, also one that has two names."""
         of: dict[int, FloatArray] = {}
         spare, self._copies = self._copies, {}
         for name, array in arrays.items():
@@ -92,18 +104,18 @@ class CheckpointWriter:
         self._written = WrittenCheckpoint(clock, kept, time.monotonic_ns() - began_ns, trouble)
 
     def wait(self) -> None:
-        """Until nothing is being written. A disk that hangs holds its process, as it would hold any other."""
+        """Wait until no write is under way. A disk that hangs makes its process wait without limit, as any process."""
         if self._thread is not None:
             self._thread.join()
 
     def take(self) -> WrittenCheckpoint | None:
-        """Return what was written since the last call."""
+        """Return the result of the write that ended since the last call, None: none has."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread, written, self._written = None, self._written, None
         return written
 
     def forget(self) -> None:
-        """Wait for a write, and drop what it says: it belongs to a life of the run that is over."""
+        """Wait for a write under way, and drop its result: it belongs to a generation that is over."""
         self.wait()
         self.take()

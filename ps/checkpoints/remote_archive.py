@@ -1,11 +1,27 @@
-"""The checkpoints of shards on other machines. They are in the folder of shard 0, with all others. So the run can go back
-without such a machine, and --resume finds them.
+"""Keeps the checkpoints of remote shards in the folder of shard 0, the archive.
+
+So the run can go back without the machine of such a shard, and --resume finds all files in one folder.
+
+How it works
+
+    machine of shard 5 (ArchiveClient)              machine of shard 0 (RemoteArchive)
+    writes its file into its own folder
+    WRITE offset 0, 1 MiB, 2 MiB, ...  ───────────> writes the parts into a temporary file
+    KEEP size of the file              ───────────> gives the whole file its name, drops old files
+      <──────────── the clocks that it now has ────
+    deletes its own file
+    ...
+    FACTS clock, READ offset 0, ...    ───────────> to load a checkpoint: sends the facts, then parts of the files
+
+1. The client sends requests (`FileRequest`) over a connection of its own, PARTS_AHEAD at a time, and waits for the
+   answers where a local shard would wait for its disk.
+2. The client repeats a request that has no answer in time. A request names the file and the offset, so a repeated one
+   does no harm.
+3. `BootstrapServer` hands the requests to the archive. The archive answers them in a thread, so that clocks close
+   meanwhile; the runner sends the answers that `take` yields.
 
 Rules
-- A file travels in parts, over a connection of its own, and has its name only once it is whole.
-- A part that is not answered is asked for again. It says where it belongs, so coming twice does no harm.
-- `RemoteArchive` answers in a thread of its own: clocks close meanwhile. `ArchiveClient` waits, where a shard waits
-  for its disk.
+- A file has its name only once it is whole.
 """
 
 from __future__ import annotations
@@ -35,23 +51,25 @@ from narrows.ps.store.changes import LoadArrays
 
 PART_BYTES = 1 << 20
 PARTS_AHEAD = 16
-QUIET_S = 120.0  # no answer to any: another process 0 is in its place within less
-ASKED_MAX = 1024  # questions that wait; more are dropped, and asked again
+QUIET_S = 120.0  # the client gives up after this time without an answer; a restart of process 0 takes less
+ASKED_MAX = 1024  # requests that wait at the archive; it drops further ones, and clients repeat them
 POLL_MS = 100
-COMING = re.compile(r"[0-9a-f]{16}")
+COMING = re.compile(r"[0-9a-f]{16}")  # the client's random name of a temporary file
 
 
 class ArchiveJob(IntEnum):
-    FACTS = 0  # of the checkpoint of `clock`
-    READ = 1  # the part of a file at `offset`
-    WRITE = 2  # the payload is the part of a file at `offset`
-    KEEP = 3  # that file has `offset` bytes, and is whole
-    SOUND = 4  # which clocks `shard`, of so many, can begin from
-    HELD = 5  # of which clocks there are files of `shard`
+    """What a FileRequest asks for. The names in backticks are its fields."""
+
+    FACTS = 0  # send the facts of the checkpoint of `clock`
+    READ = 1  # send the part of a file at `offset`
+    WRITE = 2  # write `payload` into the temporary file at `offset`
+    KEEP = 3  # the temporary file is whole and has `offset` bytes: give it its name
+    SOUND = 4  # send the clocks that `shard`, of `shards`, can begin from
+    HELD = 5  # send the clocks of the files of `shard`
 
 
 class RemoteArchive:
-    """Serves the folder of process 0. Any thread may `ask`; `take` yields the answers."""
+    """Serves the folder of process 0, in a thread. Any thread may call `ask`; `take` yields the answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,6 +78,7 @@ class RemoteArchive:
         self.thread: Thread | None = None
 
     def ask(self, peer: bytes, ask: m.FileRequest) -> None:
+        """Queue a request of `peer`, or drop it if the queue is full: the client repeats it."""
         if self.thread is None:
             self.thread = Thread(target=self._main, name="narrows-archive", daemon=True)
             self.thread.start()
@@ -67,6 +86,7 @@ class RemoteArchive:
             self.asked.put_nowait((peer, ask))
 
     def take(self) -> Iterator[tuple[bytes, m.FileAnswer]]:
+        """Yield the answers that are ready, with the peers to send them to."""
         while self.answers:
             yield self.answers.popleft()
 
@@ -76,6 +96,7 @@ class RemoteArchive:
             self.answers.append((peer, self.answer(ask)))
 
     def answer(self, ask: m.FileRequest) -> m.FileAnswer:
+        """Carry out a request, and return its answer. An error becomes the text of the answer."""
         size, payload, text, clocks = 0, b"", "", m.Ints()
         try:
             match ask.what:
@@ -106,7 +127,7 @@ class RemoteArchive:
             return os.fstat(file.fileno()).st_size, os.pread(file.fileno(), PART_BYTES, max(0, offset))
 
     def _coming(self, ask: m.FileRequest) -> Path:
-        """A file that is not whole; checkpoints.write drops those that are left."""
+        """The path of a request's temporary file. `checkpoint_files.drop_coming` drops files that are left over."""
         if not COMING.fullmatch(ask.name):
             raise NarrowsError("a file that is coming has a name of 16 hex digits")
         path = checkpoint_files.path_of(self.folder, ask.shard, ask.clock)
@@ -123,16 +144,24 @@ class RemoteArchive:
 
     def _keep(self, ask: m.FileRequest) -> tuple[int, ...]:
         path, coming = checkpoint_files.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
-        if coming.exists():  # else it was kept, and the answer is lost
+        if coming.exists():  # else the file already has its name, and the answer to that request was lost
             checkpoint_files.publish(coming, path, ask.offset)
         checkpoint_files.drop_coming(self.folder, ask.shard)
         return checkpoint_files.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
 
 
 class ArchiveClient:
-    """The files of a shard in the folder of process 0 on another machine. `dial`: a connection to that process, at
-    `there`. `alive`: is called each time that something comes. All raise NarrowsError where no answer comes, or a bad
-    one."""
+    """A remote shard's access to the archive.
+
+    Each method waits for the answers. It raises NarrowsError if none comes within QUIET_S, or if an answer is an error.
+
+    Args:
+        folder: folder of this machine, for files that are on their way.
+        index: the shard's number.
+        there: address of process 0.
+        dial: makes sockets that can reach process 0.
+        alive: is called each time that an answer comes, so that the watchdog does not take the wait for a hang.
+    """
 
     def __init__(
         self, folder: Path, index: int, there: str, dial: Callable[[], Sockets], alive: Callable[[], object] = str
@@ -140,15 +169,15 @@ class ArchiveClient:
         self.folder, self.index, self.there, self.dial, self.alive = folder, index, there, dial, alive
 
     def sound(self, shards: int) -> tuple[int, ...]:
-        """Clocks that it can begin from, where it is one of so many."""
+        """The clocks that this shard can begin from, in a run of `shards` shards."""
         return self._one(ArchiveJob.SOUND, shards=shards).clocks
 
     def held(self) -> tuple[int, ...]:
-        """Clocks of which its own files are there."""
+        """The clocks of this shard's files in the archive."""
         return self._one(ArchiveJob.HELD).clocks
 
     def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool]:
-        """As checkpoints.read_for."""
+        """Fetch and read what this shard begins from, as `checkpoint_files.read_for`."""
         facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
         here: list[Path] = []
 
@@ -163,7 +192,7 @@ class ArchiveClient:
                 path.unlink(missing_ok=True)
 
     def keep(self, clock: int, shards: int, shared: int) -> tuple[int, ...]:
-        """Send the file of this clock, which is here, and drop it; the clocks that are there then."""
+        """Send the file of this clock to the archive and delete it here. Return the clocks that the archive then has."""
         path, name = checkpoint_files.path_of(self.folder, self.index, clock), os.urandom(8).hex()
         try:
             with open(path, "rb") as file:
@@ -181,6 +210,7 @@ class ArchiveClient:
             path.unlink(missing_ok=True)
 
     def _fetch(self, shard: int, clock: int, path: Path) -> None:
+        """Fetch the file of a shard to `path`."""
         whole = self._one(ArchiveJob.READ, shard=shard, clock=clock)
         offsets = range(PART_BYTES, whole.size, PART_BYTES)
         with open(path, "wb") as file:
@@ -214,7 +244,7 @@ class ArchiveClient:
         return answers[0]
 
     def _each(self, asks: Iterable[m.FileRequest], take: Callable[[m.FileRequest, m.FileAnswer], object]) -> None:
-        """Send all of `asks`, PARTS_AHEAD of them at a time, and call `take` with each and its answer."""
+        """Send all of `asks`, at most PARTS_AHEAD in flight, and call `take` with each of them and its answer."""
         todo, sent = iter(asks), dict[int, tuple[int, m.FileRequest]]()
         heard_ns = time.monotonic_ns()
 

@@ -1,7 +1,7 @@
-"""The whole model by tensor names, made of the checkpoints of all shards at the end of a run.
+"""Writes the whole model by tensor names, from the checkpoints of all shards, at the end of a run.
 
-DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
-                                      of the workers, and its buffers. Not what no worker trains: frozen parameters
+DIR/model.safetensors     what a plain model loads: its parameters under each of their names, in the dtype of the
+                          workers, and its buffers. Frozen parameters, which no worker trains, are not in it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,20 @@ NAME = MODEL
 
 
 class CheckpointBlocks:
-    """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
-    holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
+    """The values of one embedding table from the checkpoints of all shards, float32[rows, dim], block by block.
+
+    So the table is never in memory as a whole. Rows that no worker has looked up get their first values.
+
+    Args:
+        folder: of the checkpoints.
+        clock: of the checkpoint.
+        shards: the number of shards that wrote it.
+        number: of the table in the model spec.
+        spec: of the table.
+
+    Raises:
+        IncompatibleError: after the last block, if a file does not hold what was written.
+    """
 
     def __init__(self, folder: Path, clock: int, shards: int, number: int, spec: TableSpec) -> None:
         self.paths = [path_of(folder, shard, clock) for shard in range(shards)]
@@ -61,14 +73,14 @@ class CheckpointBlocks:
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest, ties to even."""
+    """The upper 16 bits of each float32, rounded to nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
-    """A tensor of the model in the dtype that the workers hold it in. A complex128 one as complex64: no file has complex128."""
+    """A tensor of the model in the dtype of the workers. complex128 becomes complex64: no file has complex128."""
     if dtype == "bfloat16":
         return dtype, shape, _bfloat16(values).tobytes()
     if dtype in ("float16", "float64"):
@@ -78,7 +90,7 @@ def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtyp
 
 
 def _ours(path: Path) -> bool:
-    """Whether a run has written this model. The script, or a user who named a folder of models, may have one there too."""
+    """True if a run has written this file. A script, or a user, may have a model of the same name in the folder."""
     try:
         with safe_open(path, framework="numpy") as file:
             return "narrows" in (file.metadata() or {})
@@ -87,10 +99,10 @@ def _ours(path: Path) -> bool:
 
 
 def end_of(folder: Path) -> dict[str, Any] | None:
-    """Facts of the end of the run in `folder`: "clock", "steps" that it has made, and its "run_id".
+    """The facts of the end of the run in `folder`: its "clock", number of "steps" and "run_id".
 
     Returns:
-        None where no run has ended there, or where it has gone on since.
+        None if no run has ended there, or if the run has gone on since.
     """
     with suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
         with safe_open(folder / NAME, framework="numpy") as file:
@@ -107,10 +119,20 @@ def merge(
     said: Callable[[str], object] = str,
     end: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write model.safetensors from the shards' checkpoints of `clock`; return its path.
+    """Write model.safetensors from the shards' checkpoints of `clock`.
 
-    A file of that name that no run has written is kept under another, and `said` is told which. `end`: facts of a run that has
-    ended, as `end_of` finds them.
+    Args:
+        folder: of the checkpoints and of the model.
+        clock: of the checkpoints.
+        buffers: the module buffers, by name.
+        said: gets a sentence if the folder had a model that no run wrote. That file is kept under another name.
+        end: facts of a run that has ended, for `end_of`.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        IncompatibleError: a checkpoint is damaged, or not of this model.
     """
     flat = []
     facts: dict[str, Any] = {}
@@ -138,6 +160,6 @@ def merge(
 
 
 def buffers(folder: Path, clock: int) -> dict[str, NamedArray]:
-    """The module buffers that went along with the checkpoint of `clock`, by name."""
+    """The module buffers in the checkpoint of `clock`, by name."""
     _, facts = read(folder, 0, clock, only=())
     return unpack_arrays(facts.get("buffers", b""))

@@ -1,9 +1,11 @@
-"""The gate of one server process: by which key and name it is known where it dials, and who may say what to it.
+"""Access control of one server process: which keys may connect, and which messages each key may send.
 
 Rules
-- A key in the list of `--keys` is let in. One that was taken off is refused with its next message.
-- A key has a role: shards report, members train, clusters hand updates up; other clusters of a run above mix and do no more.
-- The first refusal of each kind is told, and all are counted.
+- A key in the folder of --keys may connect. If the file of a key is removed, its next message is refused.
+- A key has a role, and the role decides which messages are allowed. Shards report. Members train. Clusters push updates
+  to their parent, and only they may send the lines of members below them. Other clusters of the parent's run mix.
+- The first refusal of each kind is logged, and all are counted.
+- For addresses that this process dials, this module also gives the key and the name that it uses there.
 """
 
 from __future__ import annotations
@@ -24,56 +26,71 @@ from narrows.protocols.runtime.network.key_files import SERVER, Guard, Identity,
 from narrows.ps.server.server import OF_CLUSTERS
 
 OF_SHARDS = (m.Report, m.ReplicationFollow, m.ReplicationProgress, m.FailoverNotice, m.RemoteShardsOffer, m.FileRequest)
-REFUSED_MAX = 64  # kinds of refusals that are told
-OTHERS = "others"
-FLIGHT_TIMES = 5  # the updates that a member may have in flight, over the machine that folds them
-PEER = "cluster of the run above"  # the role of a key that the server above has told us of
+REFUSED_MAX = 64  # kinds of refusals that are logged and counted apart
+OTHERS = "others"  # the kind that counts all further ones
+FLIGHT_TIMES = 5  # size of all updates that a member may have in flight, in sizes of the machine that folds them
+PEER = "cluster of the run above"  # role of a key that the parent's roster names
 
 
 class KnownPeer(Protocol):
-    """The part of its process's machine that the gate asks for."""
+    """What access control reads of the process's machine."""
 
     @property
-    def above(self) -> str: ...
+    def above(self) -> str:
+        """Address of the parent's shard, "": there is none."""
 
     @property
-    def beside(self) -> str: ...
+    def beside(self) -> str:
+        """Address of the standby of the parent's shard, "": there is none."""
 
     @property
     def others(self) -> Mapping[int, GossipPeer]:
-        """Other clusters of the run above, by their numbers there."""
+        """Other clusters of the parent's run, by their worker numbers there."""
 
 
 class AccessControl:
-    """`keys`: the folder of this ps-serve, "": all is in the open. `parent_key`: a file. `secret`: of the shards of this
-    server, at `coordinator`, and of those that it copies, one at `follows`. Raises UsageError for keys that are none."""
+    """Checks the messages of one server process.
+
+    Args:
+        keys: folder of --keys, "": connections are not encrypted.
+        parent_key: file of --parent-key, "": none.
+        secret: known to the shards of this server and to those of its primary or standby alone.
+        coordinator: address of shard 0 of this server, "" in shard 0.
+        follows: address of the primary's shard that this one follows, "": it is no standby.
+
+    Raises:
+        UsageError: a file is no key.
+    """
 
     def __init__(self, keys: str, parent_key: str, secret: str, coordinator: str, follows: str = "") -> None:
         self.guard = Guard(keys) if keys else None
         self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
         self.secret, self.ours = secret.encode(), {coordinator, follows} - {""}
         self.known: KnownPeer | None = None  # the machine, once there is one
-        self.clusters = frozenset[str]()  # keys of other clusters; read by the thread of the door
-        self.names: dict[str, str] = {}  # of keys that were let in
+        self.clusters = frozenset[str]()  # keys of the other clusters; the authenticator's thread reads it
+        self.names: dict[str, str] = {}  # by key that was admitted, its name
         self.connections = Connections()
-        self.refused: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()  # bytes of each name
+        self.refused: Counter[str] = Counter()  # number of refusals, by kind
+        self.sent: Counter[str] = Counter()  # bytes received, by the sender's name
 
     @property
     def curve(self) -> CurveKeys | None:
+        """The keys for this process's sockets; None: no connection is encrypted."""
         if self.guard is None and self.parent_key is None:
             return None
         own = self.guard.own.pair if self.guard is not None else None
         return CurveKeys(own, self._keys_at, lambda public: self._who(public) is not None)
 
     def _is_above(self, address: str) -> bool:
-        """It is that of the shard above, or of its standby."""
+        """True for the address of the parent's shard or of its standby."""
         return self.known is not None and address in (self.known.above, self.known.beside)
 
     def name_at(self, address: str) -> bytes:
-        """How our routing ids begin at an address: for the shards of this server, and of the one that it copies, by their
-        secret, for the servers above by one name of all shards, which a standby of ours has too, for another cluster by that of
-        the pair."""
+        """The name with which this process's routing ids begin when it dials `address`.
+
+        Shards of this server and of its primary: the secret. Shards of the parent: a hash of the secret, so that all
+        shards of this server and its standby have one name there. Another cluster: the name of the pair.
+        """
         if address in self.ours:
             return self.secret
         if self._is_above(address):
@@ -96,20 +113,30 @@ class AccessControl:
         return Identity(PEER, PEER) if who is None and public in self.clusters else who
 
     def key_of(self, peer: bytes, message: m.Message) -> tuple[str, int] | tuple[()]:
-        """Who joins or leaves: the name of its key, and how many other keys are on the list. Nothing without keys."""
+        """For a Hello or Leave: the name of the sender's key, and the number of other keys. () without keys."""
         if self.guard is None or not isinstance(peer, DiallerId) or not isinstance(message, (m.Hello, m.Leave)):
             return ()
         return self.names[peer.key], len(self.guard.members) - 1
 
     def tick(self) -> None:
-        """Who mixes with us may have changed."""
+        """Read the keys of the other clusters again: the parent's roster may have changed."""
         if self.guard is not None and self.known is not None:
             self.clusters = frozenset(parted(other.address)[1] for other in self.known.others.values())
 
     def check(self, peer: bytes, message: m.Message, size: int) -> None:
-        """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
+        """Check that the sender may send this message, and count its bytes.
+
+        Args:
+            peer: routing id of the sender, a `DiallerId` with its key if connections are encrypted.
+            message: the message.
+            size: its size in bytes.
+
+        Raises:
+            AuthenticationError: the key was removed, or its role does not allow this message.
+            RemoteProtocolError: the routing id of the sender is not the one that goes with the message.
+        """
         reports = isinstance(message, OF_SHARDS)
-        # Who asks first is told the secret.
+        # The first request of a standby or of a remote host needs no secret: the answer contains the secret.
         asks = (isinstance(message, m.ReplicationFollow) and message.shard < 0) or (
             isinstance(message, m.RemoteShardsOffer) and not message.token
         )
@@ -117,7 +144,7 @@ class AccessControl:
             raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
         mixes = isinstance(message, OF_CLUSTERS)
         theirs = self.known.others.get(getattr(message, "worker", -1)) if mixes and self.known is not None else None
-        # A peer that our roster does not have yet says it again.
+        # A cluster that is not on this server's roster yet repeats its message.
         if mixes and not isinstance(peer, DiallerId) and (theirs is None or not peer.startswith(theirs.name)):
             raise RemoteProtocolError("its number is not that of the cluster which dials by that name")
         if self.guard is None:
@@ -141,11 +168,11 @@ class AccessControl:
             raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
     def totals(self) -> dict[str, int]:
-        """How often each refusal was made."""
+        """Number of refusals and of ended connections, by kind."""
         return {**self.refused, **self.connections.ended}
 
     def stranger(self, why: HandshakeFailure, public: str) -> None:
-        """Somebody who dialled us was not let in."""
+        """Count a failed handshake of a peer that dialled us, and log the first of a kind. `public`: the peer's key."""
         if self.guard is None and why is not HandshakeFailure.KEYLESS:
             return
         if why is HandshakeFailure.REFUSED:
@@ -158,13 +185,18 @@ class AccessControl:
             self._tell(text)
 
     def faulted(self, text: str) -> None:
-        """A library raised an error while this process read what others sent."""
+        """Count an error that a library raised while it read what a peer had sent, and log the first of a kind."""
         if self.counted(text):
             self._tell(text)
 
     def look(self, nbytes: int) -> None:
-        """Count those who were hung up on. `nbytes`: of the machine. A member that was cut off says again what was in flight,
-        and is a stranger until that is read."""
+        """Count the connections that were ended, and set how many bytes a stranger may send.
+
+        A member that connects again repeats all that was in flight, and counts as a stranger until one message is read.
+
+        Args:
+            nbytes: bytes of the machine.
+        """
         self.connections.bytes_most = STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes
         for why, count in [*self.connections.ended.items()]:
             if why not in self.refused:
@@ -175,8 +207,15 @@ class AccessControl:
         emit("log", name="stranger", values={"text": f"{text}; more of them are only counted"})
 
     def counted(self, text: str, peer: bytes = b"") -> bool:
-        """Count a refusal, of a message of `peer` where it was one; whether it is the first of its kind, and is to be told.
-        Others may say what they like, and often."""
+        """Count a refusal.
+
+        Args:
+            text: its kind.
+            peer: routing id of the sender, if a message was refused.
+
+        Returns:
+            True if it is the first of its kind and has to be logged. So a peer that repeats itself cannot fill the log.
+        """
         self.connections.refused(peer)
         known = text in self.refused or len(self.refused) >= REFUSED_MAX
         self.refused[text if text in self.refused or not known else OTHERS] += 1

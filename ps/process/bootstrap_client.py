@@ -1,4 +1,7 @@
-"""The first question of a server that is to stand by, or to join: it asks before it has a process for each shard."""
+"""The first question of a server that will stand by, or of a machine that will join: what must I know of the server?
+
+It is asked before there is a process for each shard; bootstrap_server.py answers.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,22 @@ JOIN = m.RemoteShardsOffer("", "", 0, -1, m.Wish.STAY)
 
 
 def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
-    """Return what the server at `address` says that a standby of it must know, or with JOIN a guest. Raises
-    UnreachableError, AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
+    """Ask a server what its standby, or with JOIN a remote host, has to know.
+
+    Args:
+        flag: the flag that names the address, for errors.
+        address: of the server's shard 0.
+        keys: folder of --keys, "": connections are not encrypted.
+        question: STANDBY or JOIN.
+
+    Returns:
+        The fields of `machine_factory.introduction`.
+
+    Raises:
+        UnreachableError: no server answered within CONNECT_S, or it has not started all of its shards.
+        AuthenticationError: the server has other keys.
+        IncompatibleError: the server runs another release, or has no room for a standby or a remote host.
+    """
     refused, answers = list[HandshakeFailure](), list[dict[str, Any]]()
 
     def hear(peer: Peer, frames: list[m.Buffer]) -> None:
@@ -55,7 +72,13 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
 
 
 def checked(address: str, told: Any) -> dict[str, Any]:
-    """Raises RemoteProtocolError, IncompatibleError and UnreachableError."""
+    """Return the answer `told` of the server at `address` after its check.
+
+    Raises:
+        RemoteProtocolError: a field is missing.
+        IncompatibleError: the server runs another release.
+        UnreachableError: the server has not started all of its shards.
+    """
     if not isinstance(told, dict) or not told.keys() >= TOLD:
         raise RemoteProtocolError(f"{address}: what the server tells of itself is not whole")
     if told["release"] != release():

@@ -1,4 +1,4 @@
-"""Answers messages that are no event of the machine: what the server is, and in process 0 the files of guests."""
+"""Answers messages that are no event of the machine: first questions, and in process 0 the files of remote shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ ALONE = "this server has no standby: start it with --replicas 1, and name the ad
 
 
 class BootstrapServer:
+    """Answers for one server process. `process`: its arguments."""
+
     def __init__(self, process: MachineFactory) -> None:
         self.process = process
         self.archive = RemoteArchive(process.folder) if process.folder is not None and not process.index else None
 
     def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
-        """Answer a standby that begins, a guest, or a shard of one; None: the message is of none of these."""
+        """Answer the first question of a standby or of a remote host, or a file request of a remote shard.
+
+        Returns:
+            The answers; an archive answers later, by `take`. None: the message is none of these.
+        """
         asks = isinstance(message, m.ReplicationFollow) and (message.shard < 0 or not self.process.replicas)
         if not asks and not isinstance(message, (m.RemoteShardsOffer, m.FileRequest)):
             return None
@@ -31,13 +37,13 @@ class BootstrapServer:
         return [Send(peer, introduction(self.process, server) if first else _refuse(ALONE))]
 
     def _ask(self, peer: bytes, ask: m.FileRequest, server: Server) -> None:
-        """Those of guests alone: the others have this folder."""
+        """Answer a file request, if there are remote shards: all other shards share this machine's folder."""
         away = server.coordinator.moves.away if server.coordinator is not None else {}
         if self.archive is not None and away:
             self.archive.ask(peer, ask)
 
     def _no_room(self, server: Server) -> str:
-        """Why this server has no shards elsewhere, "" where it may."""
+        """Return why this server takes no remote shards; "" if it does."""
         if server.coordinator is None:
             return "name the address of its shard 0, as ps-serve printed it there"
         if self.process.replicas:

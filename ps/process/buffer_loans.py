@@ -1,7 +1,7 @@
-"""Views of a shard's arrays that are on their way, by who is to get them, or held back until a standby has their cause.
+"""Loans: views of a shard's arrays that are on their way to a peer, or in effects that wait for a standby.
 
-A view is read until the last of it has left. Until then the array must not change, and is copied where it would. So each view
-of an old array that somebody does not take holds memory, and there is a bound on that.
+ZeroMQ reads a view until its last byte has left. Until then the array must not change: a change of it goes to a fresh
+array. So each view of an old array that a slow peer has not taken holds memory, and `full` bounds this memory.
 """
 
 from __future__ import annotations
@@ -13,31 +13,37 @@ from narrows.protocols.effects import Send, SendToPeer, Stop
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Receipt
 
-LENT_BYTES_MAX = 1 << 26  # to one peer, or as long as
-LENT_TIMES = 4  # that of the machine is more: a state, the master copy, and both once more
+LENT_BYTES_MAX = 1 << 26  # bytes that one peer may have on loan, whatever the size of the machine
+LENT_TIMES = 4  # or so many times the machine, if that is more: a state, the master copy, and both once more
 
 
 class BufferLoans:
     """The views and the held effects of one process."""
 
     def __init__(self) -> None:
-        self.views: dict[Peer, deque[tuple[Receipt, int]]] = {}
-        self.held: deque[tuple[int, Send | SendToPeer | Stop]] = deque()  # with the event that they follow from
+        self.views: dict[Peer, deque[tuple[Receipt, int]]] = {}  # by peer: receipt and bytes of each view, oldest first
+        # (event, effect): effects that wait until the standby has acknowledged their event.
+        self.held: deque[tuple[int, Send | SendToPeer | Stop]] = deque()
 
     def add(self, peer: Peer, receipt: Receipt, view: Buffer) -> None:
-        """The last frame of a message is on its way. Bytes never change, and copies are nobody else's."""
+        """Note the last frame of a message that was sent. A bytes object never changes, so it is no loan."""
         if receipt.lent and not isinstance(view, bytes):
             self.views.setdefault(peer, deque()).append((receipt, len(view)))
 
     def any(self) -> bool:
-        """Something is lent to somebody."""
+        """True if a view of an array is on loan, or an effect is held."""
         for peer in [*self.views]:
             self._settle(peer)
         return bool(self.views or self.held)
 
     def full(self, peer: Peer, view: Buffer, nbytes: Callable[[], int]) -> bool:
-        """This peer has not taken what it was sent, and must not be sent one more. `nbytes`: of the machine, asked for where
-        more is lent than is ever little."""
+        """True if this peer has too much on loan to be sent one more view.
+
+        Args:
+            peer: the peer.
+            view: the view to send.
+            nbytes: returns the bytes of the machine; called only if more than LENT_BYTES_MAX is on loan.
+        """
         if peer not in self.views or isinstance(view, bytes):
             return False
         self._settle(peer)
@@ -45,7 +51,7 @@ class BufferLoans:
         return lent > LENT_BYTES_MAX and lent > LENT_TIMES * nbytes()
 
     def _settle(self, peer: Peer) -> None:
-        """Forget what has left: what was lent first leaves first."""
+        """Forget the views that have left. They leave in the order in which they were lent."""
         views = self.views[peer]
         while views and not views[0][0].lent:
             views.popleft()

@@ -1,4 +1,4 @@
-"""The checkpoints of one server process: written beside its work, read when the run goes back."""
+"""The checkpoints of one server process: a thread writes them while the shard works; the runner reads them back."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from narrows.ps.server.server import Server
 
 
 class CheckpointDisk:
-    """The checkpoints of one process; without a folder it does nothing. On another machine than that of shard 0 a file
-    is here while it travels."""
+    """Writes and reads the checkpoints of one process. Without a folder it does nothing.
+
+    The file of a remote shard is in this machine's folder only while it is on its way to or from shard 0's machine.
+    """
 
     def __init__(self, process: MachineFactory) -> None:
         self.process, self.folder, self.index = process, process.folder, process.index
-        self.away: ArchiveClient | None = None
+        self.away: ArchiveClient | None = None  # of a remote shard: the folder on shard 0's machine
         if process.host and process.folder is not None:
             self.away = ArchiveClient(process.folder, process.index, process.coordinator, self._dial, self._alive)
         self.writer = CheckpointWriter(process.folder, process.index, self.away) if process.folder is not None else None
-        self.trouble = ""  # said once
-        self.nbytes, self.due_s = 0, 0.0
-        self.prepared = False  # memory for the first copy was asked for
+        self.trouble = ""  # why the newest write failed, "" if it did not; logged once
+        self.nbytes, self.due_s = 0, 0.0  # bytes of the machine; time.monotonic() of the next sign of life
+        self.prepared = False  # the writer has memory for the first copy
 
     def _dial(self) -> Sockets:
         process = self.process
@@ -37,7 +39,7 @@ class CheckpointDisk:
         return Sockets(known_as=gate.name_at, curve=gate.curve)
 
     def _alive(self) -> None:
-        """While all else may wait for what travels, this is the sign of life."""
+        """Give ps-serve a sign of life while the loop waits for a file that is on its way."""
         if (now := time.monotonic()) >= self.due_s:
             self.due_s = now + BEAT_S
             emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S)
@@ -49,20 +51,20 @@ class CheckpointDisk:
         return checkpoint_files.clocks(self.folder, self.index) if self.folder is not None else ()
 
     def sound(self, shards: int) -> tuple[tuple[int, ...], list[str]]:
-        """As checkpoints.sound. Raises NarrowsError."""
+        """As `checkpoint_files.sound`. Raises NarrowsError if shard 0's machine does not answer."""
         if self.folder is None:
             return (), []
         return (self.away.sound(shards), []) if self.away else checkpoint_files.sound(self.folder, self.index, shards)
 
     def prepare(self, server: Server) -> None:
-        """Once there are arrays, the first copy of them has its memory soon."""
+        """Get the memory for the first copy in advance, once there are arrays."""
         planned = server.shard.planned
         if self.writer is not None and not self.prepared and planned is not None and planned.store.publication >= 0:
             self.prepared = True
             self.writer.prepare(planned.store.arrays())
 
     def write(self, clock: int, server: Server) -> None:
-        """Begin to write one; the last of a run is waited for."""
+        """Begin to write the checkpoint of a clock; wait for it if the run is over."""
         planned, coordinator, last = server.shard.planned, server.coordinator, server.over
         if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.process.keeps):
             return
@@ -74,7 +76,7 @@ class CheckpointDisk:
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
             "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
             "saved": planned.saved,
-            # They hold from this clock on: where the plan is about to change, these are the settings of the next one.
+            # The settings from this clock on: during a replan those of the next generation.
             "settings": coordinator.moves.next.packed() if coordinator is not None else b"",
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
@@ -83,26 +85,29 @@ class CheckpointDisk:
             self.writer.wait()
 
     def take(self, last: bool = False) -> WrittenCheckpoint | None:
-        """One that is on disk by now, or could not be written. `last`: the process ends, so one that is being written is waited
-        for."""
+        """A checkpoint that was written, or could not be, since the last call; None: there is none.
+
+        Args:
+            last: the process ends, so wait for a write under way.
+        """
         if last and self.writer is not None:
             self.writer.wait()
         return self.writer.take() if self.writer is not None else None
 
     def tell(self, written: WrittenCheckpoint) -> list[Log]:
-        """Return what the console is told of a write."""
+        """Return the log events of a write. A disk's error is logged once for as long as it stays the same."""
         said, self.trouble = self.trouble, written.trouble
         where: dict[str, object] = {"shard": self.index, "clock": written.clock}
         if written.trouble and written.trouble != said:
             text = f"shard {self.index} cannot write a checkpoint and tries again: {written.trouble}"
             return [Log("disk", where | {"text": text, "why": f"shard {self.index}: {written.trouble}"})]
-        # Else its process was killed meanwhile.
+        # If the clock is not in `kept`, its process was killed during the write.
         return [self.announced(written.clock)] if written.clock in written.kept and not written.trouble else []
 
     def announced(self, clock: int) -> Log:
         """Return the event of a checkpoint that is on disk."""
         told: dict[str, object] = {"shard": self.index, "clock": clock}
-        if not self.process.keeps:  # --checkpoint-dir none: who reads of it would look for a file
+        if not self.process.keeps:  # --checkpoint-dir none: tell the user that no file will stay
             told["text"] = sentence("checkpoint", told) + ", in a temporary folder while the run lasts"
         return Log("checkpoint", told)
 
@@ -111,7 +116,7 @@ class CheckpointDisk:
         if self.folder is None or self.writer is None:
             return
         self.writer.forget()
-        if self.away is None:  # else they are dropped there, with the next that is written
+        if self.away is None:  # of a remote shard, shard 0's machine drops them with the next write
             checkpoint_files.drop_after(self.folder, self.index, clock)
         if clock < 0:
             return

@@ -1,20 +1,20 @@
-"""The journal of one server process: its machine as it once was, and each event since. A killed process goes on from it.
+"""The journal of one server process: its machine at one time, and each event since. A killed process goes on from it.
 
 How it works
 
     file A: | machine of event 1000 | event 1001 | event 1002 | ...        in use
-    file B: | machine of event 2000 |                            written beside the work, then in use; A is emptied
+    file B: | machine of event 2000 |                            written next, then in use; A is emptied
 
-1. `note` writes an event before anything follows from it. So the journal has the cause of all that a peer has seen of
-   this machine.
+1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
+   seen of this machine.
 2. `begin` writes the whole machine anew into the file that is not in use, and then empties the other one. The runner
    calls it when `due`: after REPLAY_NS of handling, or COPY_TIMES the time of a copy (2 % of the work).
-3. A process that was killed leaves both files. The next one reads the newest whole machine (`machine`) and does its
-   events again (`replay`). It sends nothing meanwhile: others have seen the effects, or ask for them again.
+3. A process that was killed leaves both files. The next process reads the newest whole machine (`machine`) and handles
+   its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
 Rules
-- The files have no name and lie in memory: memfd_create(2), elsewhere temporary files. The parent of the process
-  holds them, so they outlive the process and end with the parent.
+- The files have no name and lie in memory: memfd_create(2), elsewhere temporary files. ps-serve holds them too, so they
+  outlive the process and end with ps-serve.
 - A machine that is not whole does not count. A last event that is not whole has not happened.
 - The memory is the machine once, twice while it is written anew, and as much again of events. A machine that is
   larger than the bound has no journal: a process that dies then goes back to a checkpoint.
@@ -40,15 +40,15 @@ from narrows.ps.process.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 
-HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
-RECORD = struct.Struct("<I")  # bytes of what describes an event
-REPLAY_NS = NS  # of handling, that is done again at most, or as COPY_TIMES says
-COPY_TIMES = 50  # the time that a copy takes, from one to the next: 2 % of the work
-BYTES_MIN = 1 << 26  # of events in the file, or as many as the machine has where that is more
+HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; serial 0: there is none
+RECORD = struct.Struct("<I")  # bytes of the description of an event
+REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
+COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
+BYTES_MIN = 1 << 26  # a file may have so many bytes of events, or as many as the machine has if that is more
 
 
 def files() -> tuple[int, int]:
-    """Descriptors of two files without a name. Raises OSError."""
+    """Make two files without a name, and return their descriptors. Raises OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("narrows-journal"), os.memfd_create("narrows-journal")
     made = []
@@ -59,17 +59,22 @@ def files() -> tuple[int, int]:
 
 
 class JournalReplay:
-    """Does again what happened to a machine, but for what others saw of it. `load`: reads a checkpoint. `stop`: what the run
-    ended with."""
+    """Lets a machine handle events again, without the effects that peers have seen.
+
+    Args:
+        server: the machine.
+        load: reads the checkpoint of a clock into the machine.
+    """
 
     def __init__(self, server: Server, load: Callable[[int], None]) -> None:
         self.server, self.load, self.events = server, load, 0
-        self.stop: Stop | None = None
+        self.stop: Stop | None = None  # the effect that ended the run, if one did
 
     def again(self, event: MachineEvent) -> None:
+        """Let the machine handle an event again."""
         self.events += 1
         effects: list[ServerEffect] = []
-        with contextlib.suppress(NarrowsError):  # a message that was refused
+        with contextlib.suppress(NarrowsError):  # the machine refused the message the first time too
             effects = self.server.happen(event)
         while effects or self.server.inner:
             for effect in effects:
@@ -82,16 +87,22 @@ class JournalReplay:
 
 
 class Journal:
-    """In two `files`, of a machine of at most so many bytes. `trouble`: why there is none any more."""
+    """The journal of a machine, in two files.
+
+    Args:
+        both: descriptors of the files; what they have is kept.
+        lent: the function that the runner gave its machine: True while arrays are on loan.
+        most: the largest machine, in bytes.
+    """
 
     def __init__(self, both: tuple[int, int], lent: Callable[[], bool], most: int = sys.maxsize) -> None:
         self.files, self.lent, self.most = both, lent, most
         heads = [self._head(file) for file in both]
-        self.turn = int(heads[1] > heads[0])  # which file is in use
-        self.serial, self.size = heads[self.turn]
-        self.end = HEAD.size + self.size
-        self.spent_ns = self.copy_ns = 0  # by handling the events here; by the copy before them
-        self.trouble = ""
+        self.turn = int(heads[1] > heads[0])  # index of the file in use
+        self.serial, self.size = heads[self.turn]  # of the machine in it; serial 0: there is none
+        self.end = HEAD.size + self.size  # offset of the next event
+        self.spent_ns = self.copy_ns = 0  # time of handling the events in it; time of writing its machine
+        self.trouble = ""  # why there is no journal any more, "": there is one
 
     @staticmethod
     def _head(file: int) -> tuple[int, int]:
@@ -101,19 +112,19 @@ class Journal:
 
     @property
     def whole(self) -> bool:
-        """There is a machine to go on with."""
+        """True if the journal has a machine to go on with."""
         return self.serial > 0
 
     @property
     def due(self) -> bool:
-        """It is time to begin anew."""
+        """True if it is time to write the machine anew."""
         longest = max(REPLAY_NS, COPY_TIMES * self.copy_ns)
         return not self.trouble and (
             self.spent_ns >= longest or self.end - HEAD.size - self.size >= max(BYTES_MIN, self.size)
         )
 
     def begin(self, server: Server) -> None:
-        """Write the machine, and the events after it from now on."""
+        """Write the machine into the other file; events go there from now on."""
         if self.trouble:
             return
         began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
@@ -134,7 +145,7 @@ class Journal:
         self.spent_ns, self.copy_ns = 0, time.monotonic_ns() - began_ns
 
     def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> None:
-        """Write an event down. `frames`: its message, as it came."""
+        """Write an event. `frames`: the frames of its message, as received."""
         if self.trouble:
             return
         about = pack([event.described(), [len(f) for f in frames]])
@@ -149,20 +160,20 @@ class Journal:
         self.end += size
 
     def give_up(self, error: Exception) -> None:
-        """The memory is full, most likely. The journal lacks some of what happened, so nobody may go on with it."""
+        """Empty the journal: it lacks an event, so no process may go on with it. Most likely the memory is full."""
         self.trouble = getattr(error, "strerror", None) or str(error)
         for file in self.files:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
 
     def machine(self) -> Server:
-        """The machine as it was written."""
+        """Read the machine as it was written."""
         with open(os.dup(self.files[self.turn]), "rb") as file:
             file.seek(HEAD.size)
             return thaw(file, self.lent)
 
     def events(self) -> Iterator[MachineEvent]:
-        """Each event since then; what is noted next comes after them."""
+        """Read each event since then. After the last one, new events are written behind it."""
         file, size = self.files[self.turn], os.fstat(self.files[self.turn]).st_size
         while self.end + RECORD.size <= size:
             (length,) = RECORD.unpack(os.pread(file, RECORD.size, self.end))
@@ -179,12 +190,18 @@ class Journal:
                 at += each
             yield MachineEvent.of(about, frames)
             self.end = at
-        os.ftruncate(file, self.end)  # of one that is not whole
+        os.ftruncate(file, self.end)  # cuts off a last event that is not whole
 
     def replay(
         self, server: Server, load: Callable[[int], None], note: Callable[[MachineEvent], None] = lambda event: None
     ) -> JournalReplay:
-        """Do again all that has happened since the machine was written. `note` is told of each event before."""
+        """Let the machine handle all events of the journal again.
+
+        Args:
+            server: the machine, as `machine` returned it.
+            load: reads the checkpoint of a clock into the machine.
+            note: is called with each event before the machine handles it.
+        """
         done = JournalReplay(server, load)
         for event in self.events():
             note(event)

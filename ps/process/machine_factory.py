@@ -1,4 +1,15 @@
-"""Makes the machine of a server process: of a run that begins, or of the newest checkpoint of one that is resumed."""
+"""Makes the machine of a server process: for a new run, or from the newest checkpoint of a run that is resumed.
+
+How it works
+1. `MachineFactory` holds the arguments of a process, as ps-serve sent them.
+2. `machine` reads which checkpoints of this shard are sound. In process 0 it chooses the newest clock that all shards
+   have, and takes from that checkpoint the epoch, the settings of the newest plan, the model spec, the buffers and the
+   ranges.
+3. `machine` makes the parts: `Coordinator` in process 0, `Member` in process 0 of a cluster, `Shard` in each process,
+   and `Server` around them. A shard reads its arrays later, when the ledger names the checkpoint (`Load`).
+4. `original` adds the part that replicates the machine to a standby. `introduction` is what a standby, or a remote
+   host, has to know of this server.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +46,11 @@ from narrows.ps.shard.model_shard import MeanFactory
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import ServerOptimizer
 
-RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
-TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
+RUN_EPOCHS = 1 << 40  # more epochs than a run has before it is resumed
+TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # fields that a standby is sent
 
-SoundCheckpoints = Callable[[int], tuple[tuple[int, ...], list[str]]]  # of so many shards: clocks, and what is damaged
+# Takes the number of shards. Returns the clocks that a shard can begin from, and a sentence for each damaged file.
+SoundCheckpoints = Callable[[int], tuple[tuple[int, ...], list[str]]]
 
 
 @dataclass(frozen=True)
@@ -52,21 +64,21 @@ class MachineFactory:
     first_epoch: int
     checkpoint_dir: str
     resume: bool
-    again: bool = False  # a shard of this server has begun anew: the workers that were there come back
-    keeps: bool = True  # checkpoints outlive the run: the last one is written too
-    secret: str = ""  # of the shards of this server: who reports must know it
-    parent: str = ""  # address of process 0 of the server above, where there is one
-    parent_timeout: float = 30.0
-    keys: str = ""  # folder; "": in the open
-    parent_key: str = ""  # file
-    seals: float = 0.0  # bytes a second that a core of this machine seals, 0: nobody knows, or needs to
-    replay: bool = False  # go on with what the journal has
-    done: tuple[int, ...] = ()  # shards that had ended by then
-    replicas: int = 0  # standbys that may copy this server
-    follows: str = ""  # the shard that this one copies, and whose place it takes
-    host: str = ""  # where members find this shard, which is on another machine than shard 0
-    watched: bool = False  # somebody is shown what members say of themselves
-    away: tuple[tuple[int, str], ...] = ()  # the shards that are, with their hosts
+    again: bool = False  # a shard of this server was restarted in this run: the workers join again
+    keeps: bool = True  # the user keeps the checkpoints after the run, so the last one is written too
+    secret: str = ""  # shared by the shards of this server: a Report must come from a process that knows it
+    parent: str = ""  # address of the parent's process 0, "": this server is a root
+    parent_timeout: float = 30.0  # seconds of silence after which the parent counts as lost
+    keys: str = ""  # folder of --keys; "": connections are not encrypted
+    parent_key: str = ""  # file of --parent-key
+    seals: float = 0.0  # bytes per second that one core of this machine encrypts, 0: not measured
+    replay: bool = False  # go on with the machine in the journal
+    done: tuple[int, ...] = ()  # shards that had ended when this process was restarted
+    replicas: int = 0  # number of standbys that may follow this server
+    follows: str = ""  # address of the shard that this one follows as a standby
+    host: str = ""  # of a remote shard: the host at which members reach it
+    watched: bool = False  # a console or dashboard shows the members' summaries
+    away: tuple[tuple[int, str], ...] = ()  # (shard, host) of each remote shard
 
     @property
     def folder(self) -> Path | None:
@@ -84,17 +96,17 @@ def _optimizers() -> Callable[[ModelSpec, int, int], ServerOptimizer]:
 
 
 def keys_that_fit() -> int:
-    """Parameters whose master copy and published copy, float32 each, this machine's memory holds."""
+    """The number of parameters whose master copy and published copy, float32 each, fit into this machine's memory."""
     return _memory() // 8
 
 
 def journal_most(shards: int) -> int:
-    """Bytes of the machine of one of so many shards, with which all their journals take at most half of the memory here."""
+    """The largest machine, in bytes, with which the journals of all shards take at most half of the memory."""
     return _memory() // (8 * shards)
 
 
 def _memory() -> int:
-    """Bytes that this machine has, or that its container may take."""
+    """Bytes of memory that this computer has, or that its container may use."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
         most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -104,7 +116,15 @@ def _memory() -> int:
 def original(
     process: MachineFactory, server: Server, port: int, freeze: Callable[[], bytes], siblings: PeerShards | None
 ) -> ReplicationPrimary:
-    """Make what gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
+    """Make the part of a process that replicates its shard to a standby.
+
+    Args:
+        process: its arguments.
+        server: its machine.
+        port: the port that it listens on.
+        freeze: returns the machine as bytes.
+        siblings: what shard 0 knows of the other shards, if this server was a standby; else None.
+    """
     lost_ns, coordinator = standby_lost_ns(process.settings.lease), server.coordinator
     first_view = coordinator.run.first_epoch if coordinator is not None else 0
     before = process.follows if siblings is not None else ""
@@ -113,7 +133,7 @@ def original(
 
 
 def introduction(process: MachineFactory, server: Server, *more: str) -> m.ReplicationBegin:
-    """Tell a server what it must know to stand by for this one; `more`: names of further fields of this process."""
+    """What a standby, or a remote host, has to know of this server. `more`: names of further fields of `process`."""
     assert server.coordinator is not None
     reports, settings = server.coordinator.reports, server.coordinator.run.settings
     told = {
@@ -129,13 +149,18 @@ def introduction(process: MachineFactory, server: Server, *more: str) -> m.Repli
 
 
 def release() -> str:
-    """Name the versions that must be the same where a machine is to go on: it is pickled."""
+    """The versions that must be equal in both processes when a pickled machine goes from one to the other."""
     names = ("narrows", "numpy", "torch")
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
 def resumed(settings: Settings, kept: bytes) -> Settings:
-    """The newest plan, where the run may change it: that of a checkpoint, or the one that is known already."""
+    """The settings with the newest plan: with --replan change, that of the checkpoint if it is newer.
+
+    Args:
+        settings: of the flags.
+        kept: the packed settings of the checkpoint, or b"".
+    """
     if (
         settings.replan != "change"
         or not kept
@@ -152,13 +177,16 @@ def machine(
 
     Args:
         process: its arguments.
-        port: the process listens there.
-        lent: whether arrays are lent to a reader.
-        own: the key that other clusters find here.
+        port: the port that it listens on.
+        lent: returns True while arrays of the machine are lent to a reader.
+        own: the key by which other clusters know this process; None: without keys.
         sound: as `CheckpointDisk.sound`.
+
+    Raises:
+        NarrowsError: no sound checkpoint is left, or a file cannot be read.
     """
     folder, settings, child = process.folder, process.settings, bool(process.parent)
-    mixes = settings.mode().rule is Rule.MIX and not process.again  # then the workers have the models
+    mixes = settings.mode().rule is Rule.MIX and not process.again  # a gossip run resumes from its workers' models
     restart, first_epoch = -1, process.first_epoch
     kept: tuple[int, ...] = ()
     facts: dict[str, Any] = {}
@@ -172,7 +200,7 @@ def machine(
     if not process.index:
         if restart >= 0 and folder is not None:
             _, facts = checkpoint_files.read(folder, 0, restart, only=())
-            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # even if the time was set back
             before, settings = settings, resumed(settings, facts.get("settings", b""))
             if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))

@@ -1,15 +1,16 @@
-"""A server's machine as bytes, and back, without code: the journal writes them, and a standby gets them over the network.
+"""Writes a server's machine as bytes, without code, and reads it back: for the journal, and for a standby.
 
 How it works
-The machine is one graph of objects that refer to each other. pickle writes such a graph; this module narrows pickle to it.
+The machine is one graph of objects that refer to each other. pickle writes such a graph; this module restricts pickle
+to a table of what a machine may contain.
 - Classes: those of the packages in `OURS`, which do no I/O (tests/test_layout.py), and those in `STANDARD`.
 - Functions: those in `FUNCTIONS`, by name. A value coding, whose kernels are compiled functions, is found by its SPEC.
 - Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted.
-- Bound methods: object and name of the method, of an object whose class is admitted.
-- Anything else cannot be written. The same table is asked on both sides: what was written can be read.
+- Bound methods: the object and the name of the method, if the class of the object is admitted.
+- Nothing else can be written. Writer and reader use the same table: what was written can be read.
 
-So whoever sends a machine decides which values its objects have, and nothing else: no module is imported, and nothing outside
-this table is called. Values that its arrays and sizes contradict are found by `Store.check`.
+So the sender of a machine decides the values of its objects, and nothing else: no module outside the table is imported,
+and nothing outside the table is called. `Store.check` finds values that contradict the arrays and sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from narrows.compression.value_codings import Sectioned, by_spec
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.server.server import Server
 
-LENT = "lent"  # in the place of the one function that is the runner's
-ALIAS, ALIASED = "alias", type(HostReplica)  # the type arguments that Python notes in an instance; nobody asks for them
+LENT = "lent"  # stands for `lent`, the one function of a machine that belongs to its runner
+ALIAS, ALIASED = "alias", type(HostReplica)  # stands for the type arguments in an instance, which no code reads
 OURS: tuple[str, ...] = ("narrows.protocols.", "narrows.compression.", "narrows.ps.")
 IMPURE = (
     "narrows.protocols.runtime.",
@@ -47,7 +48,7 @@ IMPURE = (
 STANDARD = {
     ("builtins", name) for name in ("bytearray", "bytes", "complex", "frozenset", "range", "set", "slice", "str")
 } | {("collections", name) for name in ("Counter", "OrderedDict", "defaultdict", "deque")}
-STANDARD |= {("functools", "partial")}  # of what is admitted itself
+STANDARD |= {("functools", "partial")}  # its function has to be admitted too
 FUNCTIONS = {
     (__name__, "_array"),
     (__name__, "_bound"),
@@ -59,7 +60,7 @@ FUNCTIONS = {
     ("narrows.protocols.config.key_ranges", "parts"),
     ("narrows.ps.store.store", "assume_lent"),
 }
-KINDS = "biuf"  # of numbers that an array may have: bool, int, unsigned, float
+KINDS = "biuf"  # NumPy kinds that an array may have: bool, int, unsigned, float
 
 
 def _is_ours(module: str) -> bool:
@@ -68,13 +69,13 @@ def _is_ours(module: str) -> bool:
 
 @cache
 def _admitted(module: str, name: str) -> Any:
-    """Returns the class or function of this name. Raises pickle.PicklingError where the table has none."""
+    """Return the class or function of this name. Raises pickle.PicklingError if the table has none."""
     named = (module, name)
     if named in STANDARD or named in FUNCTIONS:
         return getattr(import_module(module), name)
     loaded = sys.modules.get(module) if _is_ours(module) else None
     if loaded is None and _is_ours(module):
-        loaded = import_module(module)  # a module of ours without I/O
+        loaded = import_module(module)  # a module of Narrows without I/O
     found: Any = loaded
     for part in name.split(".") if found is not None else ():
         found = vars(found).get(part) if isinstance(found, type) or found is loaded else None
@@ -84,7 +85,7 @@ def _admitted(module: str, name: str) -> Any:
 
 
 def _array(kind: str, shape: tuple[int, ...], values: Any) -> npt.NDArray[Any]:
-    """An array of numbers over `values`, bytes or a bytearray."""
+    """Make an array over `values`, bytes or a bytearray."""
     dtype = np.dtype(kind)
     if dtype.kind not in KINDS:
         raise pickle.UnpicklingError(f"an array of a machine cannot have dtype {kind}")
@@ -97,7 +98,7 @@ def _value(kind: str, values: bytes) -> np.generic:
 
 
 def _bound(owner: Any, name: str) -> Any:
-    """The method `name` of an object of ours."""
+    """Return the method `name` of an object whose class is one of Narrows."""
     found = getattr(type(owner), name, None)
     if not _is_ours(type(owner).__module__) or name.startswith("__") or not isinstance(found, FunctionType):
         raise pickle.UnpicklingError(f"{name} is no method of a part of a machine")
@@ -115,11 +116,14 @@ class _Pickler(pickle.Pickler):
         return LENT if callable(found) and found == self.lent else None
 
     def reducer_override(self, found: Any) -> Any:
-        """A payload is a view of a message. A peer may be known by more than its bytes."""
+        """Write what pickle alone would write with code of NumPy, or not at all.
+
+        A memoryview, as of a payload, and a subclass of bytes, as a routing id with its key, become plain bytes.
+        """
         if isinstance(found, np.ndarray):
             if found.dtype.kind not in KINDS:
                 raise pickle.PicklingError(f"an array of a machine cannot have dtype {found.dtype}")
-            values: Any = np.ascontiguousarray(found)  # one of no axis gets one
+            values: Any = np.ascontiguousarray(found)  # gives a 0-d array an axis; `shape` below is the original
             return _array, (found.dtype.str, found.shape, pickle.PickleBuffer(values))
         if isinstance(found, np.generic):
             return _value, (found.dtype.str, found.tobytes())
@@ -152,12 +156,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
-    """Write a machine between two events.
+    """Write a machine. Call it between two events.
 
     Args:
         server: the machine.
-        file: a binary file, which the bytes are appended to.
-        lent: the function that the machine's runner gave it; it is not written.
+        file: a binary file; the bytes are appended to it.
+        lent: the function that the runner gave its machine; it is not written.
 
     Raises:
         pickle.PicklingError: an object of the machine has a class that the table does not admit.
@@ -166,7 +170,7 @@ def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
 
 
 def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
-    """A machine as bytes."""
+    """Return a machine as bytes, as `freeze` writes them."""
     file = io.BytesIO()
     freeze(server, file, lent)
     return file.getvalue()
@@ -174,6 +178,10 @@ def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
 
 def thaw(file: Any, lent: Callable[[], bool]) -> Server:
     """Read a machine that `freeze` wrote.
+
+    Args:
+        file: a binary file, at the first byte of the machine.
+        lent: the function that the reader's runner gives the machine.
 
     Raises:
         RemoteProtocolError: the bytes are no machine, or name something that the table does not admit.
@@ -184,6 +192,6 @@ def thaw(file: Any, lent: Callable[[], bool]) -> Server:
             raise TypeError(f"a {type(server).__name__}")
         if (planned := server.shard.planned) is not None:
             planned.store.check()
-    except Exception as error:  # whatever pickle and the constructors of ours say to bytes of any kind
+    except Exception as error:  # pickle and our constructors may raise anything on arbitrary bytes
         raise RemoteProtocolError(f"the bytes that should be a server's machine are none: {error}") from None
     return server

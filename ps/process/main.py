@@ -1,6 +1,7 @@
-"""One server process, started by ps-serve: `python -m narrows.ps.process.main`, told what it is by a line of JSON on stdin.
+"""The main function of one server process, `python -m narrows.ps.process.main`, which ps-serve starts.
 
-It prints one JSON object a line. The end of stdin means: checkpoint and stop; so no process outlives its parent.
+The first line of stdin is a JSON object with the arguments of `MachineFactory`. The process prints one JSON object a
+line. At the end of stdin it writes a checkpoint and stops, so no server process outlives ps-serve.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from functools import partial
 from narrows.protocols.runtime.processes import signals
 
 DESCRIPTORS_MAX = 1 << 16
-JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # variables that name the descriptors of its files
+JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # environment variables: descriptors of the journal's files
 
 
 def may_open_more() -> None:
-    """Connections that never speak must not take the last descriptor: as many as the system lets this process have."""
+    """Raise the limit of open files as far as allowed, so that silent connections cannot take the last descriptor."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -28,7 +29,7 @@ def may_open_more() -> None:
 
 
 def first_line(fd: int) -> bytes:
-    """Of what is read there, and no byte more: the runner watches the rest. b"": it ends before."""
+    """Read the first line from `fd` and no byte more, as the runner watches the rest. b"": `fd` ends before."""
     line = bytearray()
     while byte := os.read(fd, 1):
         if byte == b"\n":
@@ -42,7 +43,7 @@ def main() -> int:
     signals.leave_to_parent()
     line = first_line(0)
     if not line:
-        return 0  # its parent was killed before it said anything
+        return 0  # ps-serve was killed before it sent the arguments
     told = json.loads(line)
     from narrows.compression import warm_up
     from narrows.protocols.config.settings import Settings

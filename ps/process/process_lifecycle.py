@@ -1,4 +1,4 @@
-"""The life of one server process: it stands by, where it is told to, and serves."""
+"""The life of one server process: it stands by, if its arguments say so, and then serves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from narrows.ps.process.standby_runner import StandbyRunner
 
 
 def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
-    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, the epoch that this life of the
-    coordinator begins in (0 where there is none), and where the server above is. `both`: files for its journal."""
+    """Serve until the run is over or stdin ends.
+
+    Args:
+        process: the arguments of the process.
+        ready: is called once the port is bound, with `port`, `epoch` (the first epoch of this life of the coordinator,
+            0 in a process without one) and `parent` (the parent's address).
+        both: file descriptors for the journal.
+
+    Raises:
+        NarrowsError: the run has ended with an error.
+    """
     gate = AccessControl(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
     made = Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections, faulted=gate.faulted)
     with contextlib.closing(made) as sockets:
@@ -36,7 +45,8 @@ def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, in
         ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not (process.keeps or process.host) and process.folder is not None:
-        # Whoever would do it may have been killed. A guest's folder is left: the next shard of its machine needs it.
+        # ps-serve, which would remove the folder, may have been killed. The folder of a remote host stays: the next
+        # shard of this machine needs it.
         shutil.rmtree(process.folder, ignore_errors=True)
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
@@ -44,7 +54,7 @@ def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, in
 
 
 def totals(runner: ServerRunner) -> None:
-    """Tell the parent that this process is done, and what moved and was dropped."""
+    """Tell ps-serve that this process is done, how many bytes it moved, and which messages it dropped or refused."""
     dropped = dict(runner.drops.counts)
     if runner.process.parent:
         there = f"{runner.process.parent} and its clusters" if runner.dialled.clusters else runner.process.parent

@@ -1,7 +1,30 @@
-"""Runs the machine of one server process: messages, ticks and stdin go in, effects are carried out. It has no rule of its own.
+"""Runs the machine of one server process: turns messages, ticks and stdin into events, and carries out the effects.
 
-Workers (and, with process 0, the other shards, and other clusters that gossip) dial this process. Process i > 0 dials process
-0, and each the shard above, where there is one, and the clusters that it gossips with. One thread owns everything.
+How it works
+
+    Sockets, stdin, tick ─> event ─┬─ 1. Journal.note             a killed process goes on from the journal
+                                   ├─ 2. ReplicationPrimary.note  the standby gets the event
+                                   └─ 3. Server.happen ─> effects ─┬─ Log, Checkpoint, Load: at once
+                                                                   └─ Send, SendToPeer, Stop: `_let_out`, or `held`
+
+1. `receive` decodes a message. The kind of its event depends on the sender: a peer that dialled this process (BELOW),
+   shard 0 (COORDINATOR), the parent's shard (ABOVE) or the parent's standby (BESIDE).
+2. A message from a peer that dialled us has to pass `AccessControl.check`. `BootstrapServer` and `ReplicationPrimary`
+   answer messages that are no event of the machine.
+3. `_happen` notes the event in the journal and for the standby, and then gives it to the machine. So each effect that
+   a peer sees has its cause on record.
+4. `apply` carries out the effects, and then those of the messages between shard 0 and the coordinator
+   (`Server.inner`). After that the journal begins anew, if it is due.
+5. While a standby follows, effects that a peer can see are held (`BufferLoans.held`) until the standby has
+   acknowledged their event (`_release`).
+6. The machine is that of a standby which takes over (`copy`), that of the journal (`_replay`), or a new one
+   (`machine_factory.machine`).
+
+Rules
+- The runner decides nothing about the protocol.
+- Workers dial this process; other shards dial process 0, and so do the clusters that gossip with this one. Process
+  i > 0 dials process 0. Each process dials the parent's shard, if there is one, and the clusters that it gossips with.
+- One thread owns everything.
 """
 
 from __future__ import annotations
@@ -39,12 +62,23 @@ from narrows.ps.server.server import OF_CLUSTERS
 from narrows.ps.shard.model_shard import ClockStage
 from narrows.ps.shard.reports import COORDINATOR
 
-STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
+STOP_S = 20.0  # after Ctrl-C a shard ends within this time, at rest or not
 
 
 class ServerRunner:
-    """Carries out the effects of one `Server`, which listens on `number`. `both`: files for its journal. `copy`: has
-    its machine, of a standby that takes over."""
+    """Carries out the effects of one `Server`.
+
+    Args:
+        process: the arguments of the process.
+        port: its sockets.
+        number: the TCP port that it listens on.
+        gate: its access control; None: without keys.
+        both: file descriptors for the journal; None: there is no journal.
+        copy: the standby that takes over, with the machine; None: the machine comes from the journal or is new.
+
+    Raises:
+        NarrowsError: a checkpoint or the journal cannot be read.
+    """
 
     def __init__(
         self,
@@ -62,14 +96,14 @@ class ServerRunner:
         self.lending = copy.lending if copy is not None else BufferLoans()
         self.pulse = Watchdog(self.gate, process.index, process.folder, process.seals)
         self.dialled = ParentAddresses(port)
-        self.unreached: list[bytes] = []  # peers that were sent something and are not there
+        self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
         self.running, self.end = True, Stop()
-        self.stop_by = float("inf")
+        self.stop_by = float("inf")  # time.monotonic() at which the process ends in any case
         self.disk, self.answering = CheckpointDisk(process), BootstrapServer(process)
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
-        self.anew = True  # the journal is to begin again
-        self.began_ns = 0  # when the event was, that is being handled
+        self.anew = True  # the journal has to begin again
+        self.began_ns = 0  # when the handling of the present event began, 0: none is handled
         self.turns = Loop(port, self.receive, self._tick, self._turn)
         again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
         if copy is not None:
@@ -79,7 +113,7 @@ class ServerRunner:
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
             self.server = machine(process, number, self.lending.any, own, self.disk.sound)
-        self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the server above, and other clusters
+        self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
         self.gate.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
@@ -96,7 +130,15 @@ class ServerRunner:
     # The journal.
 
     def _happen(self, event: MachineEvent, frames: Sequence[m.Buffer] = ()) -> list[ServerEffect]:
-        """Return the effects of an event, whose message has these frames. Raises RemoteProtocolError as the machine does."""
+        """Note an event, and let the machine handle it. Return its effects.
+
+        Args:
+            event: the event.
+            frames: the frames of its message.
+
+        Raises:
+            RemoteProtocolError: the message is one that no peer may send.
+        """
         self.began_ns = time.monotonic_ns()
         if self.journal is not None:
             self.journal.note(event, frames)
@@ -104,11 +146,11 @@ class ServerRunner:
         return self.server.happen(event)
 
     def happen(self, event: MachineEvent, frames: Sequence[m.Buffer] = ()) -> None:
-        """One event, with all that follows."""
+        """Let the machine handle an event, and carry out the effects."""
         self.apply(self._happen(event, frames), event.now_ns)
 
     def _keep(self) -> None:
-        """Begin the journal anew where it is time for that."""
+        """Begin the journal anew if it is due."""
         journal = self.journal
         if journal is None:
             return
@@ -123,7 +165,7 @@ class ServerRunner:
             self._log("journal", text=f"{why}: if it dies it goes back to a checkpoint")
 
     def _replay(self, journal: Journal) -> None:
-        """All that happened since the machine was written, but for what others have seen of it."""
+        """Replay the events of the journal. Peers have seen their effects, or will ask for them again."""
         began = time.monotonic()
         done = journal.replay(self.server, self._load, self.original.again)
         again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
@@ -132,11 +174,11 @@ class ServerRunner:
         self._go_on(done)
 
     def _go_on(self, done: JournalReplay, here: bool = True) -> None:
-        """With a machine to which all has been done again. `here`: its checkpoints are on this disk."""
+        """Go on with a machine after its replay. `here`: its checkpoints are on this machine's disk."""
         self.running, self.end = done.stop is None, done.stop or self.end
         self.clock = AwakeClock(begins_ns=self.server.now_ns)
         shard = self.server.shard
-        # Later in a clock the arrays may have what belongs to the next one.
+        # In the later stages of a clock the arrays may already have values of the next clock.
         whole = shard.planned is not None and shard.planned.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
         writing = shard.writing
         if writing == shard.min_clock and whole:
@@ -144,13 +186,13 @@ class ServerRunner:
         elif self.process.folder is not None and (writing >= 0 or not here):
             clock = writing if writing >= 0 else shard.tried
             self._write_down(WrittenCheckpoint(clock, self.disk.clocks(), 0))
-        elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
+        elif self.server.over and shard.checkpoints:  # ps-serve waits for this event, and may not have it yet
             self._carry_out([self.disk.announced(shard.checkpoints[-1])])
 
     # Effects.
 
     def apply(self, effects: Iterable[ServerEffect], now_ns: int) -> None:
-        """Carry out what the machine asks for, and what follows from that inside it."""
+        """Carry out effects, and those of the messages between shard 0 and the coordinator that follow from them."""
         self._carry_out(effects)
         while self.server.inner:
             self._carry_out(self.server.advance(now_ns))
@@ -164,23 +206,23 @@ class ServerRunner:
                         emit("log", name=event, values=values)
                 case Checkpoint(clock):
                     self.disk.write(clock, self.server)
-                    self.turns.tick_soon()  # who waits until it is copied goes on at once
+                    self.turns.tick_soon()  # the shard waited for the copy, and goes on with the tick
                 case Load(clock):
                     self._load(clock)
-                case _ if self.original.holds or self.lending.held:  # until the standby has the cause
+                case _ if self.original.holds or self.lending.held:  # wait until the standby has the event
                     self.lending.held.append((self.server.happened, effect))
                 case _:
                     self._let_out(effect)
 
     def _let_out(self, effect: Send | SendToPeer | Stop) -> None:
-        """Carry out an effect that others see."""
+        """Carry out an effect that peers can see."""
         match effect:
             case Send(bytes(peer), message):
                 self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
             case Send(_, message) if above := self.server.above:
                 self.bytes_up += self._put(self.dialled.turn(above), message)
             case SendToPeer(address, m.FailoverVote() as vote):
-                if address == self.server.beside and self.dialled.ask(address):  # else it has been heard meanwhile
+                if address == self.server.beside and self.dialled.ask(address):  # else the parent was heard again
                     self._put(address, vote)
             case SendToPeer(address, message) if address == self.original.before:
                 self._put(address, message)
@@ -190,13 +232,13 @@ class ServerRunner:
                 self.running, self.end = False, effect
 
     def _release(self) -> None:
-        """Let out the effects that follow from events which the standby has."""
+        """Carry out the held effects of events that the standby has acknowledged."""
         held, original = self.lending.held, self.original
         while held and (not original.holds or held[0][0] <= original.feed.acked):
             self._let_out(held.popleft()[1])
 
     def _at_once(self, effects: Iterable[CopyEffect]) -> None:
-        """Carry out what a server and its standby have to say. It follows from no event, and waits for none."""
+        """Carry out effects of replication and failover. No event is their cause, so they are never held."""
         for effect in effects:
             match effect:
                 case Serve(view, standby):
@@ -213,7 +255,7 @@ class ServerRunner:
         self._release()
 
     def _put(self, to: Peer, message: m.Message) -> int:
-        """Send `message`; return its bytes."""
+        """Send `message`, unless the peer has not taken too much already. Return the size of the message in bytes."""
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=self.clock.now())
         frames = encode(message)
@@ -229,10 +271,10 @@ class ServerRunner:
 
     def _load(self, clock: int) -> None:
         self.disk.load(clock, self.server)
-        self.anew = True  # that file may be gone when it would be read again
+        self.anew = True  # a replay of this event would need the checkpoint, which may be gone by then
 
     def wrote(self, last: bool = False) -> None:
-        """Tell of a checkpoint that is on disk by now, or could not be written."""
+        """Handle a checkpoint that is on disk by now, or that could not be written. `last`: wait for it."""
         if (written := self.disk.take(last)) is not None:
             self._write_down(written)
 
@@ -265,7 +307,7 @@ class ServerRunner:
                 self.happen(MachineEvent(kind, now_ns, message=message), frames)
 
     def fail_above(self, text: str, code: int = m.RefuseCode.INCOMPATIBLE) -> None:
-        """The session with the server above is over."""
+        """The session with the parent is over."""
         self.happen(MachineEvent(EventKind.FAILED_ABOVE, self.clock.now(), values=(text, int(code))))
 
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
@@ -290,7 +332,10 @@ class ServerRunner:
         self.apply(effects, now_ns)
 
     def shut_out(self, address: str, why: HandshakeFailure, public: str) -> None:
-        """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
+        """A handshake has failed: of a peer that dialled us (`address` ""), or of this process at `address`.
+
+        Another cluster may not know our key yet: the next message to it dials anew.
+        """
         if not address:
             self.gate.stranger(why, public)
         elif self.dialled.lose(address) or address != self.server.above:
@@ -299,7 +344,7 @@ class ServerRunner:
             self.fail_above(text, m.RefuseCode.AUTHENTICATION)
 
     def linked(self, address: str) -> None:
-        """An address that we have dialled is connected anew."""
+        """There is a new connection to an address that this process has dialled."""
         if address == self.server.above or address in self.dialled.clusters:
             peer = address if address in self.dialled.clusters else ""
             self.happen(MachineEvent(EventKind.LINKED, self.clock.now(), values=(peer,)))
@@ -312,12 +357,16 @@ class ServerRunner:
             self.unreached.append(peer)
 
     def stop(self) -> None:
-        """Ctrl-C or the end of the parent."""
+        """Stop after Ctrl-C or after the end of ps-serve: within STOP_S."""
         self.stop_by = time.monotonic() + STOP_S
         self.happen(MachineEvent(EventKind.STOP, self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
-        """Until the run is over. A line on stdin: show the tree, or a number of shards to be; its end: stop."""
+        """Serve until the run is over.
+
+        A line on stdin is "" (show the tree), "stop" or the number of shards to reshard to. The end of stdin means
+        stop; with a standby the process ends at once, and the standby goes on.
+        """
         stdin = sys.stdin.fileno()
 
         def hear_parent() -> None:
@@ -348,7 +397,7 @@ class ServerRunner:
         return self.running and (not self.server.ended or bool(self.lending.held)) and time.monotonic() < self.stop_by
 
     def _turn(self) -> None:
-        """Take what other threads of this process and the sockets have left."""
+        """Handle what other threads and the sockets have left: written checkpoints, answers, lost peers."""
         self.wrote()
         if answers := self.answering.take():
             self._carry_out(answers)

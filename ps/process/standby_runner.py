@@ -1,4 +1,4 @@
-"""Runs a `Standby`: one shard of a server that copies another, until the run is over or this server takes its place."""
+"""Runs a `Standby`: one shard of a server that follows a primary, until the run is over or this server takes over."""
 
 from __future__ import annotations
 
@@ -30,19 +30,26 @@ from narrows.ps.replication.standby import Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
 
-PLACE_NS = 60 * NS  # a server loses a standby that has died within this, and two silences of its lease
+PLACE_NS = 60 * NS  # a primary has lost a dead standby within this time plus two `lost_ns`
 
 
 class StandbyRunner:
-    """Runs the standby of `process`, whose shard listens on `number`."""
+    """Runs the standby of one process.
+
+    Args:
+        process: the arguments of the process.
+        port: its sockets.
+        number: the TCP port that it listens on.
+        gate: its access control.
+    """
 
     def __init__(self, process: MachineFactory, port: Sockets, number: int, gate: AccessControl) -> None:
         self.process, self.port, self.gate = process, port, gate
         self.clock, self.lending, self.pulse = AwakeClock(), BufferLoans(), Watchdog(gate, process.index, None)
-        self.replay: JournalReplay
-        self.serves: list[Serve] = []  # the view in which this server takes over
-        self.stale = False
-        self.refused_ns = 0  # since when the server has another standby, 0: it has none
+        self.replay: JournalReplay  # of the newest machine, once there is one
+        self.serves: list[Serve] = []  # the view in which this server takes over, once there is one
+        self.stale = False  # the primary went back to a checkpoint that is not here
+        self.refused_ns = 0  # since when the primary has another standby, 0: it has none
         first = parse_address("", process.coordinator)[1] if process.coordinator else number
         address = f"tcp://{reached(process.bind, process.follows)}:{first}"
         lost_ns = standby_lost_ns(process.settings.lease)
@@ -51,7 +58,7 @@ class StandbyRunner:
             process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
         )
         self.standby.heard_ns = self.clock.now()
-        self.told = False  # that this server stands by
+        self.told = False  # the console has shown that this server stands by
 
     @property
     def server(self) -> Server:
@@ -64,7 +71,7 @@ class StandbyRunner:
         return server
 
     def _load(self, clock: int) -> None:
-        self.stale = True  # that checkpoint is on the disk of the original
+        self.stale = True  # the checkpoint is on the primary's disk
 
     def _again(self, event: MachineEvent) -> None:
         self.replay.again(event)
@@ -74,7 +81,10 @@ class StandbyRunner:
 
     @property
     def over(self) -> bool:
-        """The run has ended. Its server is listened to until it is gone: it holds its last words back for us."""
+        """True if the run has ended.
+
+        The standby goes on until the primary is gone: the primary holds its last effects until they are acknowledged.
+        """
         machine = self.standby.machine
         return machine is not None and (self.replay.stop is not None or self.server.ended)
 
@@ -122,7 +132,14 @@ class StandbyRunner:
                 self.standby.siblings.hear(peer, message, now_ns)
 
     def _refused(self, code: int, text: str, now_ns: int) -> None:
-        """The server refuses this standby. The one that it has may be this one's earlier process: the server will lose it."""
+        """The primary refuses this standby.
+
+        If the primary has another standby, wait: that may be an earlier process of this standby, which the primary will
+        lose.
+
+        Raises:
+            NarrowsError: the primary refuses it for another reason, or has not lost the other standby in time.
+        """
         limit_ns = PLACE_NS + 2 * self.standby.lost_ns
         if code != m.RefuseCode.TAKEN or (self.refused_ns and now_ns - self.refused_ns > limit_ns):
             raise NarrowsError(f"{self.process.follows}: {text}")
@@ -134,13 +151,16 @@ class StandbyRunner:
                 emit("log", name="standby", values={"text": f"{self.process.follows}: {text}; {more}"})
 
     def cut(self, peer: Peer) -> None:
-        """Its connection has ended."""
+        """The connection of `peer` has ended."""
         if peer == self.process.follows:
             self.standby.cut(self.clock.now())
 
     def loop(self, sockets: Sockets) -> bool:
-        """Until the run is over or stdin ends (False), or this server takes over (True). Raises ServerLostError where the
-        original is gone and nobody turns to this one."""
+        """Stand by until the run is over or stdin ends (returns False), or this server takes over (returns True).
+
+        Raises:
+            ServerLostError: the primary is gone, and too few members have voted for this standby.
+        """
         stdin, ended = sys.stdin.fileno(), list[bool]()
 
         def hear_parent() -> None:
@@ -163,7 +183,7 @@ class StandbyRunner:
         return bool(self.serves)
 
     def _tick(self, now_ns: int) -> None:
-        """Say what is here. Raises ServerLostError."""
+        """Acknowledge what is here, and give signs of life. Raises ServerLostError as `loop`."""
         self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
         self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
         if self.standby.stands_by and not self.told and not self.process.index:

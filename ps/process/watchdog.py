@@ -1,8 +1,8 @@
-"""The sign of life that a shard's loop gives to ps-serve, once a second, and by when it will give the next one. Strangers, and
-what encryption costs, are looked at then.
+"""The sign of life of a shard's loop: once a second it tells ps-serve by when the next one will come.
 
-A loop that hangs gives none, and neither does a process that was stopped. An event takes longer for larger arrays: they are
-folded, copied for a checkpoint, or read from the disk.
+ps-serve ends a process whose next sign of life is late: its loop hangs, or the process was stopped. An event takes
+longer for larger arrays, which are folded, copied for a checkpoint, or read from the disk; so the time allowed grows
+with them. Each beat also counts the connections of strangers that were ended, and checks what encryption costs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,25 @@ from narrows.ps.process.access_control import AccessControl
 
 BEAT_S = 1.0
 HANG_S = 15.0  # half of the silence after which members take a server for lost; a kernel is compiled in less
-BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
+BYTES_PER_S = 20e6  # speed of the slowest disk from which arrays are read
 
 
 class Watchdog:
-    """The sign of life of shard `index`, with checkpoints in `folder`. `seals`: bytes a second that a core encrypts."""
+    """The sign of life of one shard.
+
+    Args:
+        gate: access control of the process.
+        index: the shard's number.
+        folder: its folder of checkpoints; None: it has none.
+        seals: bytes per second that one core encrypts, 0: not measured.
+    """
 
     def __init__(self, gate: AccessControl, index: int, folder: Path | None, seals: float = 0.0) -> None:
         self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
         self.sealing = SealingCost(seals)
 
     def beat(self, asked: Callable[[], int]) -> None:
-        """The loop turns. `asked`: bytes of the machine's arrays."""
+        """Give a sign of life if one is due; the loop calls this each turn. `asked` returns the bytes of the arrays."""
         if (now := time.monotonic()) < self.due_s:
             return
         self.due_s, nbytes = now + BEAT_S, asked()
@@ -39,7 +46,7 @@ class Watchdog:
         emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
 
     def _to_read(self) -> int:
-        """Bytes of the largest checkpoint, while there are no arrays yet: the next message may bring it in."""
+        """Bytes of the largest checkpoint: the next message may make a shard without arrays read it."""
         with contextlib.suppress(OSError):
             return max((file.stat().st_size for file in self.folder.iterdir()), default=0) if self.folder else 0
         return 0

@@ -73,7 +73,7 @@ class ReplicationPrimary:
         self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
         self.feed, self.first_view, self.followed = ReplicationStream(machine, lost_ns, freeze), first_view, before
         self.said_ns = 0  # when the newest beat was sent
-        # (event, members): the members since this event, by worker; back to the event that the standby has acknowledged.
+        # (event, members): the members since this event, by worker; back to the event that the standby acknowledged.
         self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = deque()
         self.known = machine.happened  # the first event of `rosters`: a restarted process lacks the older ones
         self.votes: dict[int, int] = {}  # by worker, the newest view that it voted for this server in
