@@ -1,1 +1,1 @@
-"""Several processes of one machine that are one worker."""
+"""Groups: several processes of one machine that are one worker."""

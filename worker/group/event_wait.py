@@ -1,10 +1,13 @@
-"""Events that the link of an engine delivers, handled while it waits. The main thread owns it.
+"""Every wait of an engine: handles the link's events until a condition holds. The main thread owns it.
 
 Rules
-- All ranks of a group wait for the same things in the same order, and none goes on before all can.
-- A script calls the same on all ranks. Where it does not, the next agreement says so.
-- They handle events of the whole run, such as a new place in it or a move of keys, at the same point, between two
-  agreements. Each handles events of a shard as they come.
+- All ranks of a group wait for the same conditions in the same order, and no rank goes on before all can.
+- A script makes the same calls on all ranks. If it does not, the next agreement of the ranks raises UsageError.
+- All ranks handle events of the whole run, such as a rejoin or a move of keys, at the same point: between two
+  agreements. Each rank handles events of a shard as they arrive.
+
+    rank 0    done? ─ event of the run ─┐               handle event ─ done ─┐
+    rank 1    done ────── waits ────────┴─ agreement ── handle event ─ done ─┴─ agreement: both go on
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from narrows.worker.group.group_link import OF_SHARD
 from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
 
-# A script calls these on all ranks at once; the last one also where it ends.
+# Calls that a script makes on all ranks of a group together.
 CALLS = (
     "DistributedOptimizer()",
     "ranges()",
@@ -33,29 +36,48 @@ CALLS = (
     "leave()",
     "agree()",
 )
-HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
-SAY_S = 10.0  # from one line about a wait to the next
-ENDED_S = 2.0  # another rank has ended: why that was is told within this
+HEARD_LIMIT_S = 60.0  # an event that one rank has received reaches all ranks within this
+SAY_S = 10.0  # between two lines about a wait
+ENDED_S = 2.0  # after another rank has ended, its reason arrives within this
 
 
 class EventWait:
-    """`handle`: takes each event. missing: asked at each agreement; `missed` is the least that a rank has answered."""
+    """The waits of one engine.
+
+    Args:
+        link: delivers events.
+        group: the group in which this process is one rank, if any.
+        handle: called with each event, in order.
+
+    Attributes:
+        missing: called at each agreement of the ranks. `missed` is the smallest result of all ranks.
+    """
 
     def __init__(self, link: MemberLink, group: Group | None, handle: Callable[[MemberEffect], None]) -> None:
         self.link, self.group, self.handle = link, group, handle
         self.missing: Callable[[], int] = lambda: 0
         self.missed = 0
-        self._call = 0  # of CALLS, the one that this rank is in
-        self._of_run: deque[MemberEffect] = deque()  # not handled yet
-        self._heard = 0  # of these, so far
+        self._call = 0  # index in CALLS of the script's newest call
+        self._of_run: deque[MemberEffect] = deque()  # events of the whole run, not handled yet
+        self._heard = 0  # events of the whole run that were received so far
 
     def calls(self, what: str) -> None:
-        """The script has called this; the next agreement of the ranks is about it."""
+        """Note the script's call, a name of CALLS. The next agreement checks that all ranks have made it."""
         self._call = CALLS.index(what)
 
     def until(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """Handle events until `done`, on all ranks of a group. Raises NarrowsError after `limit_s`, and the error that ended
-        the session. `others`: other workers train meanwhile, and the limit begins anew with each clock of the run."""
+        """Handle events until `done()` is true, on all ranks of a group.
+
+        Args:
+            done: the condition; it is evaluated after each event.
+            limit_s: the longest wait in seconds.
+            what: what is awaited, for the error and for the line that is printed every SAY_S seconds.
+            others: other workers train meanwhile, so the limit begins anew with each clock of the run.
+
+        Raises:
+            NarrowsError: the condition does not hold within `limit_s`, or the session has ended.
+            UsageError: the ranks have made different calls.
+        """
         began = moved = said = time.monotonic()
         clock = self.link.run_clock
         while True:
@@ -76,21 +98,21 @@ class EventWait:
                 break
 
     def poll(self) -> None:
-        """Handle what has arrived, without waiting; what is of the run once the ranks agree."""
+        """Handle the events that have arrived, without waiting. In a group, events of the run wait for an agreement."""
         while self._take(0.0):
             pass
 
     def agree(self) -> None:
-        """Handle what any rank of a group has heard of the run."""
+        """Have all ranks of a group handle the events of the run that any of them has received."""
         self._agreed(True)
 
     def alone(self) -> None:
-        """The group is over: nobody waits for another rank any more, and what is of the run needs all of them."""
+        """Go on without the group, at the end: no rank waits for another, and events of the run are dropped."""
         self.group = None
         self._of_run.clear()
 
     def _take(self, timeout_s: float) -> bool:
-        """Whether there was an event."""
+        """Take an event, waiting up to `timeout_s` seconds. Returns whether there was one."""
         event = self.link.take(timeout_s)
         if event is None:
             return False
@@ -102,7 +124,11 @@ class EventWait:
         return True
 
     def _agreed(self, done: bool) -> bool:
-        """Whether all ranks of a group are done, and none has heard anything of the run. Else all have handled it now."""
+        """Make an agreement of all ranks.
+
+        Returns:
+            True if all ranks are done and no event of the run was due. If one was due, all ranks have handled it now.
+        """
         if self.group is None:
             return done
         all_done, least, self.missed, first, last = self._together(
@@ -111,7 +137,7 @@ class EventWait:
         if first != -last:
             self._refuse(self.group)
         newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S
-        while self._heard < newest:  # it is on its way to us
+        while self._heard < newest:  # another rank has received it already
             if not self._take(1.0) and time.monotonic() > deadline:
                 raise NarrowsError(f"the first process of this group has said nothing for {HEARD_LIMIT_S:.0f} s")
         coming = len(self._of_run) - (self._heard - newest)
@@ -120,7 +146,7 @@ class EventWait:
         return bool(all_done) and not coming
 
     def _refuse(self, group: Group) -> None:
-        """Raise UsageError for what the ranks have called."""
+        """Raise UsageError, which says what each rank has called."""
         ranks: dict[bytes, int] = {}
         for rank, call in enumerate(group.told(CALLS[self._call].encode())):
             ranks.setdefault(call, rank)
@@ -131,7 +157,10 @@ class EventWait:
         )
 
     def _together(self, work: Callable[[Group], Any]) -> Any:
-        """The ranks of a group do this together. Raises what ended the session, rather than that another rank ended of it."""
+        """Run `work`, which all ranks of the group do together.
+
+        If it fails, the error that ended the session is raised, rather than that another rank has ended because of it.
+        """
         assert self.group is not None
         try:
             return work(self.group)

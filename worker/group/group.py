@@ -1,9 +1,12 @@
-"""The processes of one machine that are one worker: what they do together. torch.distributed carries it, NCCL between GPUs and
-gloo between CPUs.
+"""Collective operations of the processes of one machine that are one worker.
+
+torch.distributed carries them, by NCCL between GPUs and by gloo between CPUs.
 
 Rules
-- All ranks call the same methods in the same order. An event that one of them hears alone it brings to `agree` first.
-- A rank that ends ends its group: whatever the others call next raises. One that hangs is named (group_liveness.py).
+- All ranks call the same methods in the same order. If one rank alone receives an event, it first brings the event to
+  `EventWait.agree`.
+- A rank that ends ends its group: the next call of the other ranks raises. A rank that hangs is named
+  (group_liveness.py).
 """
 
 from __future__ import annotations
@@ -27,20 +30,27 @@ from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.launcher_pipe import complain as say
 
 GROUP = "NARROWS_GROUP"  # "1": the processes of this machine are one worker
-START_LIMIT_S = 600.0  # all ranks have begun within this
-WAIT_LIMIT_S = 7200.0  # a rank waits for the others: longer than anything that one of them may wait for
+START_LIMIT_S = 600.0  # all ranks have started within this
+WAIT_LIMIT_S = 7200.0  # a rank's wait for the others: longer than any wait of one of them
 GLOO = "gloo"
-WHY_MAX = 500  # characters of what torch has to say
+WHY_MAX = 500  # characters of torch's error in ours
 
 
 class GroupEndedError(NarrowsError):
-    """Another process of this group has ended, which says why where it can; or torch cannot do what they do together."""
+    """Another process of this group has ended, and reports why if it can; or torch cannot do a collective operation."""
 
 
 class Group:
-    """All ranks of the default process group. rank: of this process in it; the first one speaks with the server."""
+    """All ranks of torch's default process group.
 
-    _presence: group_liveness.GroupLiveness | None = None  # once all have it
+    Raises UsageError if the processes are on several machines.
+
+    Attributes:
+        rank: the rank of this process. Rank 0 speaks with the server.
+        size: the number of processes.
+    """
+
+    _presence: group_liveness.GroupLiveness | None = None  # None until all ranks have opened its memory
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -63,12 +73,14 @@ class Group:
 
     @staticmethod
     def of_environment() -> Group | None:
-        """The group that this process is one rank of: of ps-worker --group, or of the process group that the script has made
-        before. None: it is a worker of its own."""
+        """Return the group of this process; None if the process is a worker of its own.
+
+        It is the group of ps-worker --group, or the process group that the script has made before.
+        """
         wanted = os.environ.get(GROUP, "0") not in ("", "0")
         made = dist.is_available() and dist.is_initialized()
         if not wanted and (not made or "NARROWS_PARENT_FD" in os.environ):
-            return None  # copies of ps-worker without --group are workers, whatever group they make for themselves
+            return None  # copies that ps-worker starts without --group are workers, also if the script makes a group
         if (dist.get_world_size() if made else int(os.environ.get("WORLD_SIZE", "1"))) == 1:
             return None
         if not made:
@@ -82,17 +94,18 @@ class Group:
         return self.rank == 0
 
     def close(self) -> None:
-        """Where the script has no process group of its own, ours ends."""
+        """Destroy the process group, unless the script has made it."""
         if self._made and dist.is_initialized():
             dist.destroy_process_group()
 
     # Agreements, on the CPU.
 
     def least(self, *values: int) -> list[int]:
-        """The least of what the ranks have given, of each value."""
+        """Return, for each value, the smallest of all ranks' values."""
         return self._together(values, dist.ReduceOp.MIN)
 
     def sums(self, values: Sequence[int]) -> list[int]:
+        """Return, for each value, the sum of all ranks' values."""
         return self._together(values, dist.ReduceOp.SUM)
 
     def _together(self, values: Sequence[int], how: Any) -> list[int]:
@@ -102,25 +115,25 @@ class Group:
         return found
 
     def of_first(self, *values: int) -> list[int]:
-        """The values that the first rank has given."""
+        """Return the values of rank 0."""
         return self.sums(values if self.leads else [0] * len(values))
 
     def sum(self, value: float) -> float:
-        """In float64, alike on all ranks."""
+        """Return the sum of all ranks' values, in float64 and the same on all ranks."""
         tensor = torch.tensor([value], dtype=torch.float64)
         self._all_reduce(tensor)
         return tensor.item()
 
     def assemble(self, parts: torch.Tensor) -> None:
-        """In memory of the host: each rank's part of it, zeros elsewhere, becomes all of it."""
+        """Sum `parts`, on the host, over the ranks in place: each rank fills its part, and zeros elsewhere."""
         self._all_reduce(parts)
 
     def share(self, data: bytes) -> bytes:
-        """The bytes that the first rank has given."""
+        """Return the bytes of rank 0."""
         return self._from(0, data)
 
     def told(self, data: bytes) -> list[bytes]:
-        """The bytes that each rank has given."""
+        """Return the bytes of each rank, by rank."""
         return [self._from(rank, data) for rank in range(self.size)]
 
     def _from(self, rank: int, data: bytes) -> bytes:
@@ -145,12 +158,12 @@ class Group:
             self._wait(dist.broadcast(tensor, rank, self._control, async_op=True))
 
     def _only_here(self) -> None:
-        """A child process of a rank is none: what it sent would be taken for the rank's."""
+        """Raise NotAWorkerError in a child process of a rank, whose messages would be taken for the rank's."""
         if os.getpid() != self._pid:
             raise NotAWorkerError("what all processes of a group do together")
 
     def _wait(self, work: Any) -> None:
-        """Until all ranks have done it; after TOLD_S say which have not come."""
+        """Wait for a collective operation. After TOLD_S print which ranks have not reached it."""
         if self._presence is not None:
             self._presence.come()
         try:
@@ -163,14 +176,14 @@ class Group:
             work.wait()
 
     def waits(self) -> None:
-        """This rank waits for a server, not for another rank."""
+        """Note that this rank waits for a server, so that the others do not report it as hung."""
         if self._presence is not None:
             self._presence.wait()
 
-    # Arrays, where they are. `slices`: the keys of each rank, as they lie in `whole`.
+    # Collective operations on arrays, on their device. `slices`: the keys [begin, end) of each rank in `whole`.
 
     def reduce(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
-        """The slice of this rank becomes the sum of all ranks'; the rest of `whole` may be anything afterwards."""
+        """Sum this rank's slice of `whole` over all ranks, in place. The rest of `whole` is undefined afterwards."""
         self._only_here()
         with _others():
             if dist.get_backend() == GLOO or whole.device.type == "cpu":
@@ -179,13 +192,13 @@ class Group:
                 self._all(dist.reduce, whole, slices)
 
     def spread(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
-        """Each rank's slice of `whole`, to all."""
+        """Copy each rank's slice of `whole` to all ranks, in place."""
         self._only_here()
         with _others():
             self._all(dist.broadcast, whole, slices)
 
     def _all(self, carry: Any, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
-        """Slices differ in length by a key or a shard, which no gather or scatter of NCCL allows."""
+        """Start one operation for each slice: their lengths differ, which NCCL's gather and scatter do not allow."""
         works = [
             carry(whole[begin:end], rank, async_op=True) for rank, (begin, end) in enumerate(slices) if begin < end
         ]
@@ -196,8 +209,9 @@ class Group:
 def _make_group() -> None:
     """Make the process group of torch from the variables of torchrun, which ps-worker --group sets too.
 
-    torchrun keeps one store for all lives of a group (torch 2.13, DynamicRendezvousHandler.next_rendezvous). gloo would find
-    addresses of the life before there and wait for processes that have ended, so each life has keys of its own.
+    torchrun keeps one store for all restarts of a group (torch 2.13, DynamicRendezvousHandler.next_rendezvous). gloo
+    would find addresses from before the restart in it, and wait for processes that have ended. So each restart has keys
+    of its own.
     """
     limit = timedelta(seconds=START_LIMIT_S)
     store, rank, size = next(rendezvous("env://", timeout=limit))
@@ -208,8 +222,11 @@ def _make_group() -> None:
 
 @contextmanager
 def _others() -> Iterator[None]:
-    """Make one sentence of what torch raises where a rank has ended. It raises the same for all else that goes wrong between
-    them, such as two ranks on one GPU."""
+    """Turn torch's error after the end of another rank into GroupEndedError, one sentence.
+
+    Torch raises the same error for other failures between ranks, such as two ranks on one GPU, so the sentence quotes
+    it.
+    """
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,10 +1,22 @@
-"""How all ranks of a group speak through the session of the first one: to the servers they are one member, with a stream to
-each shard.
+"""The link of a group: all ranks send and receive through the session of rank 0. To the servers they are one member.
+
+How it works
+
+    shards ── ZeroMQ ── GroupLink (rank 0) ── Unix socket ── GroupMemberLink (rank 1)
+                                           ── Unix socket ── GroupMemberLink (rank 2)
+
+1. Rank 0 joins the run (`joined`), opens a Unix socket, and shares its address and a random key with the other ranks.
+2. Each other rank dials the socket, proves by the key that it is of the group, and sends its rank. `admit` waits for
+   all.
+3. A rank's messages to a shard go over the socket to rank 0, which sends them to the shard.
+4. `GroupLink._deliver` passes an event of a shard to the rank that has the shard's keys, and an event of the run to
+   all.
+5. A rank that has finished sends BYE. If a connection ends without BYE, the session fails with GroupEndedError.
 
 Rules
-- Events of a shard go to the rank that has its keys, what is of the whole run goes to all, in one order.
-- It is a Unix socket in a folder that nobody else can open, and each rank proves that it is one of ours.
-- A rank that is gone without a word ends the session, and so does the first one for the others.
+- All ranks receive the events of the whole run in the same order.
+- The socket is in a folder that no other user can open.
+- If a rank ends without BYE, the session ends. If rank 0 ends, the other ranks end.
 """
 
 from __future__ import annotations
@@ -32,7 +44,7 @@ from narrows.worker.group.group import Group, GroupEndedError
 from narrows.worker.runtime.launcher_pipe import complain as say
 from narrows.worker.runtime.member_link import Command, LinkCommands, LinkEvents, MemberLink
 
-# A rank learns of these, each with what it says but for messages, which follow as frames of their own.
+# Events that rank 0 passes on. Their fields travel as one frame; messages among them follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (
     *(
         e.Started,
@@ -50,13 +62,13 @@ EVENTS: tuple[type[Any], ...] = (
     *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived),
 )
 OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived)
-MESSAGES = ("state", "parts")  # fields that are messages
-BYE = -1  # in place of a shard: this rank needs nothing more
-LIMIT_S = 60.0  # until all ranks have dialled
+MESSAGES = ("state", "parts")  # fields of events that are messages
+BYE = -1  # in place of a shard's number: this rank has finished
+LIMIT_S = 60.0  # all ranks dial within this
 
 
 def owner(shard: int, shards: int, ranks: int) -> int:
-    """The rank that has the keys of this shard: consecutive ones, as many as any other but for one."""
+    """Return the rank that has this shard's keys: each has consecutive shards, as many as any other or one more."""
     return next(rank for rank, (begin, end) in enumerate(split(shards, ranks)) if begin <= shard < end)
 
 
@@ -79,7 +91,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _hang_up(connection: Connection) -> None:
-    """The thread of ours that reads from it ends, and lets go of it."""
+    """Shut the connection down, so that the thread that reads from it ends and closes it."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as there:
         there.shutdown(socket.SHUT_RDWR)
 
@@ -103,26 +115,26 @@ def receive_event(of: Connection) -> Any:
 
 
 class GroupLink(MemberLink):
-    """The link of the first rank, which has the session."""
+    """The link of rank 0, which has the session."""
 
-    ranks: Sequence[Connection] = ()  # the other ones, from 1 on
-    shards = 1
+    ranks: Sequence[Connection] = ()  # connections of the other ranks, from rank 1 on
+    shards = 1  # number of shards of the run
 
     def open(self, group: Group) -> bytes:
-        """Where the others dial, and with what they prove who they are."""
+        """Open the socket for the other ranks. Returns its packed address and key."""
         self.folder = tempfile.mkdtemp(prefix="narrows-")
         key = os.urandom(32)
         self.listener = Listener(os.path.join(self.folder, "group"), "AF_UNIX", backlog=group.size, authkey=key)
         return pack([self.listener.address, key])
 
     def admit(self, group: Group) -> None:
-        """All of them have dialled, or raise NarrowsError."""
+        """Wait until all other ranks have dialled. Raises NarrowsError after LIMIT_S."""
         found: dict[int, Connection] = {}
         over = threading.Event()
 
         def accept() -> None:
             while len(found) < group.size - 1 and not over.is_set():
-                with suppress(AuthenticationError, EOFError, OSError):  # who is none of ours
+                with suppress(AuthenticationError, EOFError, OSError):  # a process that is not of this group
                     one = self.listener.accept()
                     found[int.from_bytes(one.recv_bytes(8), "big")] = one
 
@@ -169,7 +181,7 @@ class GroupLink(MemberLink):
             _hang_up(one)
 
     def _tell(self, rank: int, event: MemberEffect) -> None:
-        with suppress(OSError):  # it has ended, which the thread that hears it says
+        with suppress(OSError):  # the rank has ended, which the thread that reads from it reports
             send_event(self.ranks[rank - 1], event)
 
     def _fail(self, error: BaseException) -> None:
@@ -180,9 +192,9 @@ class GroupLink(MemberLink):
 
 
 class GroupMemberLink(LinkEvents, LinkCommands):
-    """The link of any other rank: through that of the first one."""
+    """The link of any other rank, through the session of rank 0."""
 
-    bytes_up = bytes_down = 0  # the first rank counts
+    bytes_up = bytes_down = 0  # rank 0 counts the bytes of all ranks
 
     def __init__(self, address: str, key: bytes, rank: int) -> None:
         super().__init__()
@@ -204,14 +216,14 @@ class GroupMemberLink(LinkEvents, LinkCommands):
 
     def _tell(self, shard: int, messages: Sequence[m.Message]) -> None:
         self._only_here()
-        with suppress(OSError):  # the first rank has ended, which `take` says
+        with suppress(OSError):  # rank 0 has ended, which `take` reports
             _send(self._hub, [shard], messages)
 
     def call(self, command: Command) -> None:
-        """The first rank says it for all."""
+        """Do nothing: rank 0 gives the same command for all ranks."""
 
     def leave(self, clock: int) -> None:
-        if clock >= 0:  # else it has failed, and the first rank must not go on
+        if clock >= 0:  # after a failure no BYE is sent, so that rank 0 ends too
             self._tell(BYE, [])
 
     def close(self) -> None:
@@ -220,14 +232,25 @@ class GroupMemberLink(LinkEvents, LinkCommands):
 
 
 def joined(group: Group, let_in: Callable[[], tuple[MemberLink, Joined]]) -> tuple[MemberLink, Joined]:
-    """The link of this rank, once the first one has joined. Raises on all ranks what the first one was told."""
+    """Join the run with all ranks of a group.
+
+    Args:
+        group: the group.
+        let_in: joins the run; called in rank 0 only.
+
+    Returns:
+        The link of this rank, and the place of the group in the run.
+
+    Raises:
+        NarrowsError: the run refused rank 0. All ranks raise the same error.
+    """
     if not group.leads:
         told: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
         code, text, place, values = told
         if text:
             raise BY_EXIT_CODE.get(code, NarrowsError)(text)
         where: Any = unpack(place)
-        # It has all that an engine asks of a link.
+        # GroupMemberLink has all methods that an engine calls.
         return cast(MemberLink, GroupMemberLink(where[0], where[1], group.rank)), Joined(
             **{name: _as_tuples(v) for name, v in values.items()}
         )

@@ -143,7 +143,7 @@ class OwnedTensor:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state` returned in another process. A tensor of another name or shape is left out, with a warning."""
+        """Load what `state` returned in another process. It warns of tensors of other names or shapes, left out."""
         for name, values in state.items():
             mine = self.tensors.get(name)
             if mine is None or mine.shape != values.shape:

@@ -1,18 +1,22 @@
-"""Tells a worker from its child processes, which are no members of a run, and answers these with what their worker knows.
+"""Tells a worker from its child processes, which are no members of the run, and lets them read the worker's counters.
 
-A worker may start any process: the processes of a DataLoader, a fork that writes a file, a program that evaluates. Each of them
-inherits the worker's variables, and a fork inherits its objects too: session, sockets without their thread, exit handlers.
+A worker may start any process: the processes of a DataLoader, a fork that writes a file, a program that evaluates. Each
+inherits the worker's environment variables. A fork inherits its objects too: the session, sockets without their thread,
+exit handlers.
 
 How it works
-1. ps-worker names the pids that may be the parent of a worker in NARROWS_STARTED_BY: that of the process that forks it, and its
-   own, where that process has died. A process with another parent is a child process.
-2. The process that opens the session names its pid and a piece of memory in NARROWS_COUNTERS. Every process that it starts
-   inherits the variable, so it knows that it is a child, and reads there how far the worker is at the moment.
-3. Each handle (Link, Group, the pipe to ps-worker) remembers the pid that made it, and refuses to work in another one. Exit
-   handlers and the hook for errors do nothing there (`only_here`).
 
-Where no session is open and ps-worker did not start the process, as under torchrun, a process may join a run, unless
-multiprocessing imports the script there or a DataLoader has started it.
+    ps-worker ── NARROWS_STARTED_BY ──> worker ── NARROWS_COUNTERS ──> child process
+                                        writes rank, clock, steps      reads them from shared memory
+
+1. In NARROWS_STARTED_BY ps-worker names the pids that may be the parent of a worker: the pid of the process that forks
+   it, and its own pid, in case that process has died. A process with another parent is a child process.
+2. The process that opens the session names its pid and a shared memory in NARROWS_COUNTERS. Each process that it starts
+   inherits the variable. So a process knows that it is a child, and reads the worker's present counters there.
+3. Each handle (MemberLink, Group, the pipe to ps-worker) keeps the pid of the process that made it, and refuses to work
+   in another process. Exit handlers and the hook for errors do nothing there (`only_here`).
+4. If no session is open and ps-worker did not start the process, as under torchrun, the process may join a run, unless
+   multiprocessing is importing the script in it or a DataLoader has started it.
 """
 
 from __future__ import annotations
@@ -31,16 +35,16 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.processes.children import STARTED_BY
 
 SERVER = "NARROWS_SERVER"
-COUNTERS = "NARROWS_COUNTERS"  # kind, pid and memory of the process that has the session
-RUN, ALONE = "run", "alone"  # kinds
-MARK = int.from_bytes(b"narrows")  # the first value of that memory: a pid may be another process's by now
+COUNTERS = "NARROWS_COUNTERS"  # kind, pid and memory path of the process that has the session, separated by spaces
+RUN, ALONE = "run", "alone"  # kinds: a worker of a run, or a script without one
+MARK = int.from_bytes(b"narrows")  # the first value of that memory; a later process may have the same pid
 NAMES = ("mark", "joined", "rank", "world_size", "clock", "step_count")  # int64 each
 
 Args = ParamSpec("Args")
 
 
 def only_here(function: Callable[Args, object]) -> Callable[Args, None]:
-    """`function`, which does nothing in a process that is forked from this one."""
+    """Return `function`, wrapped to do nothing in a process that is forked from this one."""
     pid = os.getpid()
 
     def guarded(*args: Args.args, **values: Args.kwargs) -> None:
@@ -51,7 +55,7 @@ def only_here(function: Callable[Args, object]) -> Callable[Args, None]:
 
 
 def is_child() -> bool:
-    """True in a child process of a worker; False in a worker, and where no run is named."""
+    """True in a child process of a worker; False in a worker, and in a script without a run."""
     if not os.environ.get(SERVER):
         return False
     kind, pid, _ = _announced()
@@ -63,24 +67,24 @@ def is_child() -> bool:
 
 
 def _announced() -> tuple[str, int, str]:
-    """Kind, pid and memory of the process that has opened the session, ("", 0, "") where none has."""
+    """Return kind, pid and memory path of the process that has opened the session; ("", 0, "") if none has."""
     kind, pid, path = os.environ.get(COUNTERS, " 0 ").split(" ", 2)
     return kind, int(pid), path
 
 
 def _imports() -> bool:
-    """Whether multiprocessing imports the script in this process, before it runs anything of it."""
+    """True while multiprocessing imports the script in this process, before it runs the process's function."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def _loads() -> bool:
-    """Whether a DataLoader has started this process."""
+    """True if a DataLoader has started this process."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 
 
 class SharedCounters:
-    """How far process `pid` is, in memory that its child processes read."""
+    """The counters of process `pid`, int64 by NAMES, in memory that its child processes read."""
 
     def __init__(self, pid: int, memory: mmap.mmap) -> None:
         self.pid = pid
@@ -94,18 +98,18 @@ class SharedCounters:
             self._values[NAMES.index(name)] = value
 
 
-_own: SharedCounters | None = None  # of this process, or of the one that it was forked from
+_own: SharedCounters | None = None  # counters of this process, or of the process from which it was forked
 
 
 def announce(kind: str) -> None:
-    """This process has a session that begins now; `tell` says how far it is."""
+    """Begin the counters of this process at the start of a session, and name them in NARROWS_COUNTERS."""
     global _own
     pid, size = os.getpid(), 8 * len(NAMES)
     if _own is not None and _own.pid == pid:
         os.environ[COUNTERS] = " ".join([kind, *os.environ[COUNTERS].split(" ", 1)[1:]])
         _own.write(joined=0, clock=0, step_count=0)
         return
-    if hasattr(os, "memfd_create"):  # nothing is left of it, however this process ends
+    if hasattr(os, "memfd_create"):  # such memory is freed however this process ends
         number = os.memfd_create("narrows-counters")
         path = f"/proc/{pid}/fd/{number}"
     else:
@@ -118,14 +122,20 @@ def announce(kind: str) -> None:
 
 
 def tell(rank: int, world_size: int, clock: int, step_count: int) -> None:
-    """So far is this process, which has joined."""
+    """Write the counters of this process, which has joined. Does nothing in a child process."""
     if _own is not None and _own.pid == os.getpid():
         _own.write(joined=1, rank=rank, world_size=world_size, clock=clock, step_count=step_count)
 
 
 def of_parent(kind: str) -> SharedCounters | None:
-    """Counters of the worker (kind RUN), or of the script that trains alone, of which this process is a child; None where they
-    are not to be had: it has ended, or this process is older than its session."""
+    """Return the counters of the process that has the session, of which this process is a child.
+
+    Args:
+        kind: RUN for those of a worker, ALONE for those of a script without a run.
+
+    Returns:
+        The counters; None if that process has ended, or has opened its session after this process was started.
+    """
     found, pid, path = _announced()
     if found != kind or pid == os.getpid():
         return None
@@ -139,7 +149,7 @@ def of_parent(kind: str) -> SharedCounters | None:
 
 
 class NotAWorkerError(UsageError):
-    """A child process of a worker has called what a worker alone may do."""
+    """A child process of a worker has made a call that only a worker may make."""
 
     def __init__(self, call: str) -> None:
         super().__init__(
@@ -149,11 +159,11 @@ class NotAWorkerError(UsageError):
 
 
 class WorkerOfChild:
-    """The session of a child process of a worker: it answers what the worker knows at the moment, and changes nothing."""
+    """The session of a child process of a worker: it reads the worker's present counters, and changes nothing."""
 
     link = engine = group = None
     training = 0
-    steps = batch = 0  # where a loader of this process was told
+    steps = batch = 0  # as a loader of this process was told
 
     def __init__(self) -> None:
         self.pid = os.getpid()

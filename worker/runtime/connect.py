@@ -1,4 +1,4 @@
-"""How a worker is let in: by the one of several servers that serves."""
+"""Joins a worker to a run: dials the given addresses until one of them serves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,26 @@ from narrows.protocols.effects import Joined
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.worker.runtime.member_link import MemberLink
 
-TRY_S = 5.0  # that one of several servers is waited for, then it is the next one's turn
+TRY_S = 5.0  # wait for one of several servers before the next one is dialled
 
 
 def let_in(
     addresses: Sequence[str], dial: Callable[[str, float], MemberLink], connect_s: float
 ) -> tuple[MemberLink, Joined]:
-    """The link to the one of these that serves; its standbys refuse. Raises what the first has said, where all have."""
+    """Dial each address in turn until a server admits this worker.
+
+    Args:
+        addresses: the server and its standbys; a standby refuses while it does not serve.
+        dial: opens a link to one address, with a limit in seconds.
+        connect_s: the limit for all attempts together, in seconds.
+
+    Returns:
+        The link to the server, and this worker's place in the run.
+
+    Raises:
+        UnreachableError: no server has answered in time.
+        NarrowsError: the first server's refusal, if all have refused.
+    """
     deadline = time.monotonic() + connect_s
     try_s = connect_s if len(addresses) == 1 else min(TRY_S, connect_s)
     while True:

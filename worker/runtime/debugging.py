@@ -1,4 +1,4 @@
-"""breakpoint() in a script that ps-worker started on a terminal; PYTHONBREAKPOINT names `enter`."""
+"""breakpoint() in a script that ps-worker has started on a terminal: PYTHONBREAKPOINT names `enter`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _debugger: pdb.Pdb | None = None
 
 
 def enter(*args: Any, **values: Any) -> None:
-    """Stop where breakpoint() stands. The other workers wait for this one: its heartbeats go on."""
+    """Stop in the line of breakpoint(). Heartbeats go on, so the other workers wait for this one."""
     global _debugger
     if _debugger is None:
         tell("say", text="a worker is in the debugger: progress is shown no more", quiet=True)
-        # The terminal stays that of ps-worker, which hears Ctrl-C.
+        # ps-worker keeps the terminal, and receives Ctrl-C.
         terminal = os.open(os.environ["NARROWS_TTY"], os.O_RDWR | os.O_NOCTTY)
         stdin, stdout = open(terminal), open(os.dup(terminal), "w")  # noqa: SIM115 - as long as the process
         _debugger = pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True)

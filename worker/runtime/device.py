@@ -1,4 +1,4 @@
-"""Questions that a script may ask of its machine, and what the first of its processes tells the others."""
+"""The device and local rank of this process, and a text from the first process of a machine to the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from narrows.protocols.config.checkpoint_names import MACHINE_DIR
 
 CUDA = "cuda"
-TOLD_LIMIT_S = 60.0  # the first process tells the others within this, once they ask
-LOOK_S = 0.05  # from one look for it to the next
+TOLD_LIMIT_S = 60.0  # a process waits so long for the text of the first one
+LOOK_S = 0.05  # between two attempts to read it
 
 
 def local_rank() -> int:
-    """Number of this process on its machine, from 0."""
+    """Return the number of this process on its machine, from 0."""
     return int(os.environ.get("NARROWS_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or 0)
 
 
@@ -25,18 +25,18 @@ def from_first(name: str, text: str) -> str | None:
 
     Args:
         name: A file name, the same in all processes.
-        text: What the first process tells; that of the others does not count.
+        text: The text of the first process. The text of the others is ignored.
 
     Returns:
-        The text of the first process. None in another one where it has not come within TOLD_LIMIT_S, or where no ps-worker has
-        started both.
+        The text of the first process. None in another process if the text has not come within TOLD_LIMIT_S, or if no
+        ps-worker has started both.
     """
     folder = os.environ.get(MACHINE_DIR, "")
     if not local_rank():
         if folder:
             new = Path(folder, f"{name}.{os.getpid()}.new")
             new.write_text(text)
-            new.replace(Path(folder, name))  # whole or absent
+            new.replace(Path(folder, name))  # a reader finds the whole file or none
         return text
     stop_by = time.monotonic() + TOLD_LIMIT_S
     while folder and time.monotonic() < stop_by:
@@ -48,8 +48,10 @@ def from_first(name: str, text: str) -> str | None:
 
 
 def device() -> torch.device:
-    """Where this process computes: what --device says, and with `auto` a GPU if it sees one. It has the GPU
-    with the number of its local rank, where there are several."""
+    """Return the device of this process: that of --device; with `auto` a GPU if there is one, else the CPU.
+
+    Of several GPUs the process has the one with the number of its local rank.
+    """
     kind, _, number = os.environ.get("NARROWS_DEVICE", "auto").partition(":")
     if kind == "auto":
         kind = CUDA if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Tells the ps-worker that started this process: lines of JSON, on a pipe whose number is in a variable."""
+"""Sends events to the ps-worker that started this process: lines of JSON, on the pipe of NARROWS_RECORD_FD."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.output import STDERR
 from narrows.worker.runtime.child_process import is_child
 
-# What a line of the record has of the run, by name: record() takes no such name. Other names are the script's, `loss` and
-# `total_steps` among them, which the page shows.
+# The run's own figures in a line of the record, by name. record() refuses these names. All other names are the script's;
+# the dashboard shows two of them, `loss` and `total_steps`.
 FIGURES = {
     "event": "the kind of a line",
     "seconds": "the time of a line",
@@ -31,11 +31,11 @@ FIGURES = {
 }
 
 _pipe: TextIO | None = None
-_pid = 0  # of the process that has opened it
+_pid = 0  # the process that has opened the pipe
 
 
 def find() -> bool:
-    """Whether a ps-worker listens to this process. It listens to no child process of a worker."""
+    """Open the pipe, if there is one. Returns True if a ps-worker listens to this process; never in a child process."""
     global _pipe, _pid
     if os.environ.get("NARROWS_RECORD_FD") and not is_child():
         _pipe, _pid = os.fdopen(int(os.environ.pop("NARROWS_RECORD_FD")), "w"), os.getpid()
@@ -43,18 +43,23 @@ def find() -> bool:
 
 
 def tell(event: str, /, **values: Any) -> None:
-    """One line of JSON to ps-worker. A script may have given any names of `values` but those of FIGURES."""
+    """Send one event to ps-worker, as a line of JSON.
+
+    Args:
+        event: the kind of the event.
+        values: its fields. A script's record() may have any names except those of FIGURES.
+    """
     global _pipe
     if find() and _pipe is not None:
         try:
             _pipe.write(json.dumps({"event": event, **values}) + "\n")
             _pipe.flush()
         except OSError:
-            _pipe = None  # it is gone
+            _pipe = None  # ps-worker has ended
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise UsageError for a name of record() that is a figure of the run."""
+    """Raise UsageError if a name given to record() is one of FIGURES."""
     for name in names:
         if name in FIGURES:
             raise UsageError(
@@ -64,12 +69,12 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def complain(text: str) -> None:
-    """One line on stderr, which a script goes on without."""
+    """Print one line on stderr; the script goes on if it cannot be written."""
     STDERR.line(f"ps-worker: {text}")
 
 
 def say(text: str) -> None:
-    """Once on the console of all workers of this ps-worker."""
+    """Print a line on ps-worker's console, once for all of its workers; without a ps-worker, on stderr."""
     if find():
         tell("say", text=text)
     else:

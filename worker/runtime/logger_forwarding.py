@@ -1,4 +1,4 @@
-"""Forwards what record() is given to the loggers that the script has open. None of them is imported here."""
+"""Forwards the values of record() to the loggers that the script has open. It imports none of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 Values = Mapping[str, float]
 
 
-STEP = "step_count"  # the name of the run's step at W&B, which is no name of a value (telling.FIGURES)
+STEP = "step_count"  # the run's step at W&B; record() takes no such name (launcher_pipe.FIGURES)
 
 
 class LoggerForwarding:
-    """writer: the SummaryWriter that was found last. run: of W&B, which has got values in row `row`,
-    under the names `defined`."""
+    """Finds the script's open loggers, and logs values with them.
+
+    Attributes:
+        calls: calls of `forward` so far.
+        writer: the SummaryWriter that was found last, if any.
+        run: the W&B run that got values last, in its row `row`, under the names `defined`.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -31,8 +36,11 @@ class LoggerForwarding:
                 log(self, module, values, step)
 
     def _tensorboard(self, module: Any, values: Values, step: int) -> None:
-        """The newest SummaryWriter that is open. TensorBoard keeps no list of them, and a look among all objects takes up to
-        0.1 s: we look at the first call, the second, the fourth, and so on."""
+        """Log with the newest open SummaryWriter.
+
+        TensorBoard keeps no list of its writers, and a search among all objects takes up to 0.1 s. So without a writer
+        only calls 1, 2, 4, 8, ... search.
+        """
         kind = module.SummaryWriter
         if (self.writer is None or not self.writer.all_writers) and self.calls & (self.calls - 1) == 0:
             found = [each for each in gc.get_referrers(kind) if type(each) is kind and each.all_writers]
@@ -42,8 +50,11 @@ class LoggerForwarding:
                 self.writer.add_scalar(name, value, step)
 
     def _wandb(self, module: Any, values: Values, step: int) -> None:
-        """W&B has one counter of rows, and drops what comes for an earlier one. Scripts move it as they log, so our values join
-        the row that is open, beside the run's step. Nobody has closed it since our last ones: then we do."""
+        """Log with W&B, in the row that is open, together with the run's step.
+
+        W&B has one counter of rows, and drops values for an earlier row. Scripts advance the counter when they log. If
+        the script has not closed the row since the last values, this method closes it first.
+        """
         run = module.run
         if run is None:
             return
@@ -62,7 +73,7 @@ class LoggerForwarding:
             module.log_metrics(dict(values), step=step)
 
 
-# A module that the script may have imported, and what logs with it.
+# The module of a logger, which the script may have imported, and the method that logs with it.
 LOGGERS: tuple[tuple[str, Callable[[LoggerForwarding, Any, Values, int], None]], ...] = (
     ("torch.utils.tensorboard", LoggerForwarding._tensorboard),
     ("wandb", LoggerForwarding._wandb),

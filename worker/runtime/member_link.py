@@ -1,8 +1,22 @@
-"""Runs a `Member` over a `Sockets`, in a thread of its own. That thread owns both: other threads hand it commands with `call`,
-and take what it delivers with `take`.
+"""A worker's link: runs its `Member` over a `Sockets`, in an I/O thread of its own.
 
-Each shard is dialled, and shard 0 once more for what must not wait behind large messages (`CONTROL`); under gossip each peer
-too, and they dial us.
+How it works
+
+    main thread      engine ── call(command) ──>  ┐              ┌── take() <── events
+                                                  v              │
+    I/O thread       Loop: commands, received messages, ticks ── Member ── effects ── _apply
+                       │                                                               │ Send, SendToPeer
+                       └──────────────────────── Sockets <─────────────────────────────┘
+
+1. The constructor starts the I/O thread, which owns `Member` and `Sockets`, and gives it the command to join.
+2. Other threads give commands with `call`. The I/O thread runs them on the member and carries out the effects.
+3. `_hear` gives a received message to the member. `_tick` gives it the time.
+4. Effects are sent, change the addresses that are dialled, or are delivered to the engine, which takes them with
+   `take`.
+5. An error of the session is kept; each later `take` raises it, once all events before it are taken.
+
+Each shard is dialled, and shard 0 a second time for messages that must not wait behind large ones (`CONTROL`). Under
+gossip peers are dialled too, and peers dial this worker.
 """
 
 from __future__ import annotations
@@ -31,23 +45,25 @@ from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.launcher_pipe import complain as say
 from narrows.worker.runtime.server_silence_notice import SilenceNotice
 
-CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
+CLOSE_S = 10.0  # wait for the thread, which ends within a tick, and its sockets within LINGER_MS
 
 Command = Callable[[Member, int], list[MemberEffect]]
 
 
 class LinkEvents:
-    """From the thread that hears them to the one that takes them."""
+    """The queue of events from the thread that receives them to the thread that takes them."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()  # of the process that hears them: one that is forked from it has no thread
+        self._pid = os.getpid()  # the process with the receiving thread; a fork of it has none
         self._events: deque[MemberEffect] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
     def take(self, timeout_s: float) -> MemberEffect | None:
-        """The next event, or None after `timeout_s`. Raises the error that ended the session, NotAWorkerError in a child
-        process."""
+        """Return the next event, or None after `timeout_s` seconds.
+
+        Raises the error that has ended the session, or NotAWorkerError in a child process.
+        """
         self._only_here()
         with self._changed:
             if not self._events and self._error is None:
@@ -76,8 +92,8 @@ class LinkEvents:
 class LinkCommands:
     """The commands that an engine gives the I/O thread."""
 
-    run_clock = 0  # of the run, as the server has told last
-    waits = ""  # for which members the run waits, a clause; "": for none
+    run_clock = 0  # the run's clock, as the server has sent it last
+    waits = ""  # a clause that says for which members the run waits; "": none
 
     def call(self, command: Command) -> None:
         raise NotImplementedError
@@ -104,12 +120,21 @@ class LinkCommands:
         self.call(lambda member, now: member.leave(clock, now))
 
     def ask_link(self) -> None:
-        """Ask what the link does; the answer is the next event."""
+        """Ask for the link's figures, which arrive as an event `LinkSeen`."""
         self.call(lambda member, now: [member.meter.read()])
 
 
 class MemberLink(LinkEvents, LinkCommands):
-    """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
+    """The session of this process with its server. Its owner must call close().
+
+    Args:
+        address: HOST:PORT of the server.
+        token: identifies this worker to the coordinator, also after a reconnect.
+        host: the name of this machine.
+        expect: what ps-worker expects of the run, packed; b"": anything.
+        timing: the limits of all waits.
+        key: the worker's key pair and the server's public key; None without encryption.
+    """
 
     def __init__(
         self,
@@ -127,13 +152,13 @@ class MemberLink(LinkEvents, LinkCommands):
         self.clock = AwakeClock()
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say)
-        self._shards = [endpoint(self.host, self.port)]  # where each is dialled
-        self._standby = ""  # where it is dialled
+        self._shards = [endpoint(self.host, self.port)]  # the endpoint of each shard
+        self._standby = ""  # the endpoint of the standby; "": not dialled
         self._silence = SilenceNotice()
-        self._peers: set[str] = set()  # of gossip, that are dialled
-        self._names: dict[str, bytes] = {}  # of each, how our routing ids begin there
-        self._admitted: frozenset[str] = frozenset()  # their keys
-        name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
+        self._peers: set[str] = set()  # gossip peers that are dialled
+        self._names: dict[str, bytes] = {}  # by peer, the prefix of this worker's routing ids there
+        self._admitted: frozenset[str] = frozenset()  # public keys of the peers
+        name = os.urandom(m.NAME_BYTES)  # the prefix of this worker's routing ids at the server, secret from peers
         self._sockets = Sockets(
             io_threads=2,
             known_as=lambda address: (
@@ -168,7 +193,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self._loop.call(lambda: self._apply(command(self.member, self.clock.now())))
 
     def listen(self) -> None:
-        """Let peers dial this worker: on the address by which the server's network knows this machine."""
+        """Let peers dial this worker, on the address of this machine in the server's network."""
 
         def open_to_peers(member: Member, now_ns: int) -> list[MemberEffect]:
             host = own_host(self.host, self.port)
@@ -178,7 +203,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self.call(open_to_peers)
 
     def close(self) -> None:
-        """End the thread and its sockets; what was sent last has LINGER_MS to leave. In a child process: nothing."""
+        """End the thread and its sockets; last messages have LINGER_MS to leave. Does nothing in a child process."""
         if os.getpid() != self._pid:
             return
         self._loop.stop()
@@ -188,7 +213,7 @@ class MemberLink(LinkEvents, LinkCommands):
 
     def _main(self) -> None:
         try:
-            if why := unknown(self.host):  # a manager may give it its name a moment later
+            if why := unknown(self.host):  # a manager may register the name a moment later
                 launcher_pipe.say(
                     f"{self.address}: {why}; waiting up to {self.member.timing.connect_ns / NS:g} s for it ..."
                 )
@@ -215,9 +240,9 @@ class MemberLink(LinkEvents, LinkCommands):
             try:
                 message = decode(frames)
                 self._check_speaker(peer, message)
-                sender = None if isinstance(peer, DiallerId) else peer  # else its key was looked at
+                sender = None if isinstance(peer, DiallerId) else peer  # else its key was checked
                 effects = self.member.receive_peer(message, self.clock.now(), sender)
-            except NarrowsError as error:  # of another version too: who dials must not end what others began
+            except NarrowsError as error:  # also for another version: no peer may end this session
                 self.drops.refuse(f"a peer's message was refused: {error}")
             else:
                 self._apply(effects)
@@ -248,7 +273,7 @@ class MemberLink(LinkEvents, LinkCommands):
                     self._deliver(effect)
 
     def _move(self, address: str, ports: tuple[int, ...]) -> None:
-        """The server is another one from now on, and knows us as the one before did."""
+        """Dial the new server after a failover. It knows this worker as the lost server did."""
         for gone in {self._standby, *self._shards}:
             self._sockets.hang_up(gone)
         (self.host, self.port), self._standby = parse_address("", address), ""
@@ -257,7 +282,7 @@ class MemberLink(LinkEvents, LinkCommands):
         say(f"the standby at {address} serves now; training goes on")
 
     def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:
-        """The shards are there, and nowhere else; the first stays where it is."""
+        """Set the endpoints of the shards, and hang up on others. Shard 0 keeps its endpoint."""
         others = list(zip(hosts or ("",) * len(ports), ports, strict=True))[1:]
         there = [self._shards[0], *(endpoint(host or self.host, port) for host, port in others)]
         for gone in set(self._shards) - set(there):
@@ -265,7 +290,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self._shards = there
 
     def _dial(self, roster: m.Roster) -> None:
-        """Those who are named, and no others. An address that is none: its owner will count as silent."""
+        """Dial the peers of the roster, and hang up on others. A peer with an invalid address will count as silent."""
         named = {address for address in roster.addresses if is_address(address)} - {self.member.address}
         names = {address: name.encode() for address, name in zip(roster.addresses, roster.names, strict=False)}
         for gone in {*(self._peers - named), *(each for each in self._names if self._names[each] != names.get(each))}:
@@ -280,16 +305,16 @@ class MemberLink(LinkEvents, LinkCommands):
         return self.key.pair, (parted(address)[1] or NOBODY) if address in self._peers else self.key.server
 
     def _check_speaker(self, peer: bytes, message: m.Message) -> None:
-        """Raise RemoteProtocolError where a peer speaks with another's number."""
+        """Raise RemoteProtocolError if a peer sends a message with the number of another worker."""
         if not isinstance(peer, DiallerId):
             return
         peers = self.member.peers
         known = peers.peers.get(getattr(message, "worker", -1)) if peers is not None else None
-        if known is None or parted(known.address)[1] != peer.key:  # it says it again, when our roster may have it
+        if known is None or parted(known.address)[1] != peer.key:  # the peer repeats it; our roster may know it then
             raise RemoteProtocolError("its number is not that of the worker whose key it has")
 
     def _shut_out(self, address: str, why: HandshakeFailure, public: str) -> None:
-        """A handshake has failed. A peer may not know of us yet: the next message to it dials anew."""
+        """Handle a failed handshake. A peer may not know this worker's key yet; the next message dials it anew."""
         if not address:
             self.drops.note("stranger", Receipt(why.value))
         elif address in (self._standby, *self._peers):
@@ -313,7 +338,7 @@ class MemberLink(LinkEvents, LinkCommands):
 
 
 def tell_left(address: str, token: str, key: Secret | None = None) -> None:
-    """Tell a coordinator that the worker of `token` is gone, and wait a little for its answer."""
+    """Tell the coordinator that the worker of `token` has left, and wait up to LINGER_MS for the answer."""
     curve = CurveKeys(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:
         for one in parse_addresses("--server", address):

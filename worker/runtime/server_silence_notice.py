@@ -1,21 +1,21 @@
-"""Tells the user of a server that is silent, long before it counts as lost: else nothing says why no step is done."""
+"""Tells the user of a silent server long before it counts as lost. Else the user sees no reason for missing steps."""
 
 from __future__ import annotations
 
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member, MemberPhase
 
-SILENT_NS = 3 * NS  # the server says something to each member once a second
+SILENT_NS = 3 * NS  # the server sends each member a message at least once a second
 
 
 class SilenceNotice:
-    """The silence of one member's server."""
+    """Notices when one member's server falls silent, and when it answers again."""
 
     def __init__(self) -> None:
         self.told = False
 
     def sentence(self, member: Member, address: str, now_ns: int) -> str:
-        """Return what is to be said now: once when the server falls silent, once when it is back; else ""."""
+        """Return a sentence when the server falls silent, and another when it answers again; else ""."""
         silent = member.phase is MemberPhase.RUNNING and now_ns - member.heard_ns >= SILENT_NS
         if silent == self.told:
             return ""

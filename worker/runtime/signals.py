@@ -1,4 +1,4 @@
-"""How a manager ends a script that has joined a run."""
+"""Signals by which a manager ends a script that has joined a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ DEFAULTS = {
 }
 
 
-_told = threading.Event()  # to end, and no step was taken since
+_told = threading.Event()  # set by a signal; a further step clears it
 
 
 def told_to_end() -> bool:
-    """Whether this script was told to end, and ends: also where a Trainer has caught KeyboardInterrupt and calls sys.exit()."""
+    """Return whether a signal ends this script, also if a Trainer has caught KeyboardInterrupt and calls sys.exit()."""
     return _told.is_set()
 
 
 def goes_on() -> None:
-    """The script has taken another step."""
+    """Note that the script has taken another step, and so goes on in spite of a signal."""
     _told.clear()
 
 
 def leave_when_told() -> None:
-    """SIGTERM and SIGHUP end this script as Ctrl-C does: it leaves the run. A handler of the script's own stays.
+    """Make SIGTERM and SIGHUP end this script as Ctrl-C does: it leaves the run. The script's own handlers stay.
 
-    A manager may send them to each process of a job, and ps-worker, which was told too, passes its own on: the first one counts
-    and another one is of the same end. So is a second of its kind where there is a ps-worker. Once more does not wait.
+    A manager may signal each process of a job, and ps-worker passes the signal that it receives itself on. So the first
+    signal raises KeyboardInterrupt, and further kinds of signals are ignored, as is one repetition of each kind if
+    there is a ps-worker. A repetition after that ends the script at once.
     """
     worker, heard = os.getpid(), Counter[int]()
     passed_on = 1 if find() else 0
@@ -41,7 +42,7 @@ def leave_when_told() -> None:
     def interrupt(number: int, frame: object) -> None:
         again, first = heard[number] > passed_on, not heard
         heard[number] += 1
-        if number != signal.SIGINT and (again or os.getpid() != worker):  # a process that the script has forked is none
+        if number != signal.SIGINT and (again or os.getpid() != worker):  # a forked process is no worker
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif first or again or os.getpid() != worker:
