@@ -1,5 +1,7 @@
-"""Addresses as they are written: tcp://HOST:PORT, and the Unix socket beside it on the same machine. Peers tell each other
-tcp://HOST:PORT/KEY where the run has keys: the public key that answers there, in 64 hex digits."""
+"""The text of addresses: tcp://HOST:PORT, and the Unix socket beside it on the same machine.
+
+In a run with keys, peers send each other tcp://HOST:PORT/KEY, with the public key of the process there in 64 hex digits.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from collections.abc import Sequence
 from narrows.protocols.errors import UsageError
 
 ANY_HOST = "0.0.0.0"
-LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another address of it
-ANY_HOSTS = (ANY_HOST, "*", "[::]")  # what binds to every address of a machine
+LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another loopback address
+ANY_HOSTS = (ANY_HOST, "*", "[::]")  # hosts that bind to every address of a machine
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches it."""
+    """True if only this machine reaches `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -23,12 +25,21 @@ def is_loopback(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """A host as an address of ours has it: IPv6 in brackets."""
+    """Return a host as an address has it: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
-    """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
+    """Return (host, port) of tcp://host:port.
+
+    Args:
+        flag: the flag that the user gave, for the error.
+        address: its value.
+        any_port: port 0 is allowed.
+
+    Raises:
+        UsageError: one sentence that names the flag.
+    """
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
     fits = re.fullmatch(r"[0-9]{1,5}", port) and (0 if any_port else 1) <= int(port) < 65536
     if not address.startswith("tcp://") or not colon or not HOST.fullmatch(host) or not fits:
@@ -38,7 +49,11 @@ def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str,
 
 
 def parse_addresses(flag: str, addresses: str) -> list[str]:
-    """Those of a server and its standbys, with commas between them. Raises UsageError, one sentence that names the flag."""
+    """Return the addresses of a server and its standbys, which are separated by commas.
+
+    Raises:
+        UsageError: one sentence that names the flag.
+    """
     for address in (parted := addresses.split(",")):
         parse_address(flag, address)
     return parted
@@ -49,13 +64,13 @@ KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
 
 
 def parted(address: str) -> tuple[str, str]:
-    """tcp://host:port of an address that a peer told, and the key that answers there; "" where it names none."""
+    """Return tcp://host:port and the key of an address that a peer sent; key "" if the address has none."""
     match = KEYED.fullmatch(address)
     return (match[1], match[2] or "") if match else (address, "")
 
 
 def is_address(address: str) -> bool:
-    """Whether an address that a peer told is one."""
+    """True if an address that a peer sent is valid."""
     try:
         host, _ = parse_address("", parted(address)[0])
     except UsageError:
@@ -64,7 +79,7 @@ def is_address(address: str) -> bool:
 
 
 def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
-    """Whether these, that a peer told, are addresses. No hosts, or "" for one: where the peer itself is."""
+    """True if hosts and ports that a peer sent are valid. No hosts, or "" for one, mean the host of the peer itself."""
     if len(hosts) not in (0, len(ports)):
         return False
     return all(
@@ -74,8 +89,9 @@ def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
 
 
 def local_endpoint(port: int) -> str:
-    """The Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
+    """Return the Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
 
-    It moves a model a quarter faster than TCP over loopback. Its name lives in the network namespace, as the port does.
+    The Unix socket moves a model a quarter faster than TCP over loopback. Its name belongs to the network namespace, as
+    the port does.
     """
     return f"ipc://@narrows-{port}"

@@ -1,10 +1,10 @@
-"""The errors of Narrows: each is one sentence for a person, and the exit code of the design it ends a command with."""
+"""The errors of Narrows. Each has one sentence for the user, and the exit code with which it ends a command."""
 
 from __future__ import annotations
 
 
 class NarrowsError(Exception):
-    """Base of all errors that a user may meet. `exit_code` as in docs/reference.md, "Exit codes"."""
+    """Base of all errors that a user may see. docs/reference.md, "Exit codes", lists each `exit_code`."""
 
     exit_code = 1
 
@@ -34,29 +34,29 @@ class IncompatibleError(NarrowsError):
 
 
 class ServerLostError(NarrowsError):
-    """The server was there and is no more."""
+    """The server has answered before, and is lost."""
 
     exit_code = 6
 
 
 class StageLostError(NarrowsError):
-    """Another stage of this pipeline was there and is no more."""
+    """Another stage of this pipeline has answered before, and is lost."""
 
     exit_code = 6
 
 
 class NotSavedError(NarrowsError):
-    """The run was trained, and its model or a checkpoint of its end could not be written."""
+    """The run has ended, and its model or last checkpoint could not be written."""
 
     exit_code = 7
 
 
 class LocalProtocolError(NarrowsError):
-    """Our own code broke the protocol: a bug here."""
+    """Narrows itself broke the protocol: a bug in this process."""
 
 
 class RemoteProtocolError(NarrowsError):
-    """The peer broke the protocol: its session ends, no state changes."""
+    """The peer broke the protocol: its session ends, and no state changes."""
 
     exit_code = 5
 

@@ -1,11 +1,13 @@
-"""Messages to frames and back: the bytes on the link.
+"""The wire: messages to frames and back.
 
 A message is one ZeroMQ multipart message of one or two frames:
 
     frame 0   b"NRWS", protocol version (1 byte), msgpack array [kind, field, field, ...]
     frame 1   the payload, raw (only kinds that have one)
 
-Rules: nothing here allocates by a length that a peer states; every bad byte is a RemoteProtocolError that names it.
+Rules
+- No code here allocates memory by a length that a peer states.
+- Bytes that are not valid raise a RemoteProtocolError that names the fault.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from narrows.protocols.messages import KIND_OF, KINDS, Buffer, Message
 MAGIC = b"NRWS"
 VERSION = 18
 PREFIX_BYTES = len(MAGIC) + 1
-HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor, and a Ready holds the buffers of a model, as bytes both
-FIELDS_BYTES_MAX = 4 << 20  # of a header or a packed field, raw bytes aside: unpacked they are up to 64 times as much
-FIELDS_MAX = 64  # no message has more
-ROWS_MAX = 1 << 16  # no model has as many module buffers
-BYTES = (0xC4, 0xC5, 0xC6)  # how a field of bytes begins
+HEADER_BYTES_MAX = 64 << 20  # large, because a ModelSpec names every tensor and a Ready holds the module buffers
+FIELDS_BYTES_MAX = 4 << 20  # of a header or packed field, without raw bytes: as Python objects up to 64 times as much
+FIELDS_MAX = 64  # fields of a message
+ROWS_MAX = 1 << 16  # module buffers of a model
+BYTES = (0xC4, 0xC5, 0xC6)  # first bytes of a msgpack value of type bytes
 NOT_MSGPACK = (ValueError, msgpack.exceptions.UnpackException, RecursionError)
-PAYLOAD_BYTES_MAX = 1 << 30  # one compressed push of a shard is one frame; dense ones are cut into FRAME_BYTES
+PAYLOAD_BYTES_MAX = 1 << 30  # a compressed push to a shard is one frame; a dense one is cut into parts of FRAME_BYTES
 FRAME_BYTES = 2 << 20  # dense parts: on loopback ZeroMQ moves 1-2 MiB frames 3-4 times faster than 64 MiB ones
 FRAME_VALUES = FRAME_BYTES // 4
 
@@ -49,9 +51,11 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """Return the message of `frames`. The payload is the frame given, not a copy.
+    """Return the message of `frames`. The payload is the given frame, not a copy.
 
-    Raises IncompatibleError for another protocol version, RemoteProtocolError for anything else that is not ours.
+    Raises:
+        IncompatibleError: the peer has another protocol version.
+        RemoteProtocolError: the frames are no valid message.
     """
     if not 1 <= len(frames) <= 2:
         raise RemoteProtocolError(f"a message has 1 or 2 frames, this one has {'more' if frames else 'none'}")
@@ -89,14 +93,14 @@ def decode(frames: Sequence[Buffer]) -> Message:
 
 
 def _fields_bytes(packed: Buffer) -> int:
-    """Count how much of a header is no raw bytes. Nothing is made of it yet."""
+    """Return the size of a header without its raw bytes, before any object is made of it."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
     unpacker.feed(packed)
     return _row_bytes(unpacker, packed, "the header")
 
 
 def _row_bytes(unpacker: msgpack.Unpacker, packed: Buffer, what: str) -> int:
-    """Count how much of the array that comes next is no raw bytes."""
+    """Return the size of the next array without its raw bytes."""
     size, count = 0, unpacker.read_array_header()
     if count > FIELDS_MAX:
         raise RemoteProtocolError(f"{what} has {count} fields, more than {FIELDS_MAX}")
@@ -114,8 +118,16 @@ def pack(value: object) -> bytes:
 
 
 def unpack(packed: bytes, most: int = FIELDS_BYTES_MAX, rows: bool = False) -> object:
-    """The inverse of `pack`; lists come back as lists. `rows`: it is a map of lists, in which raw bytes do not count. Raises
-    RemoteProtocolError, for more than `most` bytes before anything is made of them."""
+    """Return the value of a `bytes` field that `pack` made. Lists come back as lists.
+
+    Args:
+        packed: the field.
+        most: bytes that it may have.
+        rows: the value is a map of lists; raw bytes in it do not count for `most`.
+
+    Raises:
+        RemoteProtocolError: the field is too large (found before any object is made of it), or is not msgpack.
+    """
     try:
         size = _rows_bytes(packed) if rows and len(packed) > most else len(packed)
         if size > most:
@@ -126,7 +138,7 @@ def unpack(packed: bytes, most: int = FIELDS_BYTES_MAX, rows: bool = False) -> o
 
 
 def _rows_bytes(packed: Buffer) -> int:
-    """Count how much of a map of lists is no raw bytes."""
+    """Return the size of a map of lists without its raw bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
     unpacker.feed(packed)
     size, count = 0, unpacker.read_map_header()

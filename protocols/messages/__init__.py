@@ -13,8 +13,8 @@ The classes stand in files by the conversation that they belong to. Sender and r
     pipeline.py   the stages of a pipeline send tensors to each other
     base.py       Message, the base class of all; the types of fields and the checks of these
 
-This file has the tables. `KINDS` gives each class its number. protocols/wire.py makes frames of a message by that
-table. docs/protocol.md says when a machine sends which message.
+This file has the tables. `KINDS` gives each class its number, and protocols/wire.py makes frames of a message by it.
+docs/protocol.md says when a machine sends which message.
 
 Rules
 - A message is a header (all fields but `payload`) and at most one payload frame. No transport looks into the payload.
@@ -224,24 +224,24 @@ KINDS: dict[int, type[Message]] = {
     64: PipelineTensor,
     65: PipelineBeat,
 }
-# These messages of a member go over a connection of their own: behind a large push a heartbeat would come after its
-# lease. They keep one order: the last buffers of a worker come before its Leave.
+# A member sends these messages over a connection of their own: behind a large push a heartbeat would arrive after the
+# lease. They stay in order: the last buffers of a worker come before its Leave.
 CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, FailoverVote, RangeAsk, AgreeAsk, PipelineBeat)
 OF_COPIES = (
     ReplicationFollow,
     ReplicationProgress,
     FailoverNotice,
     FailoverVote,
-)  # between a server, its standby, and the members that choose
+)  # between a server, its standby, and the members that vote
 
 
 def beside(message: Message) -> bool:
-    """It is no event of the machine that it comes to."""
+    """True if the runner handles the message itself: it is no event of the machine."""
     return isinstance(message, (*OF_COPIES, FileRequest)) or (
         isinstance(message, RemoteShardsOffer) and not message.token
     )
 
 
-# A server's runner puts the send time into these: the machine made them before it folded and published.
+# A server's runner writes the send time into these: the machine made them earlier, before it folded and published.
 TIMED = (PushAck, State, Rows, Moments, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

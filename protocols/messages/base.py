@@ -8,7 +8,7 @@ How it works
 4. A receiver decodes the frames (protocols/wire.py) and makes the same class of them. The same checks run again. So no
    machine ever sees a field of another type, whatever a peer sends.
 
-A machine checks the meaning of a field itself: a known worker, a clock that may be, keys inside of its range.
+A machine checks the meaning of a field itself: a known worker, a possible clock, keys inside its range.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from narrows.protocols.errors import RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
 
-TEXT_MAX = 4096  # characters of one string: longer ones are no message of ours
-LIST_MAX = 1 << 20  # items of one list: a million tensors or members is beyond any run
-CLOCK_MAX = 1 << 53  # exact in every language that reads a record
+TEXT_MAX = 4096  # characters of one string: no message of Narrows has a longer one
+LIST_MAX = 1 << 20  # items of one list: no run has a million tensors or members
+CLOCK_MAX = 1 << 53  # float64 holds all integers up to this: exact in every language that reads a record
 INT_MAX = (1 << 63) - 1
 
 Pair = tuple[int, int]
@@ -36,31 +36,31 @@ Quads = tuple[tuple[int, int, int, int], ...]
 Weights = tuple[tuple[int, float], ...]
 Ints = tuple[int, ...]
 Sets = tuple[Ints, ...]
-Name = str  # of one line, which may be shown as it is
+Name = str  # one line of printable characters, safe to show as it is
 Texts = tuple[str, ...]
 
 
 class RefuseCode(IntEnum):
-    """Why a server refuses. The value is the exit code of the design where there is one."""
+    """Why a server refuses. The value is the exit code of the command, if there is one for it (docs/reference.md)."""
 
     UNREACHABLE = 3
     AUTHENTICATION = 4
     INCOMPATIBLE = 5
     SERVER_LOST = 6
-    NOT_A_MEMBER = 64  # expired, or from before a restart: join again
+    NOT_A_MEMBER = 64  # the member's lease has expired, or the server has restarted: join again
     OVER = 65  # the run has ended
-    TAKEN = 66  # another standby has this place; it may be lost soon
+    TAKEN = 66  # the server has another standby; ask again, that one may be lost soon
 
 
 class PushStatus(IntEnum):
-    """The promise of an ack. HELD: all buckets are here, send no more; FOLDED: it is in the model, for good."""
+    """What a PushAck promises."""
 
-    HELD = 1
-    FOLDED = 2
+    HELD = 1  # the shard has all parts of the update: the child need not repeat them
+    FOLDED = 2  # the update is in the shard's model, for good
 
 
-INTS = frozenset({int, RefuseCode, PushStatus})  # types of a whole number; bool is none
-PLAIN = {"float": float, "bool": bool, "bytes": bytes}  # of these annotations the type says all
+INTS = frozenset({int, RefuseCode, PushStatus})  # types that count as a whole number; bool does not
+PLAIN = {"float": float, "bool": bool, "bytes": bytes}  # annotations whose check is the type alone
 
 
 def _is_int(value: object) -> bool:
@@ -74,7 +74,7 @@ def _is_rows(value: object, width: int, last: type) -> bool:
         return True
     if {*map(type, value)} != {tuple} or {*map(len, value)} != {width}:
         return False
-    # By column: a ledger names every member, and is made each time that one joins.
+    # Check by column, for speed: a ledger names every member, and is made each time that a member joins.
     *columns, final = zip(*value, strict=True)
     if last is float:
         return {*map(type, final)} == {float} and all(map(_are_ints, columns))
@@ -89,7 +89,7 @@ def _is_ints(value: object) -> bool:
     return type(value) is tuple and len(value) <= LIST_MAX and _are_ints(value)
 
 
-# One checker for each annotation that a message may use; messages use no other.
+# One check for each annotation that a field of a message may have.
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "float": lambda v: type(v) is float,
@@ -111,14 +111,14 @@ Checks = list[tuple[str, Callable[[Any], bool], str]]  # field, check, annotatio
 
 
 class Message:
-    """Base of all messages: checks its fields by their annotations when made. Raises RemoteProtocolError."""
+    """Base of all messages. Checks its fields by their annotations when made; raises RemoteProtocolError."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
         plain, count, types, rest, whole = _checks(kind)
-        found = plain(self)  # most fields are looked at together, the whole numbers first
+        found = plain(self)  # the plain fields, the whole numbers first: checked together, for speed
         numbers = found[:count]
         right = INTS.issuperset(map(type, numbers)) and tuple(map(type, found[count:])) == types
         right = right and min(numbers, default=0) >= -1 and max(numbers, default=0) <= INT_MAX
@@ -136,8 +136,12 @@ def _short(value: object) -> str:
 
 @cache
 def _checks(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], int, tuple[type, ...], Checks, Checks]:
-    """Return a reader of the plain fields; how many of them are whole numbers, and the types of the others; the checks
-    of the fields that are not plain; those of all."""
+    """Return the checks of one message class, prepared.
+
+    Returns:
+        A reader of the plain fields; the number of whole numbers among them; the types of the other plain fields; the
+        checks of the fields that are not plain; the checks of all fields.
+    """
     whole = [(f.name, CHECKS[str(f.type)], str(f.type)) for f in fields(kind)]
     numbers = [name for name, _, annotation in whole if annotation == "int"]
     others = {name: PLAIN[annotation] for name, _, annotation in whole if annotation in PLAIN}

@@ -28,45 +28,48 @@ from narrows.protocols.messages.base import Buffer, Ints, Message, Name, Pairs, 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
+    """Child to coordinator: the child is live."""
+
     worker: int
     epoch: int
-    sent_ns: int
-    roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
-    below: str = ""  # of a cluster: itself and all below it, a line each
-    ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
-    move: int = 0  # number of the newest Move that is here; a newer one is the answer
-    copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
-    road_ns: int = 0  # the longest round trip of a heartbeat of late
-    summary: bytes = b""  # figures of this member, and of all below it (protocols/member/heartbeat_summary.py), packed
+    sent_ns: int  # by the child's system clock
+    roster: int = 0  # epoch of the newest Roster that the child has; the coordinator answers with a newer one (gossip)
+    below: str = ""  # of a cluster: a line for itself and one for each member below it
+    ended: bool = False  # the worker has done its last step, and answers its peers until all have (gossip)
+    move: int = 0  # number of the newest Move that the child has carried out; the coordinator answers with a newer one
+    copied: bool = False  # of a cluster: its standby has a copy of all, and goes on if this connection ends
+    road_ns: int = 0  # the longest recent round trip of a heartbeat
+    summary: bytes = b""  # figures of the child and of all below it (protocols/member/heartbeat_summary.py), packed
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
+    """Coordinator to child: the answer to a Heartbeat, or a probe of the connection."""
+
     worker: int
     epoch: int
-    echo_ns: int  # the `sent_ns` that is answered
-    received_ns: int
-    sent_ns: int
-    tree: str = ""  # for a cluster: all levels, from the root down, a line each
+    echo_ns: int  # `sent_ns` of the Heartbeat; 0: a probe, which answers none
+    received_ns: int  # when the Heartbeat came, by the server's system clock
+    sent_ns: int  # by the same clock
+    tree: str = ""  # for a cluster: all levels of the tree, from the root down, a line each
     clock: int = 0  # of the run
-    waits: Name = ""  # for which members the run waits, a clause; "": for none
-    stops: bool = False  # the server is being stopped: hand over your model (gossip)
+    waits: Name = ""  # the members that the run waits for, a clause; "": none
+    stops: bool = False  # the user stops the server: hand over your model (gossip)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers(Message):
-    """Lowest live rank to coordinator: the module's buffers, packed, as they are after `clock` updates of it. Coordinator to a
-    worker that asked: those of the run. `clock` -1 there: its own are those of the run, and it sends them."""
+    """The module's buffers: from the live worker of the lowest rank to the coordinator, or in answer to BuffersAsk."""
 
     worker: int
     epoch: int
-    clock: int
-    payload: Buffer
+    clock: int  # updates of the sender; -1 in an answer: the worker's own buffers are the run's, so it sends them
+    payload: Buffer  # the buffers, packed
 
 
 @dataclass(frozen=True, slots=True)
 class BuffersAsk(Message):
-    """Worker to coordinator: it shows the shared model after `clock` updates of its own, and needs its buffers."""
+    """Worker to coordinator: a request for the run's buffers, to show the shared model after `clock` own updates."""
 
     worker: int
     epoch: int
@@ -75,49 +78,50 @@ class BuffersAsk(Message):
 
 @dataclass(frozen=True, slots=True)
 class RangeAsk(Message):
-    """Worker to coordinator: which samples may I compute on for my update `clock`? The ranges of all epochs are counted
-    through: each epoch of `samples` has ceil(samples / size), the last one shorter. `holds`: so many of those that were handed
-    out for this clock will be in it; the others go back. Asked again under the same number, it has the same answer."""
+    """Worker to coordinator: the request for a range of samples to compute on.
+
+    Ranges are numbered through all epochs: each epoch of `samples` samples has ceil(samples / size) ranges, the last
+    one shorter. The coordinator gives the same answer to each copy of a request.
+    """
 
     worker: int
     epoch: int
-    number: int  # of this ask, from 1 on
-    clock: int
-    holds: int
-    samples: int
-    size: int
-    limit: int  # only ranges before this one
+    number: int  # of this request, from 1 on
+    clock: int  # of the update that the samples are for
+    holds: int  # of the ranges given for `clock`, the number that the update will hold; the others go back
+    samples: int  # of one epoch
+    size: int  # samples of a range
+    limit: int  # give only ranges with smaller numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Range(Message):
-    """Coordinator to worker: the answer to that ask. `over`: all ranges before its limit are done."""
+    """Coordinator to worker: the answer to a RangeAsk."""
 
     worker: int
     epoch: int
-    number: int
-    index: int  # of the range, -1: there is none now
-    over: bool
+    number: int  # of the RangeAsk
+    index: int  # number of the range; -1: none is free now
+    over: bool  # all ranges before the limit are done
 
 
 @dataclass(frozen=True, slots=True)
 class AgreeAsk(Message):
-    """Worker to coordinator: my script calls agree(value) at its step `at`. Asked again under the same number, it has the same
-    answer."""
+    """Worker to coordinator: the script calls agree(value). The coordinator gives the same answer to each copy."""
 
     worker: int
     epoch: int
-    number: int  # of this ask, from 1 on
-    at: int
-    call: int  # which of the calls at that step this is, from 0 on
+    number: int  # of this request, from 1 on
+    at: int  # step of the script
+    call: int  # number of the call within that step, from 0 on
     clock: int  # of the next update of this worker
     value: float
-    weight: int  # workers that are behind it: more than one of a cluster
+    weight: int  # number of workers that the value stands for; a cluster's is their mean
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed(Message):
-    """Coordinator to worker: the answer to that ask, the mean of all values."""
+    """Coordinator to worker: the answer to an AgreeAsk: the mean of all values."""
 
     worker: int
     epoch: int
@@ -129,36 +133,36 @@ class Agreed(Message):
 class Ledger(Message):
     """Coordinator to shard: all that the coordinator has decided. The newest replaces all before it."""
 
-    version: int
+    version: int  # number of this ledger
     generation: int
-    restart_clock: int  # the checkpoint that this generation starts from, -1: none
+    restart_clock: int  # of the checkpoint that this generation starts from; -1: none
     epoch: int
     started: bool
-    initialiser: int  # the worker whose weights are the first, -1: nobody yet
+    initialiser: int  # the worker whose weights are the first; -1: none chosen yet
     members: Triples  # worker, epoch joined, clock joined
     min_clock: int
-    sets: Sets  # of closed clocks that this shard may lack: clock, worker, its update, worker, its update, ...
-    departed: Pairs  # worker, update: of those who left, for the next set
+    sets: Sets  # closed clocks that this shard may lack, each as: clock, worker, its update, worker, its update, ...
+    departed: Pairs  # worker, update: of members that left, for the next set
     norms: Weights  # clock, L2 norm of the folded mean over all shards (max_grad_norm)
-    checkpoint: int  # write one when this clock is published, -1: none asked for
-    over: bool
-    report_seen: int
-    plan: bytes  # empty once the shard has it
-    sources: Pairs = ()  # worker, rank: who gives the model of which rank to the mean that the first weights are (gossip)
-    source_round: int = -1  # and of which round of the run before
-    finishes: int = 0  # 1 once all workers were done, at clock `finish_at`; of a cluster, since it has its place above
+    checkpoint: int  # write a checkpoint when this clock is published; -1: none is due
+    over: bool  # the run has ended
+    report_seen: int  # version of the newest report of this shard that the coordinator has
+    plan: bytes  # `ModelSpec`, packed; b"" once the shard has it
+    sources: Pairs = ()  # worker, rank: the worker gives that rank's model; the first weights are their mean (gossip)
+    source_round: int = -1  # round of the earlier run that these models are of
+    finishes: int = 0  # 1 once all workers are done, at clock `finish_at`; of a cluster, since it has its place
     finish_at: int = 0
-    # In a cluster with a server above:
-    above: bytes = b""  # its place in that run (ps/parent/parent_link.py), empty while it has none
-    weights: int = -1  # the worker whose first weights are on every shard, to be handed up
-    roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
-    alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
-    shared: int = -1  # the newest checkpoint that all shards have, -1: none
-    names: bytes = b""  # of each member, NAME_BYTES: who speaks for it has this name
-    settings: bytes = b""  # of this generation, packed; empty once the shard is in it
+    # In a cluster with a parent:
+    above: bytes = b""  # the cluster's place in the parent's run (ps/parent/parent_link.py); b"": none
+    weights: int = -1  # the worker whose first weights are on every shard, to be sent to the parent
+    roster: bytes = b""  # the newest Roster of the parent's run, encoded (gossip among clusters)
+    alone: bool = False  # the parent is lost, and the run goes on without it (gossip)
+    shared: int = -1  # clock of the newest checkpoint that all shards have; -1: none
+    names: bytes = b""  # NAME_BYTES of each member: a routing id that begins so may send its messages
+    settings: bytes = b""  # of this generation, packed; b"" once the shard is in it
 
     def decides_as(self, other: Ledger) -> bool:
-        """Only the numbers of the messages differ."""
+        """True if the two differ at most in `version` and `report_seen`."""
         return DECISIONS(self) == DECISIONS(other)
 
 
@@ -167,34 +171,36 @@ DECISIONS = attrgetter(*(f.name for f in fields(Ledger) if f.name not in ("versi
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Shard to coordinator: all that it has seen and done. The newest replaces all before it, but for `arrived`, which has
-    what is not in a report that the coordinator has shown to have."""
+    """Shard to coordinator: all that the shard has seen and done. The newest replaces all before it, but for `arrived`.
+
+    `arrived` has what no report has that the coordinator has acknowledged.
+    """
 
     shard: int
     port: int
-    version: int
-    incarnation: int  # of this process: a new one means that it was restarted
+    version: int  # number of this report
+    incarnation: int  # of the shard's process; a new one means that the shard was restarted
     generation: int
-    ledger_seen: int
+    ledger_seen: int  # version of the newest ledger that the shard has
     epoch: int
-    planned: bool
-    weights_from: int
-    min_clock: int  # published
-    arrived: Pairs  # worker, clock: updates of it that are here whole
+    planned: bool  # the shard has the plan of the model
+    weights_from: int  # the worker whose first weights are here; -1: none
+    min_clock: int  # of the newest publication
+    arrived: Pairs  # worker, clock: updates whose parts are all here
     norms: Weights  # clock, squared L2 norm of the folded mean on this shard
     checkpoints: Ints  # clocks of the checkpoints on disk
     finishing: Ints = ()  # workers that wait for the last model
-    finishes: int = 0  # of the ledger's, that are done here
-    # In a cluster with a server above:
-    from_above: int = 0  # epoch of the place whose first state is here
-    at_rest: bool = True  # the server above has all that this shard has for it
-    ended: bool = False  # it has done its last round with other clusters, but for that of all (gossip)
-    trouble: str = ""  # what ended the session of this shard
+    finishes: int = 0  # the ledger's `finishes`, as far as the shard has carried it out
+    # In a cluster with a parent:
+    from_above: int = 0  # epoch of the place whose first state of the parent is here
+    at_rest: bool = True  # the parent has all that this shard has for it
+    ended: bool = False  # the shard has done its last round with other clusters, but for the last of all (gossip)
+    trouble: str = ""  # the error that ended this shard's session with the parent
     # Checkpoints:
-    tried: int = -1  # the clock of the newest that it has tried to write
-    wrote_ns: int = 0  # how long that took
-    bytes_up: int = 0  # to above, and from there
-    bytes_down: int = 0
-    host: Name = ""  # where members find a shard that is on another machine than shard 0
-    saved: Pairs = ()  # worker, clock: what of it is in the checkpoint of `saved_at` (where updates are folded at once)
+    tried: int = -1  # clock of the newest checkpoint that the shard has tried to write
+    wrote_ns: int = 0  # time that this took
+    bytes_up: int = 0  # sent to the parent
+    bytes_down: int = 0  # received from the parent
+    host: Name = ""  # where members find a shard on another machine than shard 0
+    saved: Pairs = ()  # worker, clock: updates in the checkpoint of `saved_at` (if updates are folded at once)
     saved_at: int = -1

@@ -2,7 +2,7 @@
 
 How it works, copying
 1. `ps-serve --standby` sends `ReplicationFollow` with shard -1 to shard 0 of the server. Shard 0 answers
-   `ReplicationBegin`: what the processes of the standby must be told.
+   `ReplicationBegin`: the settings that the processes of the standby need.
 2. Each process of the standby sends `ReplicationFollow` to the shard that it copies. The shard sends
    `ReplicationEntry`: its machine in parts, and then each event of the machine.
 3. `ReplicationFollow` acknowledges the entries. The shard holds the effects of an event back until the standby has the
@@ -10,12 +10,12 @@ How it works, copying
 4. Each shard tells shard 0 by `ReplicationProgress` how far the copy is.
 
 How it works, taking over
-1. Shard 0 sends `FailoverNotice` to members and shards: who serves in this view, and who stands by. Each member answers
-   once in a view with `FailoverVote`.
-2. A member that hears the server no more sends its `FailoverVote` to the standby.
-3. The standby hears the server no more either, and half of the members vote for it. It serves, and sends
-   `FailoverNotice` to the members. If the standby still hears the server, it answers `KeepServing` instead: the vote
-   counts no more.
+1. Shard 0 sends `FailoverNotice` to members and shards: the view, and the standby's address. Each member answers once
+   in a view with `FailoverVote`.
+2. A member that receives nothing from the server any more sends its `FailoverVote` to the standby.
+3. The standby receives nothing from the server either, and half of the members vote for it. It serves, and sends
+   `FailoverNotice` to the members. If the standby still receives from the server, it answers `KeepServing` instead: the
+   vote no longer counts.
 
 The same votes cannot keep the server and elect the standby. docs/protocol.md, "A standby", has each case.
 """
@@ -29,64 +29,64 @@ from narrows.protocols.messages.base import Buffer, Ints, Message, Name
 
 @dataclass(frozen=True, slots=True)
 class ReplicationFollow(Message):
-    """Standby to the shard that it copies: what is here of it. It acknowledges, and said again it is a sign of life."""
+    """Standby to the shard that it copies: how much the standby has. An acknowledgement and a heartbeat."""
 
-    shard: int  # -1: what must a server be told to stand by for you?
-    have: int  # events up to this one, and what follows from them; -1: no machine
-    life: int = -1  # of the shard, of which that is: an incarnation
-    machine: int = -1  # of the machine as it was after this event ...
-    parts: int = 0  # ... so many parts are here
+    shard: int  # -1: a request for ReplicationBegin
+    have: int  # number of the newest event that the standby has replayed; -1: no machine yet
+    life: int = -1  # the incarnation of the shard that `have` counts events of
+    machine: int = -1  # of the copy of the machine as it was after this event ...
+    parts: int = 0  # ... the standby has this many parts
     address: Name = ""  # where members find the standby (shard 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationBegin(Message):
-    """Shard 0 to a standby: what it must be told, a msgpack map."""
+    """Shard 0 to a standby: the settings that its processes need."""
 
-    told: bytes
+    told: bytes  # a msgpack map
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationEntry(Message):
-    """Shard to its standby: event `number`, or where `parts` is not 0, a part of the machine as it was after that event."""
+    """Shard to its standby: one event, or if `parts` > 0, one part of the machine as it was after event `number`."""
 
-    life: int  # of the shard: its incarnation; events are counted anew in each
-    number: int
+    life: int  # incarnation of the shard; events are counted anew in each
+    number: int  # of the event
     part: int
-    parts: int
-    about: bytes  # of an event: its kind, time, peer and values (ps/replication/events.py)
-    frames: int  # of its message, 0: it has none
-    header: bytes  # the first of them
-    payload: Buffer  # the second; of a machine: this part of it
+    parts: int  # 0: an event
+    about: bytes  # kind, time, peer and values of the event (ps/replication/events.py)
+    frames: int  # number of frames of the event's message; 0: no message
+    header: bytes  # the first frame
+    payload: Buffer  # the second frame; or the part of the machine
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationProgress(Message):
-    """Shard to shard 0 of the same server, and the same between two that stand by: how far copying is."""
+    """Shard to shard 0 of the same server, or of the same standby: the progress of the copy."""
 
     shard: int
     view: int
-    standby: Name  # which has all of this shard, or had it a moment ago: where members find it; "": none has
+    standby: Name  # address of the standby that has all of this shard, or had it a moment ago; "": none
     port: int  # where this shard listens
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverNotice(Message):
-    """Who serves: shard 0 to members and to the other shards. Each change of who does has a number of its own.
+    """Shard 0 to members and to the other shards: the server of a view. Each change of server has a new view.
 
-    From the server that members know: it serves, and `standby` stands by, "": nobody does; not `decided`: it asks for votes.
-    From the standby: it serves now, and its shards listen on `ports`, on the host where it was dialled.
+    From the server that members know: this server serves. From the standby: the standby serves now, and its shards
+    listen on `ports`, on the host where members dialled it.
     """
 
     view: int
-    standby: Name
-    decided: bool
+    standby: Name  # address of the server's standby; "": none
+    decided: bool  # False: the server asks for votes
     ports: Ints = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverVote(Message):
-    """Member to the server, or to its standby: in view `view` I take you for the server, and nobody else."""
+    """Member to the server, or to its standby: the member's vote for the receiver as the server of view `view`."""
 
     worker: int
     epoch: int
@@ -96,7 +96,7 @@ class FailoverVote(Message):
 
 @dataclass(frozen=True, slots=True)
 class KeepServing(Message):
-    """Standby to member: the server lives, and your vote does not count any more."""
+    """Standby to member: the server is live, and the member's vote no longer counts."""
 
     view: int
     attempt: int

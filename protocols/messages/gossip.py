@@ -22,45 +22,41 @@ from narrows.protocols.messages.join import NAME_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Roster(Message):
-    """Coordinator to worker: who may mix with whom from now on (gossip)."""
+    """Coordinator to worker: the workers that may mix from now on (gossip)."""
 
-    worker: int  # that it is for
+    worker: int  # the receiver
     epoch: int
     started: bool
-    members: Quads  # worker, epoch joined, rank, 0 for one that began with the run
+    members: Quads  # worker, epoch joined, rank, 0 if it began with the run
     addresses: Texts  # of each member
-    closed: bool = False  # all of them have done their last step, and nobody joins any more
-    names: Texts = ()  # for each member: how the routing ids begin by which it and this worker dial each other
-    round: int = 0  # that the run begins with
+    closed: bool = False  # all members have done their last step, and no worker may join any more
+    names: Texts = ()  # of each member: `pair_name` of the member and the receiver
+    round: int = 0  # the first of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(Message):
-    """Peer to peer: one part of the sender's side of exchange `number` of this pair, keys [begin, end).
+    """Peer to peer: one part of the sender's side of an exchange, keys [begin, end)."""
 
-    `whole`: the model itself; else its difference to what the two share. `sample`: float32, what the sender's updates of
-    its newest window sum up to at a sample of the keys, in part 0 of the first offer after that; else empty.
-    """
-
-    worker: int
-    peer: int  # that it is for
+    worker: int  # the sender
+    peer: int  # the receiver
     epoch: int  # of the sender's roster
-    round: int
-    number: int
-    part: int
-    parts: int
+    round: int  # of the sender
+    number: int  # of the exchange, counted for this pair; -1: the answer to a ModelRequest
+    part: int  # number of this part, from 0 on
+    parts: int  # number of all parts
     begin: int
     end: int
-    weight: float
-    whole: bool
+    weight: float  # of the mix, at most 0.5
+    whole: bool  # the values are the model itself; False: its difference to the pair's common reference
     codec: int
     payload: Buffer
-    sample: bytes = b""
+    sample: bytes = b""  # float32: see gossip/gain.py; in part 0 of the first offer after a window, else b""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferAck(Message):
-    """Peer to peer: all parts of your side of exchange `number` are here."""
+    """Peer to peer: all parts of the receiver's side of exchange `number` are here."""
 
     worker: int
     peer: int
@@ -69,7 +65,7 @@ class OfferAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest(Message):
-    """Peer to peer: I am new; the answer to this is an Offer of number -1, your whole model."""
+    """Peer to peer: the sender is new and asks for the whole model; the answer is an Offer of number -1."""
 
     worker: int
     peer: int
@@ -77,7 +73,7 @@ class ModelRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Message):
-    """Peer to peer: are you there? Answered with the newest OfferAck."""
+    """Peer to peer: the sender tests whether the receiver is live; the answer is its newest OfferAck."""
 
     worker: int
     peer: int
@@ -85,18 +81,19 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True)
 class GossipEnded(Message):
-    """Peer to peer: I have done my last step, and mix with whoever asks until all have."""
+    """Peer to peer: the sender has done its last step. It mixes with peers that ask until all have done theirs."""
 
     worker: int
     peer: int
 
 
 def pair_name(one: bytes, other: bytes) -> str:
-    """Return how the routing ids of two members begin by which they dial each other. It follows from the names of both, which
-    the coordinator alone knows together.
+    """Return the first characters of the routing ids with which two members dial each other.
+
+    The name follows from the names of both. Only the coordinator knows both names, so no stranger can make it up.
 
     Args:
-        one, other: bytes[NAME_BYTES], how the routing ids of each begin at its server.
+        one, other: bytes[NAME_BYTES], the first bytes of each member's routing id at its server.
     """
     low, high = sorted((one, other))
     return hashlib.sha256(low + high).hexdigest()[: 2 * NAME_BYTES]

@@ -24,48 +24,48 @@ from dataclasses import dataclass
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages.base import Buffer, Ints, Message, Name, Pairs, Sets, Texts
 
-NAME_BYTES = 8  # of a routing id: a secret of who dials, by which a server knows it again
+NAME_BYTES = 8  # first bytes of a routing id, a secret of the child: by these a server knows the child again
 WORKERS_MAX = 1 << 16  # a rank fits 16 bits; the table of members is sent whole
-MODELS_MAX = 1 << 10  # models in files that a worker of gossip offers a run which is resumed
+MODELS_MAX = 1 << 10  # models in files that a worker offers when a gossip run resumes
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Worker to coordinator: I want to join. `expect` is a msgpack map of the flags it was started with."""
+    """Child to coordinator: the request to join."""
 
     token: Name  # names this process and this attempt to join; a retry repeats it
-    host: Name
-    expect: bytes = b""
+    host: Name  # name of the child's machine, for the user
+    expect: bytes = b""  # the flags of the run that the child was started with, a msgpack map
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Coordinator to worker: your id, your rank, and the settings of the run (a msgpack map)."""
+    """Coordinator to child: the child's number and rank, and the settings of the run."""
 
-    token: str
+    token: str  # of the Hello that this answers
     worker: int
     rank: int
     world_size: int
     epoch: int
-    settings: bytes
+    settings: bytes  # `Settings`, packed
     ports: Ints  # of each shard
-    hosts: Texts = ()  # where each is, "" and (): on the host that the worker dialled
+    hosts: Texts = ()  # of each shard; "" or (): the host that the child dialled
 
 
 @dataclass(frozen=True, slots=True)
 class Declare(Message):
-    """Worker to coordinator: my model and optimizer (`ModelSpec`, packed). From here on it counts as a member."""
+    """Child to coordinator: its model and optimizer. From here on the child counts as a member."""
 
     worker: int
     epoch: int
-    plan: bytes
-    address: Name = ""  # where its peers reach it (gossip); of a cluster one for each shard, with spaces between them
-    models: Pairs = ()  # rank, round: models of a run before that it has in files (gossip), at most MODELS_MAX
+    plan: bytes  # `ModelSpec`, packed
+    address: Name = ""  # where peers reach the child (gossip); of a cluster one for each shard, separated by spaces
+    models: Pairs = ()  # rank, round: models of an earlier run in files of the child (gossip), at most MODELS_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """Coordinator to worker: the key ranges of each shard, and the clock to start from."""
+    """Coordinator to child: the key ranges of each shard, and the clock to start from."""
 
     worker: int
     epoch: int
@@ -76,22 +76,22 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True)
 class NeedWeights(Message):
-    """Shard to worker: the run has no weights yet and yours are to be the first, or in their mean."""
+    """Shard to child: send your weights. The run has none yet, and takes these or a mean with them."""
 
     worker: int
     epoch: int
-    round: int = -1  # those of the model of this round, which you have in a file (gossip); -1: those that you have now
-    rank: int = -1  # of the worker that wrote it
+    round: int = -1  # of a model in a file of the child, whose weights are meant (gossip); -1: its weights now
+    rank: int = -1  # of the worker that wrote that file
 
 
 @dataclass(frozen=True, slots=True)
 class FirstWeights(Message):
-    """Worker to shard: one part of the first weights."""
+    """Child to shard: one part of the first weights, keys [begin, end)."""
 
     worker: int
     epoch: int
-    part: int
-    parts: int
+    part: int  # number of this part, from 0 on
+    parts: int  # number of all parts
     begin: int
     end: int
     codec: int
@@ -100,10 +100,10 @@ class FirstWeights(Message):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """Worker (or the launcher, for a child that died) to coordinator. `clock`: its clock when it is done, else -1."""
+    """Child to coordinator: it leaves. The launcher sends this for a worker process that died."""
 
     token: Name
-    clock: int
+    clock: int  # the child's clock if it is done, else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +113,20 @@ class LeaveAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """Server to worker, one sentence. `epoch` is the one refused (0: none), so that a late refusal is known as such."""
+    """Server to child: its message is refused."""
 
-    code: int
+    code: int  # a `RefuseCode`
     worker: int
-    epoch: int
-    text: str
+    epoch: int  # of the refused message, 0: none; a child that is in another epoch by now ignores the refusal
+    text: str  # one sentence
 
 
 def name_of(peer: bytes) -> bytes:
-    """bytes[NAME_BYTES]: how the routing id of a peer begins."""
+    """Return the first NAME_BYTES bytes of the routing id of a peer."""
     return peer[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
 
 
 def check_name(peer: bytes, name: bytes, worker: int) -> None:
-    """Raise RemoteProtocolError unless `peer` has the name of this worker."""
+    """Raise RemoteProtocolError unless the routing id `peer` begins with `name`, the name of `worker`."""
     if name_of(peer) != name:
         raise RemoteProtocolError(f"it is not from worker {worker}, whose number it has")

@@ -20,26 +20,24 @@ from narrows.protocols.messages.base import Buffer, Message
 
 @dataclass(frozen=True, slots=True)
 class PipelineTensor(Message):
-    """Stage to stage: the next tensor of this sender to this receiver. `step`: of the sender's run, -1: of no step.
-    Both ends know the shape: it does not travel."""
+    """Stage to stage: the next tensor of this sender to this receiver. Both ends know the shape: it does not travel."""
 
-    plan: int
-    worker: int
-    life: int
-    number: int
-    step: int
-    tag: int
+    plan: int  # a number that all processes of one plan share
+    worker: int  # rank of the sender
+    life: int  # random number of the sender's process
+    number: int  # of the tensor, counted for this pair from 0 on
+    step: int  # of the sender's script; -1: of no step
+    tag: int  # the receiver asks for tensors by tag
     payload: Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineBeat(Message):
-    """Stage to stage: I live. `taken`: tensors of yours that my script has. `missed`: send again from this number on, -1:
-    nothing. `left`: 0, 1 where I have finished, 2 + my exit code where I have failed (2 alone: nobody knows)."""
+    """Stage to stage: the sender is live. It acknowledges the tensors of the receiver."""
 
     plan: int
     worker: int
     life: int
-    taken: int
-    missed: int
-    left: int
+    taken: int  # count of the receiver's tensors that the sender's script has taken
+    missed: int  # send tensors again from this number on; -1: none
+    left: int  # 0: the sender runs; 1: it has finished; 2 + exit code: it has failed (2: unknown code)

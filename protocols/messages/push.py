@@ -25,39 +25,41 @@ PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames o
 
 
 class HandOver(IntEnum):
-    """Under gossip, the `samples` of a push: whose model it is."""
+    """In gossip, the field `samples` of a Push: which model is handed over."""
 
-    STOPPED = 1  # of a worker that is stopped before its last step, or whose server is
-    LAST = 2  # the mean of all, which they end with
+    STOPPED = 1  # the model of one worker: the user stopped the worker or its server before the last step
+    LAST = 2  # the mean of all models, with which the run ends
 
 
 @dataclass(frozen=True, slots=True)
 class Push(Message):
-    """Worker to shard: one part of update `clock`, keys [begin, end). Part 0 carries `hyper`. Rows of tables are parts without
-    keys, after all others. `samples` 0: there is no update, and no payload; its worker takes part in the clock all the same."""
+    """Child to shard: one part of update `clock`, keys [begin, end).
+
+    Rows of embedding tables are parts without keys, after all other parts.
+    """
 
     worker: int
     epoch: int
     clock: int
-    part: int
-    parts: int
+    part: int  # number of this part, from 0 on
+    parts: int  # number of all parts of the update
     begin: int
     end: int
-    samples: int
-    hyper: bytes  # msgpack of the plain hyper-parameters (pushed gradients, and rows of tables), or empty
+    samples: int  # that the update was computed on; 0: an empty update, which counts for the clock; gossip: a HandOver
+    hyper: bytes  # hyper-parameters, msgpack (part 0 of pushed gradients, and of rows of tables), else b""
     codec: int
     payload: Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class PushAck(Message):
-    """Shard to worker: the whole of update `clock` is here. `weight` is final once FOLDED (0.0 before)."""
+    """Shard to child: all parts of update `clock` are here."""
 
     worker: int
     epoch: int
     clock: int
-    status: int
-    weight: float
-    want_buffers: bool
-    received_ns: int
-    sent_ns: int
+    status: int  # a `PushStatus`
+    weight: float  # with which the update was folded; 0.0 while HELD
+    want_buffers: bool  # the child is to send its module buffers
+    received_ns: int  # when the last part came, by the shard's system clock
+    sent_ns: int  # when this ack was sent, by the same clock

@@ -20,88 +20,84 @@ from dataclasses import dataclass
 
 from narrows.protocols.messages.base import Buffer, Message, Name, Weights
 
-CREDIT_MAX = 16  # publications that a child may have been sent and has not acknowledged: those that a shard keeps
+CREDIT_MAX = 16  # publications sent to a child and not yet acknowledged, at most: a shard keeps this many
 
 
 @dataclass(frozen=True, slots=True)
 class Follow(Message):
-    """Worker to shard: what I have of the published state, and what may come next. The newest replaces all before it.
+    """Child to shard: the publication that the child has, and what may come next. Replaces every Follow before it.
 
-    The shard sends each publication after `have` as it is made, at most `credit` that are not acknowledged by a Follow. A
-    whole state is sent alone, the newest only, and once it is one that `clock` may be computed on. One that says the same
-    again asks for what has not come.
+    The shard sends each publication after `have` as it makes it, until `credit` of them are not acknowledged by a
+    Follow. It sends a whole state alone: the newest one, and only once the child may compute `clock` on it. A Follow
+    with the same values as the one before asks again for what has not come.
     """
 
     worker: int
     epoch: int
-    clock: int  # that the next whole state is for
-    have: int  # the publication that is here, and with it all before, -1: none
+    clock: int  # that the child computes on the next whole state
+    have: int  # number of the newest publication that the child has, and with it all before; -1: none
     credit: int
-    coding: Name = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
-    lost: bool = False  # what was sent after `have` does not come any more: send it again at once
+    coding: Name = ""  # if states are coded with `auto`: the SPEC that suits this child's link
+    lost: bool = False  # messages after `have` are lost on the way: send them again at once
 
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Worker to shard: the master copy itself, whole, as soon as all my updates before `clock` are in. `last`: this worker has
-    done its last step, and waits for the model that all workers end with."""
+    """Child to shard: the request for the master copy, whole."""
 
     worker: int
     epoch: int
-    request: int  # from 1 on
-    clock: int
-    last: bool = False
+    request: int  # number, from 1 on; the answer repeats it
+    clock: int  # answer once all updates of this child before `clock` are folded
+    last: bool = False  # the child has done its last step, and asks for the model that all children end with
 
 
 @dataclass(frozen=True, slots=True)
 class State(Message):
-    """Shard to worker: one part of publication `publication`, or where `request` is one, of the answer to that Pull.
+    """Shard to child: one part of a publication, or of the answer to a Pull, keys [begin, end).
 
-    `whole`: the parts are all keys, and replace what is here. Else they are what this publication changed: payloads to be
-    added (`add`), or values of their keys.
-    `settled`: own updates below it are all in this state, and what else was folded with them: min_clock, and behind it for
-    a worker that was late (--quorum).
-    `contains`: own clocks >= settled that are in this state, each with the weight it was folded at.
-    `gain`: what all weights of a mean of updates sum up to, and so the weight of a residual in the replica; `ahead`: that of an
-    own update in flight. `agreement`: how long such a mean is beside its updates, 0: not measured.
+    `settled`: the state contains all own updates of this child below this clock, and all updates that were folded with
+    them. It is the min clock, and smaller for a child that was late (--quorum).
     """
 
     worker: int
     epoch: int
-    request: int  # 0: a publication
-    part: int
-    parts: int
+    request: int  # number of the Pull that this answers; 0: a publication
+    part: int  # number of this part, from 0 on
+    parts: int  # number of all parts
     begin: int
     end: int
-    whole: bool
-    add: bool
+    whole: bool  # the parts have all keys, and replace the child's pulled state; False: they are a difference
+    add: bool  # of a difference: True: add the values; False: the values replace those of their keys
     publication: int
     min_clock: int
     settled: int
-    contains: Weights
-    sent_ns: int
+    contains: Weights  # clock, weight: own updates >= `settled` in this state, and the weight of each fold
+    sent_ns: int  # by the shard's system clock
     codec: int
     payload: Buffer
-    gain: float = 1.0
-    ahead: float = 1.0
-    agreement: float = 0.0
+    gain: float = 1.0  # sum of the weights of a mean of updates: the weight of the residual in the replica
+    ahead: float = 1.0  # weight of an own update in flight in the replica
+    agreement: float = 0.0  # length of such a mean over that of one update; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAsk(Message):
-    """Worker to shard: rows of a table, as soon as they may be computed on with `clock` and all my updates before it are in.
-    An ask is a read: said again, it is answered again."""
+    """Worker to shard: the request for rows of an embedding table. A read: the shard answers each copy of it."""
 
     worker: int
     epoch: int
     request: int  # the answer repeats it
-    clock: int
-    payload: Buffer  # the table and its rows (compression/rows.py), without values
+    clock: int  # answer once the rows may be computed on with this clock, and all own updates before it are folded
+    payload: Buffer  # the table and the numbers of the rows, without values (compression/rows.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Shard to worker: the answer to that ask, [rows, dim] in its order, coded as its last byte says (compression/rows.py)."""
+    """Shard to worker: the answer to a RowsAsk: [rows, dim] in the order asked, coded as the last byte says.
+
+    compression/rows.py has the codings.
+    """
 
     worker: int
     epoch: int
@@ -112,25 +108,27 @@ class Rows(Message):
 
 @dataclass(frozen=True, slots=True)
 class MomentsAsk(Message):
-    """Worker to shard: values [begin, end) of what its optimizer keeps under this name, as they are now. Without a name: of
-    which tensors it keeps what. An ask is a read, as that for rows."""
+    """Worker to shard: the request for state of the shard's optimizer as it is now. A read, as RowsAsk."""
 
     worker: int
     epoch: int
     request: int  # the answer repeats it
     begin: int
     end: int
-    name: Name
+    name: Name  # of one array of the state, such as exp_avg; "": the list of all arrays
 
 
 @dataclass(frozen=True, slots=True)
 class Moments(Message):
-    """Shard to worker: the answer to that ask, float32[end - begin], zeros where nothing is kept; or rows [tensor, name, value]
-    (msgpack), value None where there is one for each key. `clock`: the min_clock that it is of."""
+    """Shard to worker: the answer to a MomentsAsk.
+
+    With a name: float32[end - begin], 0 for keys without a value. Without a name: rows [tensor, name, value] (msgpack);
+    value None means one value for each key.
+    """
 
     worker: int
     epoch: int
     request: int
-    clock: int
+    clock: int  # min clock of the state
     sent_ns: int
     payload: Buffer
