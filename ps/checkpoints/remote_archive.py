@@ -192,7 +192,7 @@ class ArchiveClient:
                 path.unlink(missing_ok=True)
 
     def keep(self, clock: int, shards: int, shared: int) -> tuple[int, ...]:
-        """Send the file of this clock to the archive and delete it here. Return the clocks that the archive then has."""
+        """Send the file of this clock to the archive, and delete it here. Return the archive's clocks after that."""
         path, name = checkpoint_files.path_of(self.folder, self.index, clock), os.urandom(8).hex()
         try:
             with open(path, "rb") as file:

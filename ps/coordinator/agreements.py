@@ -48,10 +48,12 @@ class PendingAgreement:
 
     @property
     def clock(self) -> int:
+        """The largest clock of the workers that have asked."""
         return max((ask.clock for ask in self.asks.values()), default=0)
 
     @property
     def weight(self) -> int:
+        """The number of workers behind the asks."""
         return sum(ask.weight for ask in self.asks.values())
 
     @property

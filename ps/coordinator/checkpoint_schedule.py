@@ -30,6 +30,8 @@ from narrows.ps.coordinator.run import Decision, Key, Run, Seat
 
 
 class CheckpointSchedule(Decision):
+    """Decides when the run starts, takes a checkpoint, goes back to one, and ends."""
+
     def __init__(self, run: Run, rounds: Clocks, above: ParentPlace) -> None:
         self.run, self.rounds, self.above = run, rounds, above
         self.needed = run.settings.workers  # number of members that the start waits for
@@ -60,7 +62,7 @@ class CheckpointSchedule(Decision):
 
     @property
     def sources(self) -> tuple[int, m.Pairs]:
-        """The round that a resumed gossip run goes on from, and who gives the models of it.
+        """The round that a resumed gossip run goes on from, and which workers give the models of it.
 
         Returns:
             The newest round that a majority of the workers can give a model of, -1: none; and pairs (worker, rank): the
@@ -249,7 +251,7 @@ class CheckpointSchedule(Decision):
 
     @property
     def deserted(self) -> bool:
-        """True if no worker is here any more and at least one has finished."""
+        """True if no worker has a seat any more and at least one has finished."""
         return self.finished_once and not self.run.seats
 
     def end(self, version: int) -> None:

@@ -55,6 +55,8 @@ class MemberProgress:
 
 
 class Clocks(Decision):
+    """Decides when the present clock, min_clock, closes, and with a barrier over which updates."""
+
     def __init__(self, run: Run) -> None:
         self.run, self.mode = run, run.mode
         self.min_clock = max(run.restart_clock, 0)
@@ -73,9 +75,11 @@ class Clocks(Decision):
     # Members.
 
     def enter(self, seat: Seat, now_ns: int) -> None:
+        """Add a new member: clocks wait for its updates from `seat.start` on."""
         self.progress[seat.worker] = MemberProgress([seat.start] * self.run.shards, seat.start, seat.start, now_ns)
 
     def left(self, seat: Seat, how: str) -> None:
+        """Forget a member. With a barrier its open update goes into the next set."""
         if seat.epoch and self.mode.barrier and self._open(seat):
             self.departed[seat.worker] = self.progress[seat.worker].taken
         self.progress.pop(seat.worker, None)
@@ -300,6 +304,7 @@ class Clocks(Decision):
         return said
 
     def fields(self, shard: int) -> dict[str, object]:
+        """min_clock, and the sets and norms of the clocks that this shard has not published yet."""
         report = self.run.reports.get(shard)
         published = report.min_clock if report is not None else 0
         sets = tuple((clock, *chain(*rows)) for clock, rows in self.sets.items() if clock >= published)

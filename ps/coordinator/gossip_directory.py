@@ -27,6 +27,7 @@ class GossipDirectory(Decision):
 
     @property
     def begun(self) -> bool:
+        """True if this is a gossip run that has started."""
         return self.mixes and self.run.started
 
     @property

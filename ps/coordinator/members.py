@@ -249,6 +249,7 @@ class Members(Decision):
         return effects
 
     def unknown(self, worker: int, epoch: int) -> m.Refuse:
+        """The answer to a worker that has no seat."""
         text = f"worker {worker} is no member of this run (its lease expired, or the server was restarted)"
         return m.Refuse(RefuseCode.NOT_A_MEMBER, worker, epoch, text)
 
@@ -298,6 +299,7 @@ class Members(Decision):
         return news
 
     def event(self, how: str, seat: Seat) -> Log:
+        """Log event: a worker joined or is gone. `how`: "joined", or as in `left`."""
         values: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "how": how}
         return Log("member", values | {"clock": self.rounds.min_clock, "live": len(self.run.seats)})
 

@@ -30,12 +30,15 @@ class ParentPlace(Decision):
         self.finished: set[bytes] = set()  # names of the workers that were done at the finish
 
     def joined(self, rank: int, clusters: int) -> None:
+        """The parent has welcomed this cluster as `rank` of `clusters`."""
         self.rank, self.clusters = rank, clusters
 
     def take(self, place: bytes, epoch: int) -> None:
+        """Take the packed place in the parent's run, b"" for none, and the parent's epoch."""
         self.place, self.epoch = place, epoch
 
     def introduced(self, roster: bytes, alone: bool) -> None:
+        """Take the encoded roster of the clusters that gossip. `alone`: the parent is gone."""
         self.roster, self.alone = roster, alone
 
     def holds(self, seat: Seat, declare: m.Declare) -> bool:

@@ -40,12 +40,15 @@ class RemoteHost:
     peer: bytes = b""  # routing id of its newest offer
 
     def has(self, shard: int) -> bool:
+        """True if this shard is on the host."""
         return self.first <= shard < self.first + self.shards
 
 
 class RemoteShards(Decision):
-    """Decides who of `guests`, the remote hosts, has which shards. They are in the order of their shards; a host that
-    waits comes last."""
+    """Decides which remote host has which shards.
+
+    `guests` are the remote hosts, in the order of their shards; a host that waits comes last.
+    """
 
     def __init__(self, run: Run, moves: Resharding) -> None:
         self.run, self.moves = run, moves

@@ -50,6 +50,8 @@ LEVELS = "this run has two levels"
 
 
 class ReshardPhase(Enum):
+    """How far a resharding has come; `MOVE_LIFE` has the transitions."""
+
     STILL = "still"  # no resharding is under way
     ASKED = "asked"  # the coordinator waits for the new shards and for the start of the run
     TOLD = "told"  # the coordinator has asked all members to hold

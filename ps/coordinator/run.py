@@ -27,6 +27,8 @@ from narrows.protocols.member.heartbeat_summary import SummaryRow
 
 
 class RunPhase(Enum):
+    """How far a run has come; `RUN_LIFE` has the transitions."""
+
     GATHERING = "gathering"  # the run waits for its workers and for its first weights
     STARTED = "started"
     OVER = "over"
@@ -34,6 +36,8 @@ class RunPhase(Enum):
 
 
 class SeatPhase(Enum):
+    """How far a worker's seat has come; `SEAT_LIFE` has the transitions."""
+
     WELCOMED = "welcomed"  # the worker has a rank
     WAITING = "waiting"  # the worker has declared its model, and this cluster has no place in its parent's run yet
     DECLARED = "declared"  # the worker is a member: clocks wait for it
@@ -97,13 +101,16 @@ class Seat:
         return self.phase is SeatPhase.LEAVING
 
     def wait(self) -> None:
+        """The worker has declared its model, and waits for this cluster's place in its parent's run."""
         self.phase = SEAT_LIFE[self.phase]["wait"]
 
     def declare(self, epoch: int, start: int, address: str) -> None:
+        """The worker becomes a member in this epoch, at clock `start`. `address`: where its peers reach it (gossip)."""
         self.phase = SEAT_LIFE[self.phase]["declare"]
         self.epoch, self.start, self.address = epoch, start, address
 
     def finish(self, clock: int, now_ns: int) -> None:
+        """The worker leaves after its last step; `clock` is its final clock."""
         self.phase = SEAT_LIFE[self.phase]["finish"]
         self.last, self.seen_ns = clock, now_ns
 
@@ -135,13 +142,16 @@ class Run:
 
     @property
     def started(self) -> bool:
+        """True from the start of this generation on, also after its end."""
         return self.phase in (RunPhase.STARTED, RunPhase.OVER)
 
     @property
     def over(self) -> bool:
+        """True after the end of the run."""
         return self.phase in (RunPhase.OVER, RunPhase.CALLED_OFF)
 
     def move(self, step: str) -> None:
+        """Change the phase by a step of `RUN_LIFE`: "start", "restart" or "end"."""
         self.phase = RUN_LIFE[self.phase][step]
 
     def start(self, first_round: int) -> None:
@@ -186,6 +196,7 @@ class Run:
         return seat.epoch > 0 and all(seat.rank <= other.rank for other in self.declared)
 
     def named(self, token: str) -> Seat | None:
+        """The seat of the worker with this token, None: it has none."""
         return next((seat for seat in self.seats.values() if seat.token == token), None)
 
     def sit(self, hello: m.Hello, peer: bytes, now_ns: int, key: Key = NO_KEY) -> Seat:

@@ -81,16 +81,19 @@ class RangeLedger:
         return self.next - 1
 
     def give_back(self, indices: Iterable[int]) -> None:
+        """Let these ranges be leased again."""
         for index in indices:
             heappush(self.back, index)
 
     def done(self, indices: Iterable[int]) -> None:
+        """Note that these ranges are done; a torn one counts as done twice."""
         for index in indices:
             if index in self.torn:
                 self.torn.discard(index)
                 self.twice[index // self.each] += 1
 
     def sentence(self, epoch: int) -> str:
+        """What the log says of an epoch that is over."""
         times = self.twice[epoch]
         again = f"{times:,} range{'s' * (times != 1)} done twice"
         return f"epoch {epoch}: {self.samples:,} samples in {self.each:,} ranges, {again}"
@@ -106,6 +109,8 @@ class LostRange:
 
 
 class SampleLeases(Decision):
+    """Decides which worker gets which range, and which ranges are done."""
+
     def __init__(self, run: Run, rounds: Clocks, generations: CheckpointSchedule, above: ParentPlace) -> None:
         self.run, self.rounds, self.generations, self.above = run, rounds, generations, above
         self.work = RangeLedger()

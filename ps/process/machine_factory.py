@@ -82,6 +82,7 @@ class MachineFactory:
 
     @property
     def folder(self) -> Path | None:
+        """The folder of checkpoints, None: there is none."""
         return Path(self.checkpoint_dir) if self.checkpoint_dir else None
 
 
@@ -173,7 +174,7 @@ def resumed(settings: Settings, kept: bytes) -> Settings:
 def machine(
     process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, sound: SoundCheckpoints
 ) -> Server:
-    """Make the machine of a process, with the newest checkpoint of the run where the process resumes one.
+    """Make the machine of a process: for a new run, or from the newest checkpoint if the process resumes a run.
 
     Args:
         process: its arguments.

@@ -287,6 +287,13 @@ class ServerRunner:
     # Events.
 
     def receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
+        """Make a message an event and handle it.
+
+        Args:
+            peer: the sender: a routing id (bytes) of a peer that dialled this process, or the address (str) that this
+                process dialled.
+            frames: of the message.
+        """
         now_ns = self.clock.now()
         if isinstance(peer, bytes):
             self._receive_below(peer, frames, now_ns)

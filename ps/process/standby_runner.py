@@ -62,6 +62,7 @@ class StandbyRunner:
 
     @property
     def server(self) -> Server:
+        """The primary's machine, as far as it is here. Only once the standby has a machine."""
         return self.replay.server
 
     def _thaw(self, packed: bytes) -> Server:
