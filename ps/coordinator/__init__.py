@@ -1,1 +1,1 @@
-"""The coordinator of a run: one file for each decision, `Coordinator` has their order."""
+"""The coordinator of a run: a file for each decision. `Coordinator` asks them in their order."""

@@ -9,12 +9,13 @@ How it works
            <───────────────── Ready once every shard has reported the epoch of the new member
     Heartbeat, any message ───────> renews the lease
     silent for longer than `lease_ns`, or not connected for a shorter time: `expired`
-    Leave  ───────────────────────> the seat ends once every shard has reported the worker's last update (`done`)
+    Leave after the last step ────> the seat ends once every shard has reported the worker's last update (`done`)
+    Leave before it ──────────────> the seat ends at once
 
 1. A worker joins in two steps: its Hello reserves a rank; its Declare makes it a member in a new epoch, at the
    min_clock of the members.
 2. A member whose connection is cut has less time than a silent one: a live member connects again soon. `probes` sends
-   a small message to a silent member, and the runner reports if nobody is connected under its name (`unreached`).
+   a small message to a silent member, and the runner reports a name that has no connection (`unreached`).
 3. A cluster with a standby keeps its whole lease, since the standby goes on over another connection.
 
 Rules

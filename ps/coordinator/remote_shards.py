@@ -22,7 +22,7 @@ from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run
 
 GONE_MAX = 256  # number of former remote hosts whose tokens are remembered
-FAILED, DONE = 1, 0  # exit codes
+FAILED, DONE = 1, 0  # exit codes of `ps-serve --join`
 
 
 @dataclass(slots=True)

@@ -240,7 +240,7 @@ class SampleLeases(Decision):
         return [effect for worker, ask in waiting.items() for effect in self.hear(self.run.seats[worker], ask)]
 
     def left(self, seat: Seat, how: str) -> None:
-        """Return the ranges of a worker that is gone.
+        """Take back the ranges of a worker that is gone.
 
         The coordinator calls this before `Clocks` forgets the worker, and before the epoch without it begins.
         """
@@ -251,9 +251,8 @@ class SampleLeases(Decision):
             table.pop(worker, None)
         held = self.held.pop(worker, [])
         last = seat.last if seat.leaving else m.CLOCK_MAX  # the worker has pushed no update from this clock on
-        if (
-            held and self.rounds.mode.barrier
-        ):  # of its updates that are in no set, the next set takes the oldest, and the shards drop the others
+        if held and self.rounds.mode.barrier:
+            # Of its updates that are in no set, the next set takes the oldest, and the shards drop the others.
             last = min(last, self.rounds.final(seat))
         self.work.give_back(index for clock, index in held if clock >= last)
         if held := [bound for bound in held if bound[0] < last]:

@@ -1,11 +1,20 @@
 """Access control of one server process: which keys may connect, and which messages each key may send.
 
+How it works
+1. A peer dials this process. With --keys the authenticator's thread asks `curve` whether the peer's key may connect
+   (`_who`): the folder has it, or the parent's roster names it as that of another cluster.
+2. The connection counts as a stranger's until a first message has passed. `connections` limits how many strangers there
+   are and how much they may send.
+3. `check` looks at each message: whether the folder still has the key, whether the key's role allows the type of
+   message, and whether the routing id begins with the right name. A message between shards needs the secret of the
+   server as this name.
+4. This process dials other processes. `name_at` and `curve` give the name and the keys that it uses at an address.
+
 Rules
 - A key in the folder of --keys may connect. If the file of a key is removed, its next message is refused.
 - A key has a role, and the role decides which messages are allowed. Shards report. Members train. Clusters push updates
   to their parent, and only they may send the lines of members below them. Other clusters of the parent's run mix.
 - The first refusal of each kind is logged, and all are counted.
-- For addresses that this process dials, this module also gives the key and the name that it uses there.
 """
 
 from __future__ import annotations

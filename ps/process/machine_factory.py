@@ -201,7 +201,7 @@ def machine(
     if not process.index:
         if restart >= 0 and folder is not None:
             _, facts = checkpoint_files.read(folder, 0, restart, only=())
-            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # even if the time was set back
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # also if the system's time was set back
             before, settings = settings, resumed(settings, facts.get("settings", b""))
             if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))
