@@ -1,4 +1,4 @@
-"""Brings a script's schedule of learning rates to where the run is."""
+"""Advances a script's learning rate schedule to the step of the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from narrows.worker import session
 
 
 class ScheduleCatchUp(Protocol):
-    """A scheduler of torch.optim.lr_scheduler, or a container of them that steps like one."""
+    """A scheduler of torch.optim.lr_scheduler, or a container of several that steps like one."""
 
     def step(self) -> Any: ...
 
 
 def catch_up(schedule: ScheduleCatchUp, steps: int) -> None:
-    """Step `schedule` so often. Most schedules know no other way to go on: their rate follows from the one before.
+    """Step `schedule` `steps` times. Most schedules cannot jump to a step, as each rate follows from the one before.
 
     Raises UsageError for ReduceLROnPlateau, which follows a metric.
     """
@@ -28,7 +28,7 @@ def catch_up(schedule: ScheduleCatchUp, steps: int) -> None:
         )
     session.follows("schedule")
     if (optimizer := getattr(schedule, "optimizer", None)) is not None:
-        # Torch warns of a schedule that steps before its optimizer. Here other workers have stepped, or the server steps.
+        # Torch warns if a schedule steps before its optimizer. Here other workers have stepped, or the server steps.
         optimizer._opt_called = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

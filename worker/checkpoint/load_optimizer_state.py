@@ -1,4 +1,4 @@
-"""The state of the optimizer that a run has left in a folder, for a script without Narrows."""
+"""Reads the optimizer state that a run has left in a folder, for a script without Narrows."""
 
 from __future__ import annotations
 
@@ -27,12 +27,23 @@ def saved_state(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     model: torch.nn.Module,
 ) -> dict[str, Any]:
-    """The state_dict of `optimizer`, which has parameters of `model`, as a run has left it in its --checkpoint-dir: the
-    servers' state of the newest checkpoint, or where updates were pushed that of the worker whose file is newest.
+    """Return the optimizer state that a run has left in its --checkpoint-dir.
 
-    Under "narrows" is the clock that it is of. Several optimizers have theirs in a list, under "optimizers". Rates and all else
-    in the groups are those of `optimizer`. Raises UsageError where the folder has no state of these parameters, SafetensorError
-    for a damaged file.
+    If gradients were pushed, it is the servers' state of the newest checkpoint. If updates were pushed, it is the state
+    of the worker with the newest file.
+
+    Args:
+        folder: the --checkpoint-dir of ps-serve or ps-worker.
+        optimizer: the optimizer, or a list or container of several, that is to load the state.
+        model: the module with the optimizer's parameters.
+
+    Returns:
+        A state_dict for `optimizer`, with the clock of the state under "narrows"; of several optimizers, their states
+        as a list under "optimizers". Learning rates and all other entries of the groups are those of `optimizer`.
+
+    Raises:
+        UsageError: the folder has no state, or a state of other parameters.
+        SafetensorError: a file is damaged.
     """
     inner, names = as_one(optimizer, model), {plain(name): p for name, p in model.named_parameters()}
     clock, states = _of_servers(Path(folder)) or _of_workers(Path(folder)) or (-1, {})
@@ -49,15 +60,14 @@ def saved_state(
 
 
 def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
-    """Return the clock, and the states by tensor, of the newest checkpoint that all shards have. None: no shard has an
-    optimizer there."""
+    """Return clock and states by tensor of the newest checkpoint of all shards; None if it has no optimizer state."""
     clocks = {int(match[2]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))}
     for clock in sorted(clocks, reverse=True):
         try:
             with ExitStack() as stack:
                 return _of_clock(folder, clock, lambda path: stack.enter_context(safe_open(path, framework="numpy")))
         except FileNotFoundError:
-            continue  # a shard was killed before it had written it
+            continue  # a shard was killed before it wrote its file
     return None
 
 
@@ -84,8 +94,7 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
 
 
 def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
-    """Return clock and state of the worker whose file (worker/checkpoint/optimizer_state.py) is the newest. None:
-    there is no file."""
+    """Return clock and states of the worker with the newest file (optimizer_state.py); None if there is no file."""
     paths = [path for path in folder.glob("*") if STATE.fullmatch(path.name)]
     found = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     newest = max(found, key=lambda each: int(each["clock"]), default=None)

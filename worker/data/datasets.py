@@ -1,5 +1,7 @@
-"""Which samples of a dataset a worker trains on: its share of each epoch, by the run's clock (`sampler`), or what the run hands
-out next (`ranges`). Who joins late starts in the middle, either way."""
+"""The samples that a worker trains on: its share of each epoch (`sampler`), or what the run hands out (`ranges`).
+
+`sampler` follows the run's clock. In both cases a worker that joins late starts where the run is.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,35 @@ from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.schedules import ScheduleCatchUp, catch_up
 from narrows.worker.session import rank, world_size
 
-PASSES_MAX = 100  # passes over the data without a step of the run: a loader that gives no batch would be read for ever
+PASSES_MAX = 100  # passes over the data without a step of the run; then the loader gives no batch, and reading ends
 
 
 class RunSampler(Sampler[int]):
-    """Indices of `dataset`, for a DataLoader. Each epoch is a permutation of its own, cut into one share for each worker. No
-    index is in two shares. The shares are of one length, so the last few indices of a permutation may be left out.
+    """This worker's share of a dataset: a torch Sampler of indices, for a DataLoader.
 
-    A loop over epochs asks `epochs()` for their numbers: range() would begin at 0 in a run that goes on.
+    Each epoch is another permutation of the dataset, cut into one share for each worker. No index is in two shares. All
+    shares have the same length, so the last few indices of a permutation may be left out. A worker beyond the number
+    that the run was started for has the same share as another worker.
 
-    batch: samples of this worker in an optimizer step. A worker that begins in the middle, or again, leaves out what its share
-    of the run's steps has used already. One that comes on top of those that the run was started for has a share with another.
-    steps: of the run. One pass then goes on from epoch to epoch until the run has made them; without, it ends with the epoch.
-    After the last of them the module shows the shared model: the optimizer calls its eval().
-    drop_last: leave out the last samples of a share where they make no whole step, as `steps` does.
+    A pass over the sampler begins at the run's step: a worker that joins late or resumes leaves out the samples of its
+    share that the run's steps so far have used. After a pass that was read to its end, the next pass begins with the
+    next epoch at least, even if the script took fewer steps than the sampler counts. So no loop reads the end of an
+    epoch again and again.
 
-    A pass begins where the run is. After one that was read to its end it begins with the next epoch at least, also where the
-    loader made fewer steps of it than are counted here, so no loop reads one tail for ever. Raises UsageError where the dataset
-    is too small, and after PASSES_MAX passes without a step.
+    A loop over epochs takes their numbers from `epochs()`, because range() would begin at 0 in a run that is resumed.
+
+    Args:
+        dataset: the dataset, with a length.
+        batch: samples of this worker in one optimizer step.
+        steps: steps of the whole run. One pass then goes on from epoch to epoch until the run has taken them. After the
+            last of them the module shows the shared model, as after the optimizer's eval(). None: a pass ends with its
+            epoch.
+        drop_last: leave out the last samples of a share that make no whole step, as with `steps`.
+        shuffle: False keeps the order of the dataset.
+        seed: the seed of the permutations, the same in all workers.
+
+    Raises:
+        UsageError: the dataset is too small; or PASSES_MAX passes were read without a step of the run.
     """
 
     def __init__(
@@ -47,11 +60,11 @@ class RunSampler(Sampler[int]):
     ) -> None:
         self.dataset, self.batch, self.steps, self.shuffle, self.seed = dataset, batch, steps, shuffle, seed
         self.drop_last = drop_last or steps is not None
-        self.training = -1  # of the newest pass: which of this process
-        self.ended: tuple[int, int, int] | None = None  # the newest whole pass: the run's step, its first step, its end
+        self.training = -1  # the training of the newest pass (`LocalSession.training`)
+        self.ended: tuple[int, int, int] | None = None  # newest whole pass: run's step then, first step, end
         self.idle = 0  # whole passes since the newest step
-        self.told = False
-        self.told_epoch = -1  # that epochs() has given, and passes read
+        self.told = False  # the user was told that `batch` does not fit the steps
+        self.told_epoch = -1  # the epoch of the loop over epochs(); -1: no such loop
         if batch < 1:
             raise UsageError(f"batch={batch}: give the samples of this worker in a step")
         if steps is not None:
@@ -73,7 +86,7 @@ class RunSampler(Sampler[int]):
         return self.share // self.batch if self.drop_last else -(-self.share // self.batch)
 
     def __len__(self) -> int:
-        """Samples of a whole epoch here; with `steps`, of the steps that the run has yet to make."""
+        """Samples of this worker in an epoch; with `steps`, in the steps that the run has yet to take."""
         if self.steps is not None:
             return max(0, self.steps - session.current().step_count) * self.batch
         return self.epoch_steps * self.batch if self.drop_last else self.share
@@ -81,12 +94,12 @@ class RunSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         ours, each = session.current(), self.epoch_steps
         now, ours.batch = ours.step_count, self.batch
-        if ours.training != self.training:  # another one than that of the pass before
+        if ours.training != self.training:  # a new training has begun since the last pass
             self.training, self.ended, self.idle = ours.training, None, 0
             if self.steps is not None:
                 session.makes(self.steps)
         first = self._first(now)
-        if self.told_epoch >= 0:  # a further pass over an epoch that is done reads all of it
+        if self.told_epoch >= 0:  # a second pass over the same epoch reads all of it
             begin, end = self.told_epoch * each, (self.told_epoch + 1) * each
             first = max(now, begin) if now < end else begin
         else:
@@ -101,11 +114,11 @@ class RunSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that a pass reads now, from 0. Raises UsageError before DistributedOptimizer was made."""
+        """The epoch of the present pass, from 0. Raises UsageError before DistributedOptimizer is made."""
         return self.told_epoch if self.told_epoch >= 0 else self._step() // self.epoch_steps
 
     def _step(self) -> int:
-        """Return the run's step, which is known once DistributedOptimizer was made."""
+        """Return the run's step. Raises UsageError before DistributedOptimizer is made."""
         ours = session.current()
         if ours.link is not None and ours.engine is None:
             raise UsageError(
@@ -114,22 +127,22 @@ class RunSampler(Sampler[int]):
         return ours.step_count
 
     def epochs(self, count: int, schedule: ScheduleCatchUp | None = None) -> Iterator[int]:
-        """Numbers of the epochs that the run has yet to make, in place of range(count).
+        """Yield the numbers of the epochs that the run has yet to take, in place of range(count).
 
             for epoch in share.epochs(10, schedule):
                 for x, y in loader:
                     ...
                 schedule.step()
 
-        A run that goes on in the middle of an epoch begins with its number, and a pass reads what is left of it. A body that
-        leaves its pass early is followed by the next epoch.
+        If the run is in the middle of an epoch, the first number is of that epoch, and a pass reads the rest of it. If
+        the loop's body leaves its pass early, the next number is of the next epoch.
 
         Args:
-            count: epochs of the whole run. After the last step of them the module shows the shared model, as with `steps`.
-            schedule: a new scheduler that the script steps once an epoch. It is brought to the epoch that begins.
+            count: epochs of the whole run. After their last step the module shows the shared model, as with `steps`.
+            schedule: a new scheduler that the script steps once an epoch. It is advanced to the epoch that begins.
 
         Raises:
-            UsageError: `steps` was given too, the schedule follows a metric, or DistributedOptimizer was not made before.
+            UsageError: `steps` was given too, the schedule follows a metric, or DistributedOptimizer is not made yet.
         """
         if count < 0 or self.steps is not None:
             told = f"epochs({count})" if self.steps is None else f"epochs() and steps={self.steps}"
@@ -147,13 +160,13 @@ class RunSampler(Sampler[int]):
                 self.told_epoch, began, stepped = epoch, ours.step_count, max(epoch, stepped) + 1
                 yield epoch
                 now = ours.step_count
-                # Below, the run has gone back to a checkpoint. A schedule cannot.
+                # now < began: the run has gone back to a checkpoint. A schedule cannot go back.
                 epoch = now // each if now < began else max(epoch + 1, now // each)
         finally:
             self.told_epoch = -1
 
     def _own(self, epoch: int) -> list[int]:
-        """This worker's share of an epoch."""
+        """Return the indices of this worker's share of an epoch."""
         order = torch.arange(len(self.dataset))
         if self.shuffle:
             order = torch.randperm(len(order), generator=torch.Generator().manual_seed(self.seed + epoch))
@@ -161,7 +174,7 @@ class RunSampler(Sampler[int]):
         return own
 
     def _first(self, now: int) -> int:
-        """The step that the next pass begins with; the run is at step `now`."""
+        """Return the first step of the next pass, when the run is at step `now`."""
         if self.ended is None:
             return now
         (began, first, end), self.ended = self.ended, None
@@ -176,7 +189,7 @@ class RunSampler(Sampler[int]):
         if first == began:
             self._compare(end - first, now - began)
         whole_epoch = self.steps is None and first % self.epoch_steps == 0
-        return first if now == began and whole_epoch else max(now, end)  # who took no step has only looked at the data
+        return first if now == began and whole_epoch else max(now, end)  # no step: the script only read the data
 
     def _compare(self, counted: int, made: int) -> None:
         if self.told or not made or abs(counted - made) <= max(1, counted // 10):
@@ -192,7 +205,7 @@ sampler = RunSampler  # DataLoader(dataset, batch, sampler=sampler(dataset, batc
 
 
 class RangeIterator(Iterator[torch.Tensor]):
-    """See `ranges`. epoch: of the samples that were given last, -1 before."""
+    """See `ranges`. `epoch` is that of the newest samples; -1 before the first."""
 
     def __init__(self, samples: int, size: int, epochs: int, shuffle: bool, seed: int) -> None:
         if min(samples, size) < 1 or epochs < 0:
@@ -224,7 +237,7 @@ class RangeIterator(Iterator[torch.Tensor]):
         if group is None:
             return rows
         part = rows[group.rank :: group.size]
-        return part if len(part) else rows[:1]  # a mean over none is not finite
+        return part if len(part) else rows[:1]  # the mean loss of an empty batch would be NaN
 
     def _alone(self, ours: session.LocalSession) -> int:
         if ours.taken >= self.limit:
@@ -241,19 +254,31 @@ class RangeIterator(Iterator[torch.Tensor]):
 
 
 def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0) -> RangeIterator:
-    """Positions in a dataset of so many samples, int64[size], which the run hands out to whichever worker asks.
+    """Iterate over index ranges of a dataset, which the run hands out to each worker as it asks.
 
         for rows in ranges(len(data), 64, epochs=3):
             loss_of(model, data[rows]).backward()
             optimizer.step()
 
-    It ends once the run has done so many epochs: the update of each range is in the model of all shards. Another worker
-    does what one that dies has not done, so no sample of an epoch is left out. Faster workers take more. The last range of an
-    epoch may be shorter. `epochs` counts from the beginning of the run: `epochs=epoch + 1` ends after this one, and for who
-    joins later at once, if that epoch is over.
+    The loop ends once the run has done all epochs: the update of each range is in the model of all shards. If a worker
+    dies, other workers get the ranges that it has not done, so no sample of an epoch is left out. Faster workers take
+    more ranges.
 
-    All workers of a run give the same `samples` and `size`. Each epoch has an order of its own, by `seed`; shuffle=False: the
-    order of the dataset. In a group each process has a part of the range. Several ranges may be in one step: where no range is
-    left and some have no step yet, the loop ends for this worker, which then steps. Alone a script has all of them.
+    A step may hold several ranges. If no range is left and this worker has ranges without a step, its loop ends, and
+    the script must step. In a group each process gets a part of each range. A script without a run gets all ranges.
+
+    Args:
+        samples: samples of the dataset, the same in all workers.
+        size: samples of a range, the same in all workers. The last range of an epoch may be shorter.
+        epochs: epochs counted from the beginning of the run. With `epochs=epoch + 1` the loop ends after epoch `epoch`;
+            for a worker that joins when that epoch is over it ends at once.
+        shuffle: each epoch has another order; False: the order of the dataset.
+        seed: the seed of these orders.
+
+    Returns:
+        An iterator of indices, int64[size].
+
+    Raises:
+        UsageError: an argument is out of range; or while iterating, DistributedOptimizer is not made yet.
     """
     return RangeIterator(samples, size, epochs, shuffle, seed)

@@ -1,12 +1,15 @@
-"""Where a worker's loader goes on when the run does: its states, by step, in a folder.
+"""Resumes a worker's data loader with the run: keeps the loader's states of several steps in a folder.
 
-A run that resumes goes back to the clock of a checkpoint, which no worker chooses or is told of before. So a worker keeps
-states of several steps, loads the newest that is not ahead of the run, and reads past what the run has used since.
+A run that is resumed goes back to the clock of a checkpoint, which no worker chooses or knows before. So a worker keeps
+the states of several steps, loads the newest that is not ahead of the run, and skips the batches that the run has used
+since.
+
 Rules
-- Going back by a steps reads past fewer than a steps, or fewer than `every`, whichever is more.
+- After going back by a steps the worker skips the batches of fewer than a steps, or of fewer than `every`, whichever is
+  more.
 - The number of files grows with the logarithm of the steps.
-- A run at step 0 renames the states that an earlier run has left. A run that goes back deletes those of steps that it has yet
-  to make.
+- A run at step 0 renames the states that an earlier run has left. A run that goes back deletes the states of steps that
+  it has yet to take.
 """
 
 from __future__ import annotations
@@ -33,17 +36,23 @@ from narrows.worker.session import rank, world_size
 def resumable(
     loader: Any, folder: str | os.PathLike[str], *, steps: int | None = None, batches: int = 1, every: int = 50
 ) -> Iterator[Any]:
-    """Batches of `loader`, epoch after epoch, from the step on that the run is at.
+    """Iterate over the batches of `loader`, epoch after epoch, from the step of the run on.
 
-    loader: has state_dict() and load_state_dict(), as StatefulDataLoader of torchdata and StreamingDataLoader of litdata have.
-    Its dataset is this worker's share already. A DataLoader with `sampler(dataset, batch)` goes on by itself.
-    folder: for the states of this worker's loader; one for all workers will do. batches: of a step. every: steps from one state
-    to the next.
-    steps: of the run. The batches end once it has made them, and after the last of them the module shows the shared model: the
-    optimizer calls its eval(). Without, they have no end.
+    The iteration begins after DistributedOptimizer is made. A worker with another rank than before, or in a run of
+    another size, finds no state of its share, and skips all batches that the run has used.
 
-    Iterate it after DistributedOptimizer was made. A worker of another rank, or of a run of another size, finds no state of its
-    share, and reads past all that the run has used. Raises UsageError.
+    Args:
+        loader: has state_dict() and load_state_dict(), as torchdata's StatefulDataLoader and litdata's
+            StreamingDataLoader. Its dataset must be this worker's share. (A DataLoader with `sampler(dataset, batch)`
+            resumes without this function.)
+        folder: keeps the loader's states. All workers may use the same folder.
+        steps: steps of the whole run. The batches end once the run has taken them, and after the last of them the
+            module shows the shared model, as after the optimizer's eval(). None: the batches have no end.
+        batches: batches of one optimizer step.
+        every: steps between two states.
+
+    Raises:
+        UsageError: the loader has no state_dict, a number is out of range, or DistributedOptimizer is not made yet.
     """
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         raise UsageError(
@@ -86,14 +95,20 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
 
 
 class LoaderStates:
-    """Those of this worker's loader. A file is whole or absent."""
+    """The states of this worker's loader, a file each. A file is complete or absent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.stem = folder, f"narrows-loader-{rank()}-of-{world_size()}.step-"
 
     def load(self, step: int, loader: Any) -> int:
-        """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning.
-        States ahead of it are deleted: the run has not done those steps. At step 0 they are an earlier run's, and renamed."""
+        """Load the newest state that is not ahead of `step` into the loader.
+
+        States ahead of `step` are deleted, because the run has not taken those steps. At step 0 all states are of an
+        earlier run, and are renamed.
+
+        Returns:
+            The step of the loaded state; 0 if none was loaded and the loader begins anew.
+        """
         kept = self._steps()
         if kept and not step:
             names = [set_aside(self._path(other)) for other in kept]
@@ -120,7 +135,14 @@ class LoaderStates:
 
 
 def superfluous(steps: Sequence[int]) -> list[int]:
-    """Those of ascending steps whose neighbours are no further apart than the later one is from the newest: they may go."""
+    """Return the steps whose states may be deleted.
+
+    Args:
+        steps: the steps of all states, rising.
+
+    Returns:
+        The steps whose two neighbours are no further apart than the later neighbour is from the newest step.
+    """
     kept, gone = [0], []
     for step, after in pairwise(steps):
         if after - kept[-1] <= steps[-1] - after:

@@ -1,12 +1,12 @@
-"""Where this process stands in a plan: its stage, its replica, and the process group of its pipeline.
+"""The place of this process in a plan: its stage, its replica, and the process group of its pipeline.
 
-    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stage_layers, stages, step_count
-    group = pipeline()
-    module = my_stage(stage_layers(24))
-    optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), module)
-    piece = PipelineStage(module, stage(), stages(), device, input_args=..., output_args=..., group=group)
+    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stage_layers, stages,
+    step_count group = pipeline() module = my_stage(stage_layers(24)) optimizer =
+    DistributedOptimizer(torch.optim.AdamW(module.parameters()), module) piece = PipelineStage(module, stage(),
+    stages(), device, input_args=..., output_args=..., group=group)
 
-ps-worker --plan says which process this is. Run as plain python the script is the one stage of one replica.
+ps-worker --plan tells the process its place. A script that is run as plain python is the only stage of the only
+replica.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0,
 
 @cache
 def _place() -> tuple[Deployment, WorkerProcess]:
-    """Return the layout, and the place of this process in it, as ps-worker has told them."""
+    """Return the deployment, and the place of this process in it, as ps-worker has set them."""
     if "NARROWS_STAGE" not in os.environ:
         return ALONE, ALONE.processes[0]
     layout = plan_file.read(os.environ["NARROWS_PLAN"])
@@ -44,36 +44,43 @@ def _place() -> tuple[Deployment, WorkerProcess]:
 
 
 def stage() -> int:
-    """Which stage this process is, from 0."""
+    """Return the number of this process's stage, from 0."""
     return _place()[1].stage
 
 
 def stages() -> int:
-    """How many stages the model has."""
+    """Return the number of stages of the model."""
     return len(_place()[0].stages)
 
 
 def replica() -> int:
-    """Which copy of the pipeline this process belongs to, from 0. All its stages agree, which rank() does not promise: cut data
-    by this."""
+    """Return the number of this process's copy of the pipeline, from 0.
+
+    All stages of a copy return the same number, which rank() does not. So a script cuts its data by this number.
+    """
     return _place()[1].replica
 
 
 def replicas() -> int:
-    """How many copies of the pipeline train."""
+    """Return the number of copies of the pipeline."""
     return _place()[0].replicas
 
 
 def stage_layers(total: int, place: int | None = None) -> range:
-    """Which layers of a model of `total` a stage has, by default this one: as the plan says, else as even as they go.
+    """Return the layers of a stage, as the plan says, or else in parts as equal as possible.
 
-    Raises UsageError where the plan has another number of layers.
+    Args:
+        total: layers of the model.
+        place: the stage; None: the stage of this process.
+
+    Raises:
+        UsageError: the plan has another number of layers.
     """
     return _place()[0].layers(total)[stage() if place is None else place]
 
 
 def in_flight() -> list[int]:
-    """By edge, how many micro-batches are on their way there and back, as the plan says."""
+    """Return for each edge the number of micro-batches in flight, there and back, as the plan says."""
     return [edge.in_flight for edge in _edges(_place()[0])]
 
 
@@ -82,14 +89,19 @@ def _edges(layout: Deployment) -> list[StageEdge]:
 
 
 def pipeline(keeps_ties: bool = False) -> dist.ProcessGroup:
-    """The process group of the stages of this replica, rank = stage(); it becomes the default group of torch.
+    """Return the process group of the stages of this replica, with rank = stage(). It becomes torch's default group.
 
-    Opens the session, and waits until all stages are there. What a schedule sends is coded as its edge says; what a script
-    sends itself travels as it is. Parameters that two stages begin with alike end the run, for each stage has an optimizer of
-    its own. keeps_ties: the script keeps such parameters equal itself.
+    The call opens the session, and waits until all stages are connected. Tensors that a schedule sends are coded as
+    their edge says; tensors that the script sends itself are not coded. If two stages begin with the same parameter,
+    the run ends with an error, because each stage has an optimizer of its own.
 
-    Raises UsageError without keys where hosts are not loopback, with a
-    key that the plan does not name, or where the process has a group already; UnreachableError where a stage does not come.
+    Args:
+        keeps_ties: the script keeps such tied parameters equal itself, so they are no error.
+
+    Raises:
+        UsageError: hosts are not loopback and there are no keys, the plan does not name this key, or the process has a
+            process group already.
+        UnreachableError: a stage did not connect in time.
     """
     group = _opened()
     group.keeps_ties = group.keeps_ties or keeps_ties
@@ -128,14 +140,17 @@ def _opened() -> PipelineGroup:
 
 
 def _parameters() -> Iterable[tuple[str, torch.Tensor]]:
-    """Of the model that this process trains."""
+    """Return the named parameters of the model that this process trains."""
     current = session.current()
     engine = current.engine if isinstance(current, session.RunSession) else None
     return [] if engine is None else engine.model.named_parameters()
 
 
 def _close_at_end(peers: ChannelRunner) -> None:
-    """Before the session leaves its run, and at once where the script fails: the other stages need not wait for a lease."""
+    """Close the channels before the session leaves its run, and at once if the script fails.
+
+    So the other stages need not wait for a lease to expire.
+    """
     before, close = sys.excepthook, only_here(peers.close)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -147,7 +162,7 @@ def _close_at_end(peers: ChannelRunner) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """That this process ends with. Who is stopped has no fault: the others have lost a stage."""
+    """Return this process's exit code. If a signal stops the process, the other stages report a lost stage."""
     if isinstance(error, NarrowsError):
         return error.exit_code
     return StageLostError.exit_code if isinstance(error, KeyboardInterrupt) else 1

@@ -1,12 +1,15 @@
-"""Keeps what stages write in a fixed subspace, so D numbers a token and the token's id travel instead of the width.
+"""Keeps the writes of all stages in a fixed subspace of dimension D, so that an edge carries D numbers and an id for each token
+instead of the model's width.
 
-This is the central idea of "Protocol Models" (Ramasinghe et al. 2025, 2506.01260). The residual stream of a transformer is the
-token's embedding plus what layers have written. Let each layer write into one subspace S. Let an embedding be a fixed vector of
-the token plus a trained part in S. Then x - fixed[id] lies in S at every cut. Its D coefficients say all of it, and their
-gradient is the whole gradient. Layers of the last stage may write anywhere: nobody sends on what they wrote.
+This is the central idea of "Protocol Models" (Ramasinghe et al. 2025, 2506.01260). The residual stream of a transformer
+is the token's embedding plus the layers' writes. Let each layer write into one subspace S, and let an embedding be a
+fixed vector of the token plus a trained part in S. Then x - fixed[id] lies in S at every cut. Its D coefficients
+determine it, and their gradient is the whole gradient. Layers of the last stage may write anywhere, because no edge
+carries their writes.
 
-A layer that writes has D rows, and the basis after them, so any optimizer stays in S. The authors' reference code does so too
-(PluralisResearch/ProtocolNanoGPT at 0551bc3, train_gpt_ssn.py), and draws fixed vectors of deviation 1 and a basis that stays.
+A writing layer has D outputs, followed by the basis, so any optimizer stays in S. The authors' reference code does the
+same (PluralisResearch/ProtocolNanoGPT at 0551bc3, train_gpt_ssn.py), with fixed vectors of deviation 1 and a constant
+basis.
 """
 
 from __future__ import annotations
@@ -21,10 +24,21 @@ from narrows.protocols.errors import UsageError
 
 
 class Subspace(nn.Module):
-    """The subspace of a model of this width, alike wherever it is made with the same arguments. basis: (width, D) float32,
-    orthonormal columns. fixed: (tokens, width) float32, normal with deviation `std`: the part of embeddings that stays.
+    """The subspace of a model. Processes that make it with the same arguments get the same subspace.
 
-    Raises UsageError where D is not from 1 to the width.
+    Args:
+        tokens: tokens of the vocabulary.
+        width: the width of the residual stream.
+        dimensions: D, the dimensions of the subspace.
+        std: the standard deviation of the fixed vectors.
+        seed: the seed of basis and fixed vectors.
+
+    Attributes:
+        basis: float32 (width, D), with orthonormal columns.
+        fixed: float32 (tokens, width), normal: the fixed part of the embeddings.
+
+    Raises:
+        UsageError: D is not from 1 to the width.
     """
 
     basis: Tensor
@@ -42,17 +56,22 @@ class Subspace(nn.Module):
         self.register_buffer("fixed", std * torch.randn(tokens, width, generator=generator), persistent=False)
 
     def leave(self, x: Tensor, ids: Tensor) -> Tensor:
-        """(..., D): the coefficients of a residual stream (..., width) of these tokens."""
+        """Return the coefficients (..., D) of the residual stream `x` (..., width) of the tokens `ids` (...)."""
         return (x - self.fixed[ids.long()]) @ self.basis
 
     def enter(self, coefficients: Tensor, ids: Tensor) -> Tensor:
-        """The inverse of `leave`, for what was written within the subspace."""
+        """Return the residual stream (..., width) of these coefficients (..., D): the inverse of `leave`."""
         return F.linear(coefficients, self.basis) + self.fixed[ids.long()]
 
 
 class Writer(nn.Module):
-    """In the place of nn.Linear(inputs, width, bias=False) where it adds to the residual stream: it writes into the subspace.
-    `std`: of the weights of the layer in whose place it is; what it writes has the same size."""
+    """Replaces an nn.Linear(inputs, width, bias=False) that adds to the residual stream, and writes into the subspace only.
+
+    Args:
+        inputs: input features.
+        subspace: the subspace of the model.
+        std: the standard deviation of the weights of the replaced layer. The outputs get the same size as that layer's.
+    """
 
     basis: Tensor
 

@@ -1,10 +1,10 @@
-"""Finds parameters that two stages of a pipeline begin with alike: a tie that the cut has parted.
+"""Finds tied parameters that the cut into stages has separated: two stages of a pipeline begin with the same values.
 
 How it works
-1. The stages tell each other digests of their parameters with the first tensor of a schedule.
-2. A parameter of another stage with the same digest is tied, or was drawn from the same seed. Each stage has a server of its
-   own, so tied parameters would train apart. The stage that finds one ends with a sentence.
-3. Constants do not count: biases begin at 0 and norms at 1 everywhere.
+1. With the first tensor of a schedule, the stages send each other digests of their parameters.
+2. A parameter of another stage with the same digest is tied, or was drawn from the same seed. Each stage has a server
+   of its own, so tied parameters would train apart. The stage that finds one ends with an error.
+3. Constant tensors are left out: biases begin at 0 and norms at 1 in every stage.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import Buffer
 
-TAG = (1 << 40) + 1  # no script has it
+TAG = (1 << 40) + 1  # beyond any tag of a script
 DIGEST = 16  # hex digits
 
 
 def digests(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the digest of each parameter by its name: of dtype, shape and bytes. Constants have none."""
+    """Return, by name, a digest of dtype, shape and bytes of each parameter that is not constant."""
     found = {}
     for name, parameter in parameters:
         flat = parameter.detach().to("cpu").contiguous().reshape(-1)
@@ -38,7 +38,14 @@ def packed(found: Mapping[str, str]) -> bytes:
 
 
 def compare(ours: Mapping[str, str], stage: int, payload: Buffer, other: int) -> None:
-    """Raises UsageError where stage `other` has a parameter of `stage`, which has `ours`."""
+    """Raise UsageError if stage `other` has a parameter of this stage.
+
+    Args:
+        ours: the digests of this stage, by name.
+        stage: the number of this stage.
+        payload: the packed digests of the other stage.
+        other: the number of the other stage.
+    """
     try:
         theirs = {str(digest): str(name) for name, digest in json.loads(bytes(payload)).items()}
     except (ValueError, AttributeError) as error:

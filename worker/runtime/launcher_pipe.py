@@ -11,8 +11,8 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.output import STDERR
 from narrows.worker.runtime.child_process import is_child
 
-# The run's own figures in a line of the record, by name. record() refuses these names. All other names are the script's;
-# the dashboard shows two of them, `loss` and `total_steps`.
+# The run's own figures in a line of the record, by name. record() refuses these names. All other names are the
+# script's; the dashboard shows two of them, `loss` and `total_steps`.
 FIGURES = {
     "event": "the kind of a line",
     "seconds": "the time of a line",

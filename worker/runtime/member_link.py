@@ -131,7 +131,7 @@ class MemberLink(LinkEvents, LinkCommands):
         address: HOST:PORT of the server.
         token: identifies this worker to the coordinator, also after a reconnect.
         host: the name of this machine.
-        expect: what ps-worker expects of the run, packed; b"": anything.
+        expect: the flags of the run that ps-worker was given, a msgpack map. The coordinator refuses a contradiction.
         timing: the limits of all waits.
         key: the worker's key pair and the server's public key; None without encryption.
     """
