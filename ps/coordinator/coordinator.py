@@ -90,7 +90,7 @@ class Coordinator:
         coded: Mapping[str, CodecCost] | None = None,
     ) -> None:
         self.stop_ns = -1  # gossip: when the user stopped the server; -1 unless workers are handing over their models
-        self.version, self.lines = 1, {0: ShardLine(b"")}  # shard 0 is in our process
+        self.version, self.lines = 1, {0: ShardLine(b"")}  # of the newest ledger; by shard, 0 is in this process
         self.tree_above: Callable[[], str] = str  # the tree of all levels that the parent sent, "" without one
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports

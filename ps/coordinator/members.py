@@ -61,8 +61,8 @@ class Members(Decision):
 
     def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory, keys_max: int) -> None:
         self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
-        self.plan: ModelSpec | None = None
-        self.plan_packed = b""
+        self.plan: ModelSpec | None = None  # the model spec of the run, None: no worker has declared one yet
+        self.plan_packed = b""  # the same, packed
         self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}  # by token, Hellos that have no answer yet
         self.dialled_ns = 0  # until then members are still dialling a server that moved to another machine
         self.gone: dict[str, None] = {}  # tokens of workers that left, at most WAITING_MAX

@@ -133,10 +133,11 @@ class Run:
     def __init__(self, settings: Settings, first_epoch: int, restart_clock: int) -> None:
         self.settings, self.mode, self.shards = settings, settings.mode(), settings.shards
         self.phase = RunPhase.GATHERING
+        # The first epoch of this life of the coordinator, the present one, and the first one of this generation.
         self.first_epoch = self.epoch = self.generation = first_epoch
         self.restart_clock = restart_clock
         self.seats: dict[int, Seat] = {}  # by worker, in the order of their Hellos
-        self.next_worker = 0
+        self.next_worker = 0  # number of the next worker that says Hello
         self.reports: dict[int, m.Report] = {}  # by shard, its newest report
         self.first_round = 0  # the round that a gossip run begins with
 

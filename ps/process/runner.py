@@ -22,8 +22,9 @@ How it works
 
 Rules
 - The runner decides nothing about the protocol.
-- Workers dial this process; other shards dial process 0, and so do the clusters that gossip with this one. Process
-  i > 0 dials process 0. Each process dials the parent's shard, if there is one, and the clusters that it gossips with.
+- Workers, and the clusters that gossip with this one, dial this process; the other shards of the server dial process 0.
+  Process i > 0 dials process 0. Each process dials the parent's shard, if there is one, and the clusters that it
+  gossips with.
 - One thread owns everything.
 """
 
@@ -91,7 +92,7 @@ class ServerRunner:
     ) -> None:
         self.process, self.port, self.number = process, port, number
         self.gate = gate or AccessControl("", "", process.secret, process.coordinator, process.follows)
-        self.clock = AwakeClock()
+        self.clock = AwakeClock()  # the machine's time
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else BufferLoans()
         self.pulse = Watchdog(self.gate, process.index, process.folder, process.seals)
@@ -99,6 +100,7 @@ class ServerRunner:
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
         self.running, self.end = True, Stop()
         self.stop_by = float("inf")  # time.monotonic() at which the process ends in any case
+        # `answering` answers messages that are no event of the machine, and `original` those of a standby.
         self.disk, self.answering = CheckpointDisk(process), BootstrapServer(process)
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
