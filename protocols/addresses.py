@@ -1,6 +1,6 @@
 """The text of addresses: tcp://HOST:PORT, and the Unix socket beside it on the same machine.
 
-In a run with keys, peers send each other tcp://HOST:PORT/KEY, with the public key of the process there in 64 hex digits.
+In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,21 @@
-"""Tensors between the processes of one pipeline: numbered, in order, each delivered once.
+"""Channels: tensors between the processes of one pipeline, numbered, in order, each delivered once. No I/O.
+
+How it works
+
+    sender                                        receiver
+    send: kept, number n  --PipelineTensor n-->   number as expected: TensorArrived; a gap: ask again (`missed`)
+                                                  the script takes the tensor: `took`
+    drop all below `taken` <--PipelineBeat------  `taken`, `missed`: after UNTOLD_MAX tensors, UNTOLD_BYTES, or when due
+    TensorTaken
+
+1. Each process dials each other one, and sends its tensors and beats over that connection.
+2. The sender keeps a tensor until the receiver's script has taken it. On a new connection (`linked`) the sender sends
+   all kept tensors again.
+3. `tick` sends a PipelineBeat to each process at least BEATS times in a lease.
 
 Rules
-- Each process dials each other one and says there what it has to say. `PipelineBeat` tells how much has come, and that we live.
-- A tensor is kept until the other end's script has it, and says so with others: UNTOLD_MAX of them, UNTOLD_BYTES, or the next
-  `PipelineBeat` that is due. When a connection is another one, what is kept is sent again.
-- Who is silent for a lease is lost, and with it this pipeline. So is a process that was started again: it has another life.
+- A process that is silent for a lease is lost, and this pipeline ends with it. The same holds for a process that was
+  started again: it has another `life`.
 """
 
 from __future__ import annotations
@@ -16,22 +27,18 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Failed
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, StageLostError, UnreachableError
 
-IN_FLIGHT_MAX = (
-    256  # tensors to one peer that its script has not taken: the sender keeps these, and the receiver no more
-)
-UNTOLD_MAX = (
-    16  # tensors that our script has taken and their sender keeps still: a word for each costs both ends a wake-up
-)
-UNTOLD_BYTES = 1 << 20  # and bytes of them, or one tensor that has more
-BEATS = 5  # of a lease
-BEAT_NS_MAX = NS
+IN_FLIGHT_MAX = 256  # tensors to one peer that its script has not taken: neither end keeps more
+UNTOLD_MAX = 16  # tensors taken here before a beat says so: a beat for each would cost both ends a wake-up
+UNTOLD_BYTES = 1 << 20  # the same in bytes; a beat follows a larger tensor at once
+BEATS = 5  # heartbeats in a lease, at least
+BEAT_NS_MAX = NS  # the longest interval of heartbeats
 ON = (
     "once the servers of the plan have ended, ps-serve --plan --resume and then ps-worker --plan go on from the newest "
     "checkpoint that all stages have"
 )
-FAILED = 2  # of Beat.left: and the exit code
+FAILED = 2  # `PipelineBeat.left` of a process that failed is this plus its exit code
 CODE_MAX = 255
-START_NS = 600 * NS  # all processes of a pipeline have begun within this
+START_NS = 600 * NS  # time for all processes of a pipeline to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class SendOnChannel:
 
 @dataclass(frozen=True, slots=True)
 class TensorArrived:
-    """The next tensor of this peer."""
+    """The next tensor of this peer, in order."""
 
     peer: int
     tensor: m.PipelineTensor
@@ -52,7 +59,7 @@ class TensorArrived:
 
 @dataclass(frozen=True, slots=True)
 class TensorTaken:
-    """The script of this peer has taken so many more of our tensors."""
+    """The script of this peer has taken `count` more tensors of this process."""
 
     peer: int
     count: int
@@ -63,23 +70,31 @@ Effect = SendOnChannel | TensorArrived | TensorTaken | Failed
 
 @dataclass(slots=True)
 class ChannelPeer:
-    """All that is known of one other process."""
+    """One other process. told <= taken <= received <= taken + IN_FLIGHT_MAX."""
 
-    heard_ns: int = -1  # -1: never
-    life: int = -1
-    left: int = 0  # as Beat.left
+    heard_ns: int = -1  # when its last message came; -1: none has
+    life: int = -1  # its random number; -1: not known
+    left: int = 0  # as PipelineBeat.left
     number: int = 0  # of the next tensor to it
-    kept: deque[m.PipelineTensor] = field(default_factory=deque)  # to it, that its script has not taken
-    received: int = 0  # tensors of it, in order
-    taken: int = 0  # by our script, of these
-    told: int = 0  # of those taken, in our newest word
-    untold_bytes: int = 0  # of those taken since
-    missed: int = -1  # the number that we last asked it to send again from
+    kept: deque[m.PipelineTensor] = field(default_factory=deque)  # tensors to it that its script has not taken
+    received: int = 0  # count of its tensors received, in order
+    taken: int = 0  # count of those that this process's script has taken
+    told: int = 0  # `taken` in the newest beat to it
+    untold_bytes: int = 0  # bytes of the tensors taken since that beat
+    missed: int = -1  # number from which this process last asked for tensors again
 
 
 class Channels:
-    """All channels of the process of `rank`. `names`: what each process is called in a sentence, by rank. `plan`: a number that
-    all processes of one plan share. `life`: a random number of this process."""
+    """The channels of one process to all others of its pipeline.
+
+    Args:
+        rank: of this process.
+        names: how a sentence for the user names each process, by rank.
+        plan: a number that all processes of one plan share.
+        life: a random number of this process.
+        lease_ns: silence after which a process is lost.
+        now_ns: the time.
+    """
 
     def __init__(self, rank: int, names: list[str], plan: int, life: int, lease_ns: int, now_ns: int) -> None:
         self.rank, self.names, self.plan, self.life = rank, names, plan, life
@@ -90,7 +105,7 @@ class Channels:
     # Commands.
 
     def send(self, to: int, step: int, tag: int, payload: m.Buffer) -> list[Effect]:
-        """The caller keeps at most IN_FLIGHT_MAX on their way, and leaves the payload as it is."""
+        """Send a tensor. The caller keeps at most IN_FLIGHT_MAX under way, and must not change the payload."""
         peer = self.peers[to]
         tensor = m.PipelineTensor(self.plan, self.rank, self.life, peer.number, step, tag, payload)
         peer.number += 1
@@ -98,7 +113,7 @@ class Channels:
         return [SendOnChannel(to, tensor)]
 
     def took(self, of: int, size: int) -> list[Effect]:
-        """Our script has taken the next tensor of this peer, of so many bytes."""
+        """Note that this process's script has taken the next tensor of peer `of`, of `size` bytes."""
         peer = self.peers[of]
         peer.taken += 1
         peer.untold_bytes += size
@@ -106,15 +121,15 @@ class Channels:
         return [self._beat(of)] if much else []
 
     def tell(self) -> list[Effect]:
-        """Say what our script has taken: it ends, and others wait for that."""
+        """Tell each peer at once what this script has taken: the script ends, and its peers wait for that."""
         return [self._beat(to) for to, peer in self.peers.items() if peer.taken > peer.told]
 
     def linked(self, to: int) -> list[Effect]:
-        """The connection to this peer is another one, and what was under way may be lost."""
+        """Send all kept tensors to this peer again: the connection is a new one, and tensors under way may be lost."""
         return [SendOnChannel(to, tensor) for tensor in self.peers[to].kept]
 
     def leave(self, failed: bool, code: int = StageLostError.exit_code) -> list[Effect]:
-        """Say that this process sends and takes nothing more. `code`: that it ends with, where it has failed."""
+        """Tell all peers that this process ends. `code`: its exit code, if it has failed."""
         self.left = FAILED + min(code, CODE_MAX) if failed else 1
         return self._beats()
 
@@ -125,7 +140,11 @@ class Channels:
     # Messages that come.
 
     def receive(self, message: m.Message, now_ns: int) -> list[Effect]:
-        """Raises RemoteProtocolError for what no process of a pipeline says."""
+        """Handle a message of another process.
+
+        Raises:
+            RemoteProtocolError: no process of this pipeline sends such a message.
+        """
         if not isinstance(message, (m.PipelineTensor, m.PipelineBeat)) or message.worker not in self.peers:
             raise RemoteProtocolError(f"{type(message).__name__} is not of a process of this pipeline")
         who, peer = message.worker, self.peers[message.worker]
@@ -153,7 +172,7 @@ class Channels:
                 )
             peer.received += 1
             return [TensorArrived(who, tensor)]
-        if tensor.number > peer.received != peer.missed:  # else it came again
+        if tensor.number > peer.received != peer.missed:  # a gap that was not asked for yet; smaller: a second copy
             peer.missed = peer.received
             return [self._beat(who)]
         return []
@@ -189,7 +208,7 @@ class Channels:
         return self._beats()
 
     def _beats(self) -> list[Effect]:
-        """Return a beat to each process that is there, or is to come."""
+        """Return a beat to each process that has not ended."""
         return [self._beat(to) for to, peer in self.peers.items() if not peer.left]
 
     def _beat(self, to: int) -> SendOnChannel:
@@ -199,8 +218,10 @@ class Channels:
         return SendOnChannel(to, m.PipelineBeat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
 
     def _failed(self, who: int, code: int) -> Failed:
-        """A process ends by its own fault, and all of its pipeline end with its exit code. To go on helps where it has lost
-        others, and where nothing has to be mended first."""
+        """End the pipeline with the exit code of a process that failed by its own fault.
+
+        Code 0, or that of a lost stage, is no fault of the process itself: then the text tells the user how to go on.
+        """
         if code in (0, StageLostError.exit_code):
             return self._lost(who, "has failed")
         text = f"{self.names[who]} has failed with exit code {code}, and its pipeline ends with it: its host says what to mend"

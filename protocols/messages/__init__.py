@@ -6,7 +6,7 @@ The classes stand in files by the conversation that they belong to. Sender and r
     join.py       a child comes into a run: its place, its model, the first weights; it leaves, or a server refuses it
     push.py       a child sends an update to a shard, and the shard acknowledges the update
     state.py      a child takes the state of a shard: publications, the master copy, rows of tables, moments
-    control.py    heartbeats, buffers, sample ranges and means between child and coordinator; Ledger and Report of the shards
+    control.py    heartbeats, buffers, sample ranges, means between child and coordinator; Ledger and Report of shards
     gossip.py     workers or clusters exchange their models with each other
     failover.py   a standby copies a server and takes over from it
     reshard.py    keys move to other shards, also on another machine, or a run changes its plan

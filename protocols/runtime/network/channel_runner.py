@@ -1,5 +1,17 @@
-"""Runs `Channels` over a `Sockets`, in a thread of its own: between the processes of a pipeline, or the servers of its stages.
-The thread owns both; `send` and `receive` are for one other thread."""
+"""The runner of `Channels` over `Sockets`: between the processes of a pipeline, or between the servers of its stages.
+
+How it works
+
+    script's thread                 thread of the sockets                        other process
+    send(tensor)  --command-->  Channels.send  --PipelineTensor-->  Sockets  -->
+    receive(tag)  <--queue----  TensorArrived  <--Channels.receive  Sockets  <--
+    wait, close   --command-->  Channels.tell, leave; tick --PipelineBeat-->
+
+1. The constructor listens, and starts the thread of the sockets. That thread owns `Channels` and `Sockets`.
+2. One other thread, the script's, calls `send`, `receive`, `barrier` and `close`. Each call that waits has a limit.
+3. An error of the channels is kept in `_error`. The next call of the script's thread raises it.
+4. `close` waits until the peers have taken all tensors, or for a lease, then sends the last PipelineBeat.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +46,27 @@ from narrows.protocols.runtime.network.sockets import Drops, Peer, Sockets
 from narrows.protocols.wire import decode, encode
 
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
-NO_STEP = -1  # of what belongs to no step of a run
+NO_STEP = -1  # `step` of a tensor that belongs to no step of the script
 ERRORS = BY_EXIT_CODE | {StageLostError.exit_code: StageLostError}
 
 Command = Callable[[Channels, int], Sequence[Effect]]
 
 
 class ChannelRunner:
-    """Channels to the processes at `addresses`, of which `rank` is this one.
+    """Channels from this process to all others of a plan.
 
-    `names`: what each is called in a sentence. `plan`: a number that all share. `pair`: our keys; `keys`: the public key of
-    each. None: all is in the open. `say` is told of messages that are dropped. Raises UsageError where our address is taken.
+    Args:
+        rank: of this process.
+        addresses: of all processes, by rank.
+        names: how a sentence for the user names each process, by rank.
+        plan: a number that all processes of one plan share.
+        lease_s: silence after which a process is lost.
+        say: gets a sentence about messages that are dropped or refused.
+        pair: the keys of this process; None: nothing is encrypted.
+        keys: the public key of each process, by rank.
+
+    Raises:
+        UsageError: the address of this process is taken.
     """
 
     def __init__(
@@ -64,9 +86,9 @@ class ChannelRunner:
         self.clock = AwakeClock()
         life = secrets.randbits(62)
         self._channels = Channels(rank, list(names), plan, life, int(lease_s * NS), self.clock.now())
-        self._came: dict[tuple[int, int], deque[PipelineTensor]] = {}  # by peer and tag
-        self._flying = dict.fromkeys(self._channels.peers, 0)  # tensors to each that its script has not taken
-        self._changed = threading.Condition()
+        self._came: dict[tuple[int, int], deque[PipelineTensor]] = {}  # (peer, tag) -> tensors not taken yet
+        self._flying = dict.fromkeys(self._channels.peers, 0)  # peer -> tensors that its script has not taken
+        self._changed = threading.Condition()  # guards `_came`, `_flying` and `_error`
         self._error: BaseException | None = None
         self._closed = False
         self._drops = Drops(say)
@@ -88,11 +110,26 @@ class ChannelRunner:
     # The script's thread.
 
     def wait(self, limit_s: float) -> None:
-        """Until all are there. Raises what ended the channels."""
+        """Wait until all processes are there.
+
+        Raises:
+            NarrowsError: the error that ended the channels, or StageLostError after `limit_s`.
+        """
         self._until(lambda: self._channels.started, limit_s, "the other processes")
 
     def send(self, to: int, step: int, tag: int, payload: Buffer, limit_s: float) -> None:
-        """The payload stays as it is from now on. Waits while IN_FLIGHT_MAX are on their way."""
+        """Send a tensor. Waits while IN_FLIGHT_MAX tensors to this peer are not taken.
+
+        Args:
+            to: rank of the receiver.
+            step: of the script, or NO_STEP.
+            tag: by which the receiver asks for the tensor.
+            payload: lent: must not change from now on.
+            limit_s: of the wait.
+
+        Raises:
+            NarrowsError: as `wait`.
+        """
         self._until(
             lambda: self._flying[to] < IN_FLIGHT_MAX, limit_s, f"room for a tensor to {self._channels.names[to]}", to
         )
@@ -101,11 +138,15 @@ class ChannelRunner:
         self._call(lambda channels, now: channels.send(to, step, tag, payload))
 
     def has(self, of: int, tag: int) -> bool:
-        """There is a tensor of this peer to take."""
+        """True if there is a tensor of this peer and tag to take."""
         return bool(self._came.get((of, tag)))
 
     def receive(self, of: int, tag: int, limit_s: float) -> PipelineTensor:
-        """The next tensor of this peer with this tag. Raises what ended the channels, once nothing is left to take."""
+        """Wait for the next tensor of this peer and tag.
+
+        Raises:
+            NarrowsError: as `wait`, once no tensor is left to take.
+        """
         self._until(lambda: self.has(of, tag), limit_s, f"a tensor of {self._channels.names[of]}", of)
         with self._changed:
             tensor = self._came[of, tag].popleft()
@@ -114,15 +155,20 @@ class ChannelRunner:
         return tensor
 
     def barrier(self, tag: int, limit_s: float) -> None:
-        """Until all have come here."""
+        """Wait until all processes have called `barrier` with this tag."""
         for peer in self._flying:
             self.send(peer, NO_STEP, tag, b"", limit_s)
         for peer in self._flying:
             self.receive(peer, tag, limit_s)
 
     def close(self, failed: bool = False, code: int = StageLostError.exit_code) -> None:
-        """Say so to the others and end; where nothing has failed, once they have taken what was sent, or after a lease. `code`:
-        the exit code of a process that has failed."""
+        """Tell the other processes that this one ends, and end the thread.
+
+        Args:
+            failed: end at once: this process has failed. False: wait until the others have taken all tensors, or a
+                lease.
+            code: the exit code of a process that has failed.
+        """
         if self._closed:
             return
         deadline = time.monotonic() + (0 if failed else self.lease_s)
@@ -137,7 +183,7 @@ class ChannelRunner:
 
     @property
     def _flushed(self) -> bool:
-        """Everybody who is still there has taken all that was sent."""
+        """True if every process that has not ended has taken all tensors sent to it."""
         return all(count == 0 or self._channels.peers[peer].left for peer, count in self._flying.items())
 
     def _until(self, there: Callable[[], bool], limit_s: float, what: str, peer: int = -1) -> None:
@@ -179,12 +225,12 @@ class ChannelRunner:
             if isinstance(peer, DiallerId) and self.keys[getattr(message, "worker", self.rank)] != peer.key:
                 raise RemoteProtocolError("it has the rank of a process with another key")
             effects = self._channels.receive(message, self.clock.now())
-        except (NarrowsError, IndexError) as error:  # who dials must not end what others began
+        except (NarrowsError, IndexError) as error:  # a stranger that dials must not end this pipeline
             self._drops.refuse(f"a peer's message was refused: {error}")
         else:
             self._apply(effects)
             with self._changed:
-                self._changed.notify_all()  # it may have been the first of its sender, or the last
+                self._changed.notify_all()  # for `wait`: the first message of a peer; for `close`: the last
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -1,12 +1,14 @@
-"""The connections of those who dial us: of strangers only so many are kept, and with so many bytes.
+"""The connections to a listening socket: limits on the number and the bytes of strangers.
 
-A stranger is who has said nothing that was let in. ZeroMQ keeps every connection for ever, and what has come of a message until
-all of it is here, however much that is.
+A stranger is a connection from which no message was admitted yet. ZeroMQ alone would keep every connection for ever,
+and every incomplete message, however large.
 
 Rules
-- Where there are too many strangers, the one that came first is ended. One that has sent too much is ended, too.
-- ZeroMQ owns the descriptors. Here one is shut down, and only while it still leads to whom it led to when it was accepted.
-- One thread hears of connections (`ListenerMonitor` in curve_auth.py), another reads messages. Either may end one.
+- If there are too many strangers, the oldest is ended. A stranger that has sent too many bytes is ended too.
+- ZeroMQ owns the descriptors. This module shuts a descriptor down, and only if it still belongs to the connection that
+  was accepted (the same inode).
+- One thread sees connections come and end (`ListenerMonitor` in curve_auth.py), another reads messages. Both may end a
+  connection.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 STRANGERS_MAX = 1024  # of one listening socket; each takes some 30 KB
-STRANGER_BYTES_MAX = 1 << 20  # that one may send: a first word has some hundred bytes
-ALL_BYTES_TIMES = 16  # that all together may, in those of one
-TCP_RECEIVED = 128  # where struct tcp_info has the bytes that came, since Linux 4.1
+STRANGER_BYTES_MAX = 1 << 20  # bytes that one stranger may send: a first message has some hundred
+ALL_BYTES_TIMES = 16  # all strangers together may send this many times as much
+TCP_RECEIVED = 128  # offset of the received bytes in struct tcp_info, since Linux 4.1
 TCP_INFO_BYTES = TCP_RECEIVED + 8
-SHARE = 8  # of its descriptors a process gives one to strangers
-REFUSED_MAX = (
-    64  # messages that are refused, one after the other: who sends more is not ours, and hears no more answers
-)
-OVER_MAX = 4096  # names whose last messages may still come, after they were hung up on
+SHARE = 8  # strangers get one in this many of the process's descriptors
+REFUSED_MAX = 64  # refused messages in a row, after which a connection is ended without further answers
+OVER_MAX = 4096  # remembered names of ended connections, whose last messages may still come
 
 
 @dataclass(slots=True)
 class Connection:
+    """One accepted connection."""
+
     descriptor: int
-    inode: int  # of its socket: no other has it while this one is open
+    inode: int  # of its socket: unique while the socket is open
     name: bytes = b""  # its routing id, once it has sent a message
-    refused: int = 0  # messages since one was let in
+    refused: int = 0  # refused messages since the last admitted one
 
 
 def most_strangers() -> int:
-    """So many that there are descriptors left for everybody else, and for files."""
+    """Return how many strangers leave enough descriptors for all other connections and files."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -51,19 +53,18 @@ def most_strangers() -> int:
 
 
 class Connections:
-    """The connections of one listening socket. `most`: strangers; `bytes_most`: that one may send. `ended`: why some
-    were ended, and how many."""
+    """The connections of one listening socket."""
 
     def __init__(self) -> None:
-        self.most, self.bytes_most = most_strangers(), STRANGER_BYTES_MAX
-        self.ended: Counter[str] = Counter()
+        self.most, self.bytes_most = most_strangers(), STRANGER_BYTES_MAX  # strangers; bytes of one stranger
+        self.ended: Counter[str] = Counter()  # reason -> number of connections ended for it
         self.accepted: dict[int, Connection] = {}  # by descriptor
-        self.strangers: OrderedDict[int, Connection] = OrderedDict()  # those of them that were not let in, as they came
-        self.named: dict[bytes, Connection] = {}  # those that have sent a message
-        self.over: OrderedDict[bytes, None] = OrderedDict()  # names that were hung up on
+        self.strangers: OrderedDict[int, Connection] = OrderedDict()  # by descriptor, of `accepted`, the oldest first
+        self.named: dict[bytes, Connection] = {}  # by routing id: connections that have sent a message
+        self.over: OrderedDict[bytes, None] = OrderedDict()  # routing ids of ended connections
         self.lock = threading.Lock()
 
-    # Told by the monitor of the socket.
+    # Called by the thread of the socket's monitor.
 
     def accept(self, descriptor: int) -> None:
         with self.lock:
@@ -72,7 +73,11 @@ class Connections:
                 self._end(next(iter(self.strangers.values())), "too many connections from which nothing was let in")
 
     def gone(self, descriptor: int) -> bytes:
-        """It has ended. Return the routing id of who was let in by it and has no newer one, b"" where there is none."""
+        """Note that a connection has ended.
+
+        Returns:
+            Its routing id, if it was admitted and the peer has no newer connection; else b"".
+        """
         with self.lock:
             connection = self.accepted.get(descriptor)
             stranger = descriptor in self.strangers
@@ -81,7 +86,7 @@ class Connections:
         return connection.name if connection is not None and last and not stranger else b""
 
     def look(self) -> None:
-        """End the strangers that have sent too much. Linux alone says how much that is, of TCP alone."""
+        """End the strangers that have sent too much. Only Linux tells how much, and only for TCP."""
         with self.lock:
             sizes = sorted(((self._received(each), each.descriptor) for each in self.strangers.values()), reverse=True)
             total = sum(size for size, _ in sizes)
@@ -91,16 +96,16 @@ class Connections:
                 total -= size
                 self._end(self.strangers[descriptor], "too many bytes without a word that was let in")
 
-    # Told by whoever reads.
+    # Called by the thread that reads messages.
 
     def said(self, name: bytes, descriptor: int) -> bool:
-        """A message of this routing id came by this connection. Whether it is to be read."""
+        """Note a message of routing id `name` on this connection. True if the message is to be read."""
         known = self.named.get(name)
         if known is not None and known.descriptor == descriptor:
             return True
         with self.lock:
             connection = self.accepted.get(descriptor)
-            if connection is None and name not in self.over:  # the monitor's thread has not told of this connection yet
+            if connection is None and name not in self.over:  # the monitor's thread has not reported it yet
                 connection = self._take(descriptor)
             if connection is not None:
                 self.named.pop(connection.name, None)
@@ -109,7 +114,7 @@ class Connections:
             return name not in self.over
 
     def let_in(self, name: bytes) -> None:
-        """Who sent that is no stranger."""
+        """Note an admitted message of routing id `name`: its connection is no longer a stranger."""
         connection = self.named.get(name)
         if connection is None:
             return
@@ -119,7 +124,7 @@ class Connections:
                 self.strangers.pop(connection.descriptor, None)
 
     def refused(self, name: bytes) -> None:
-        """A message was not let in."""
+        """Note a refused message of routing id `name`. REFUSED_MAX in a row end the connection."""
         with self.lock:
             if connection := self.named.get(name):
                 connection.refused += 1
@@ -127,23 +132,23 @@ class Connections:
                     self._end(connection, "too many messages that were refused")
 
     def end(self, name: bytes, why: str) -> None:
-        """Hang up."""
+        """End the connection of routing id `name`; `why` is counted."""
         with self.lock:
             if connection := self.named.get(name):
                 self._end(connection, why)
 
-    # With the lock.
+    # Called with the lock held.
 
     def _take(self, descriptor: int) -> Connection | None:
-        """Return the connection of this descriptor, a stranger where it is new; None where it has ended meanwhile.
+        """Return the connection of this descriptor, a new one as a stranger; None if it has ended meanwhile.
 
-        The monitor and the first message of a connection come by two threads, in any order: the second finds what
-        the first has made, by the inode.
+        The monitor's event and the first message of a connection come on two threads, in any order. The second one
+        finds the entry of the first by the inode.
         """
         known = self.accepted.get(descriptor)
         try:
             status = os.fstat(descriptor)
-        except OSError:  # the monitor is about to tell its end
+        except OSError:  # closed: the monitor is about to report the end
             return known
         if known is not None and known.inode == status.st_ino:
             return known
@@ -172,7 +177,7 @@ class Connections:
 
     @staticmethod
     def _received(connection: Connection) -> int:
-        """Bytes that it has sent; 0 where nobody says."""
+        """Return the bytes that the connection has sent; 0 if the system does not tell."""
         with suppress(OSError, AttributeError, struct.error):
             ours = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=connection.descriptor)
             try:

@@ -1,6 +1,6 @@
-"""The cost of encryption for a process: how fast this machine seals, and whether its messages come near to that.
+"""The cost of encryption for a process: the rate at which this machine seals, and a warning near that rate.
 
-ZeroMQ seals and opens what a process sends and takes in one thread, its own, which so has one core at most.
+ZeroMQ seals all that a process sends, and opens all that it receives, in one thread of its own: one core at most.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import zmq
 from narrows.protocols.runtime.network import curve_auth
 
 CHUNK_BYTES, CHUNKS = 1 << 20, 16
-LIMIT_MS = 2000  # of the measurement; 30 ms are usual
-WINDOW_S = 10.0
-NEAR = 0.5  # of the core: more on top of it, and the steps wait for it
+LIMIT_MS = 2000  # of the measurement, which mostly takes 30 ms
+WINDOW_S = 10.0  # over which a process's rate is measured
+NEAR = 0.5  # share of the core from which the user is warned: beyond it steps may wait for encryption
 
 
 def rate() -> float:
-    """Bytes a second that one thread of this machine seals, or opens; 0 where that took longer than LIMIT_MS."""
+    """Return the bytes a second that one thread of this machine seals or opens; 0 if that took more than LIMIT_MS."""
     pair = curve_auth.new_pair()
     with zmq.Context(io_threads=1) as context, context.socket(zmq.PULL) as takes, context.socket(zmq.PUSH) as gives:
         for end in (takes, gives):
@@ -40,20 +40,25 @@ def rate() -> float:
                 takes.recv(copy=False)
         except zmq.Again:
             return 0.0
-        return 2 * CHUNKS * CHUNK_BYTES / (time.perf_counter() - began)  # that thread did both
+        return 2 * CHUNKS * CHUNK_BYTES / (time.perf_counter() - began)  # the one thread sealed and opened each chunk
 
 
 class SealingCost:
-    """The encryption of one process. `most`: bytes a second that a core seals, 0: it seals nothing, or nobody knows."""
+    """The encryption of one process.
+
+    Args:
+        most: bytes a second that a core seals; 0: the process encrypts nothing, or the rate is unknown.
+        clock: seconds.
+    """
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = most, clock
-        self.passed = 0  # bytes, since the window began
-        self.since = clock()
-        self.told = False
+        self.passed = 0  # bytes sent and received since the window began
+        self.since = clock()  # when the window began
+        self.told = False  # the user was warned
 
     def look(self) -> str:
-        """A sentence, once, where encryption may be what the run waits for."""
+        """Return a sentence, once, if the run may wait for encryption; else ""."""
         took = self.clock() - self.since
         if self.told or not self.most or took < WINDOW_S:
             return ""

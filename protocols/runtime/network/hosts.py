@@ -1,4 +1,4 @@
-"""Which address of a machine leads where."""
+"""Hosts and addresses of this machine and of others: the endpoint to dial, IPv6 or not, and the own address."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
 
 def peer_uid(line: socket.socket) -> int:
-    """The user id of the process at the other end of a connected Unix socket (Linux)."""
+    """Return the user id of the process at the other end of a connected Unix socket (Linux)."""
     _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(uid)
 
 
 def endpoint(host: str, port: int) -> str:
-    """Where to dial: the Unix socket of a server on this machine, else TCP. The name of that socket can be taken by any local
-    user, so it is trusted where root or the user of this process listens."""
+    """Return the endpoint to dial: the Unix socket of a server on this machine, else TCP.
+
+    Any local user can take the name of that socket. So it is used only if root or the user of this process listens.
+    """
     if sys.platform == "linux" and host in LOCAL_HOSTS:
         local = local_endpoint(port)
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
@@ -34,19 +36,21 @@ def endpoint(host: str, port: int) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """True if IPv6 alone leads to `host`: to an address in brackets, and to a name without an IPv4 address. A server listens
-    to IPv4 where nobody says otherwise, so a name with both is dialled by that."""
+    """True if only IPv6 leads to `host`: an address in brackets, or a name without an IPv4 address.
+
+    A server listens to IPv4 by default, so a name with both kinds is dialled over IPv4.
+    """
     if host.startswith("[") or ":" in host:
         return True
     if host in ANY_HOSTS or re.fullmatch("[0-9.]+", host):
         return False
     with contextlib.suppress(OSError):
         return socket.AF_INET not in {row[0] for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return True  # ZeroMQ looks the name up again each time that it dials, and takes either kind then
+    return True  # unknown name: ZeroMQ looks it up each time that it dials, and with IPv6 on takes either kind
 
 
 def unknown(host: str) -> str:
-    """Return why the name `host` leads nowhere, in a clause. "" for a name that leads somewhere, and for an address."""
+    """Return why the name `host` cannot be resolved, a clause; "" for a name that can, and for an address."""
     try:
         socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -57,7 +61,7 @@ def unknown(host: str) -> str:
 
 
 def own_host(host: str, port: int) -> str:
-    """The address of this machine that leads to `host`: where peers on the same network reach it."""
+    """Return the address of this machine on the way to `host`: peers on that network reach this machine there."""
     family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # UDP: nothing is sent
@@ -66,7 +70,11 @@ def own_host(host: str, port: int) -> str:
 
 
 def reached(bound: str, parent: str) -> str:
-    """The host by which other clusters reach what is bound to `bound`: that itself, or the address that leads to `parent`."""
+    """Return the host by which other clusters reach a process that is bound to `bound`.
+
+    Returns:
+        The host of `bound`, or if that is any address, the address of this machine on the way to `parent`.
+    """
     host = bound.removeprefix("tcp://").rpartition(":")[0]
     if host not in ANY_HOSTS:
         return host

@@ -1,26 +1,26 @@
-"""The loop of a thread that owns a `Port`: it receives messages, runs the commands of other threads and ticks a machine.
+"""The loop of a thread that owns a `Port`: it receives messages, runs commands of other threads and ticks a machine.
 
 How it works
 1. `port.receive` waits for messages, WAIT_MS at most. `Loop.call` and `Loop.stop` end the wait, from any thread.
-2. Each message goes to `on_message` as frames: the caller decodes it, since callers differ in whom they believe. Before
-   each message the commands of other threads run, so that a busy network holds up no thread. They run after the last one too.
-3. `on_turn` runs once: there a caller takes what its other threads have left for it.
-4. `time_ns` says which time it is, mostly `AwakeClock.turn`. `on_tick` gets that time, if the last tick is `tick_ms` ago.
+2. Each message goes to `on_message` as frames. The callback decodes it, since callers trust different senders. Before
+   each message, and after the last one, the commands of other threads run: a busy network delays no thread.
+3. `on_turn` runs once: in it a caller takes the results of its other threads.
+4. `time_ns` returns the time, mostly `AwakeClock.turn`. `on_tick` gets that time, if the last tick is `tick_ms` ago.
 5. `goes_on` decides whether there is another turn. By default there is one until `stop`, and until no command is left.
 
-An exception of a callback ends the loop: the caller of `run` says what it costs. A peer's bad message must not get so far.
+An exception of a callback ends the loop and reaches the caller of `run`. A callback handles a bad message itself.
 
 The loops of the product, and what differs between them:
 
 | loop | wait, tick (ms) | time | a bad message is | ends when |
 |---|---|---|---|---|
-| a server (ps/process/runner.py) | 50, 50 | awake | refused | its run is over, or its parent stops it |
-| a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it takes over, or its parent stops it |
+| a server (ps/process/runner.py) | 50, 50 | awake | refused | its run is over, or its supervisor stops it |
+| a standby (ps/process/standby_runner.py) | 50, each turn | awake | counted | it takes over, or is stopped |
 | a worker (worker/runtime/member_link.py) | 50, 50 | awake | dropped | `stop` was called |
 | a stage of a pipeline (channel_runner.py) | 50, 50 | awake | dropped | `stop` was called |
-| a first question (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | the answer came, or after CONNECT_S |
-| an archive client (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all came, or after QUIET_S |
-| a machine that has shards (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` was called |
+| a bootstrap (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | the answer came, or after CONNECT_S |
+| an archive client (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all came, or QUIET_S |
+| a remote shard host (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` was called |
 | the director of ps-probe (ps/command/probe_runner.py) | 100, each turn | monotonic | answered | all is measured |
 | a machine of ps-probe (ps/command/probe_runner.py) | 100, 1000 | monotonic | raised | the director says so |
 """
@@ -34,8 +34,8 @@ from narrows.protocols.effects import NS
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Port
 
-WAIT_MS = 50  # an idle loop has a turn this often
-TICK_MS = 50  # a machine ticks this often; each tick of a server costs its standby as much as a small message
+WAIT_MS = 50  # interval of the turns of an idle loop
+TICK_MS = 50  # interval of a machine's ticks; each tick of a server costs its standby as much as a small message
 
 Command = Callable[[], object]
 
@@ -76,7 +76,7 @@ class Loop:
         self.port.wake()
 
     def call_later(self, command: Command) -> None:
-        """Have the thread of the loop run `command` in its next turn: nobody waits for it."""
+        """Have the thread of the loop run `command` in its next turn, without waking the loop."""
         self._commands.append(command)
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class Loop:
         self.port.wake()
 
     def tick_soon(self) -> None:
-        """Tick in this turn, or in the next one where this turn has ticked. For the thread of the loop."""
+        """Tick in this turn, or in the next one if this turn has ticked. Only the thread of the loop may call this."""
         self._due_ns = 0
 
     def run(self, time_ns: Callable[[], int], goes_on: Callable[[], bool] | None = None) -> None:
@@ -93,10 +93,10 @@ class Loop:
 
         Args:
             time_ns: The time of a turn. It never goes back.
-            goes_on: Whether there is another turn. None: until `stop`.
+            goes_on: True if there is another turn. None: until `stop`.
 
         Raises:
-            Exception: What a callback or a command raises.
+            Exception: The exception of a callback or a command.
         """
         goes_on = goes_on or self._not_stopped
         receive, commands, on_message = self.port.receive, self._commands, self.on_message

@@ -1,24 +1,24 @@
-"""Sockets: the one way of frames in and out of a process, over ZeroMQ. They carry frames and know no message.
+"""Sockets: all frames in and out of a process go through here, over ZeroMQ. They carry frames and know no message.
 
 How it works
 
-    listen ── ROUTER <── those who dial us: a peer is the routing id (bytes), `DiallerId` where keys are used
-    send(address, frames) ── DEALER for each address: a peer is the address that we dialled (str)
-    receive(limit_ms) yields (peer, frames), BURST of one socket in a row
+    listen ── ROUTER <── peers that dial this process: a peer is its routing id (bytes), a `DiallerId` in runs with keys
+    send(address, frames) ── DEALER for each address: a peer is the address that this process dialled (str)
+    receive(limit_ms) yields (peer, frames), at most BURST of one socket in a row
 
-1. `send` never waits. A message that finds no room, or no peer, is dropped; its `Receipt` says why. Frames of
+1. `send` never waits. A message for a full queue, or for no peer, is dropped; its `Receipt` says why. Frames of
    ZERO_COPY_BYTES or more are lent: the buffer must not change until the receipt says that they have left.
-2. `receive` polls all sockets, the monitors of dialled connections, and file descriptors that others watch. Each
-   message leaves its queue when it is asked for, not before.
-3. `control=True` sends by a connection of its own, so that a heartbeat never waits behind a large push.
-4. A monitor thread tells which connections came and ended (curve_auth.py, connections.py). `cut` is told of an end one
-   turn later: by then the peer's last messages were read.
+2. `receive` polls all sockets, the monitors of dialled connections, and the file descriptors of `watch`. Each message
+   stays in its queue until the caller asks for it.
+3. `control=True` sends over a connection of its own, so that a heartbeat never waits behind a large push.
+4. A monitor thread sees connections come and end (curve_auth.py, connections.py). `cut` gets an end one turn later: by
+   then the peer's last messages were read.
 
 Rules
 - One thread owns a `Sockets`. Another thread may only `wake` it.
-- Nothing that a peer sends raises. A library error costs the message that was being read, and is counted
+- Nothing that a peer sends raises an exception. A library error costs the message that was being read, and is counted
   (`LibraryFaults`). Only FAULTS_MAX of them in a row are raised.
-- With curve_auth.py and encryption_cost.py this is all that imports zmq.
+- Only this file, curve_auth.py and encryption_cost.py import zmq.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
-import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
+import zmq.utils.garbage  # its exit handler, for zero-copy sends, must be registered before that of our last push
 
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
@@ -54,20 +54,20 @@ from narrows.protocols.runtime.network.curve_auth import (
 from narrows.protocols.runtime.network.hosts import is_ipv6
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
-QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
-UNREAD_MESSAGES_MAX = 64  # of one peer: the rest stays with it until these are read
-FRAMES_MAX = 2  # of a message; what comes beyond them is thrown away, and with it the connection
-THROWN_MAX = 8192  # frames of it in a row: some 20 ms
+QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # four states of the largest shard; a slower peer loses messages
+UNREAD_MESSAGES_MAX = 64  # of one peer; further messages stay with the peer until these are read
+FRAMES_MAX = 2  # of a message; further frames are thrown away, and the connection is ended
+THROWN_MAX = 8192  # frames thrown away in a row: some 20 ms
 BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
-SILENT_MS = 60_000  # who takes none of what it is sent for so long is cut off
-LINGER_MS = 2000  # what was sent last may take so long to leave
-UNMET_LINGER_MS = 500  # the same, where nobody has answered yet
-BURST = 64  # messages of one socket in a row: then the others, the commands and the clock have their turn
-ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
-RECONNECT_MS_MAX = 500  # a peer that comes back is found within this
-MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
-REFUSED_MAX = 64  # refusals that are remembered until they are told
-GONE_MAX = 4096  # ends of connections, the same
+SILENT_MS = 60_000  # a peer that takes nothing of what it is sent for this time is cut off
+LINGER_MS = 2000  # time for the last messages to leave
+UNMET_LINGER_MS = 500  # the same for a connection on which no peer has answered yet
+BURST = 64  # messages of one socket in a row: then the other sockets, the commands and the tick have their turn
+ZERO_COPY_BYTES = 1 << 16  # smaller frames pyzmq copies anyway
+RECONNECT_MS_MAX = 500  # interval of dialling again: a peer that comes back is found within this
+MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame; a longer one ends its connection
+REFUSED_MAX = 64  # refusals kept until the owner's thread reports them
+GONE_MAX = 4096  # ends of connections kept, the same
 NO_DESCRIPTOR = -1  # of a message whose connection is not known
 OPTIONS = {
     zmq.LINGER: LINGER_MS,
@@ -78,7 +78,7 @@ OPTIONS = {
     zmq.BACKLOG: BACKLOG,
     zmq.TCP_MAXRT: SILENT_MS,
 }
-ROUTER = ("", False)  # in place of an address that we dialled
+ROUTER = ("", False)  # the key of the listening socket, in place of (address, control)
 
 Peer = str | bytes
 Socket = zmq.Socket[bytes]
@@ -86,14 +86,14 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(slots=True)
 class Receipt:
-    """The fate of a message. `dropped`: why it was not sent, "" where it was."""
+    """What became of a message."""
 
-    dropped: str = ""
+    dropped: str = ""  # why the message was not sent; "": it was
     _tracker: zmq.MessageTracker | None = None
 
     @property
     def lent(self) -> bool:
-        """The frames may still be read: a buffer among them must not change."""
+        """True while ZeroMQ may still read the frames: their buffers must not change."""
         return self._tracker is not None and not self._tracker.done
 
 
@@ -104,31 +104,39 @@ NOWHERE = Receipt("its address leads nowhere")
 
 
 class Port(Protocol):
-    """A runner sends and receives by this."""
+    """The transport of a runner. One thread owns a port and calls its methods; any thread may call `wake`."""
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
-        """Send without waiting. Frames are not copied: they must not change while the receipt says that they are lent.
-        `control`: by a connection of its own, so that large messages to the same peer do not hold it up."""
+        """Send one message. Never waits, and never raises for a peer that is not there.
+
+        Args:
+            to: the routing id of a peer that dialled this process, or an address to dial.
+            frames: not copied. Their buffers must not change while the receipt is `lent`.
+            control: send over a connection of its own, so that large messages to the same peer do not delay this one.
+        """
 
     def receive(self, limit_ms: int) -> Iterable[tuple[Peer, list[Buffer]]]:
-        """Return the messages that came, after at most `limit_ms`. Each leaves its queue when it is asked for, not before."""
+        """Return the messages that came, after at most `limit_ms`: (peer, frames) each, read-only buffers.
+
+        A message stays in its queue until the caller asks for it.
+        """
 
     def wake(self) -> None:
-        """End the wait of `receive`, from any thread."""
+        """End the wait of `receive`. Any thread may call this."""
 
     def hang_up(self, address: str) -> None:
-        """Let go of what was dialled there."""
+        """Close the connections that were dialled to this address."""
 
     def close(self) -> None:
-        """Let go of all; the last messages have LINGER_MS to leave."""
+        """Close all connections. The last messages have LINGER_MS to leave."""
 
 
 class Drops:
-    """Messages that were dropped, by name, and messages of others that were refused. `tell` gets a sentence about the first
-    drop of each name and the first refusal of each kind: a stranger must not fill the log.
+    """Counts messages that were dropped, by kind, and notes messages of peers that were refused.
 
-    A message to a peer that has gone, such as the answer to a member's last word, counts as no drop: nobody misses it. The end
-    of a member that was lost is told apart.
+    `tell` gets a sentence about the first drop of each kind and the first refusal of each text: a stranger must not
+    fill the log. A message to a peer that has left, such as the answer to a member's Leave, does not count as dropped:
+    no process waits for it. The loss of a member is reported elsewhere.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -149,14 +157,18 @@ class Drops:
 
 
 class Sockets:
-    """A `Port` over ZeroMQ: a ROUTER for those who dial us, and a DEALER for each address that we dial.
+    """A `Port` over ZeroMQ: a ROUTER for peers that dial this process, and a DEALER for each address that it dials.
 
-    `known_as`: for an address, how the routing id begins by which we are known there; b"": by any. `curve`: the keys of this
-    process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
-    dialled us, why, and the key that was refused, where there is one. `linked` is told of an address that we dialled,
-    and whose connection is another one: what was under way may be lost. `cut` is told of a peer whose connection has ended; of
-    those who dialled us where there are `connections`: of who dials us; None: all are kept. `faulted` is told of the first
-    library error of each kind, in a sentence.
+    Args:
+        io_threads: of the ZeroMQ context.
+        known_as: returns for an address the first bytes of the routing id to dial it with; b"": any.
+        curve: the keys of this process; None: nothing is encrypted.
+        failed: gets each handshake that fails: the address that was dialled ("": a peer dialled this process), why, and
+            the refused public key ("": none).
+        linked: gets an address that was dialled, when its connection is a new one: messages under way may be lost.
+        cut: gets a peer whose connection has ended: one that was dialled, and with `connections` also one that dialled.
+        connections: limits the connections of peers that dial this process; None: no limit.
+        faulted: gets a sentence about the first library error of each kind.
     """
 
     def __init__(
@@ -175,11 +187,11 @@ class Sockets:
         self.faults = LibraryFaults(faulted)
         self._door: CurveAuthenticator | None = None
         self._strangers: ListenerMonitor | None = None
-        self._refused: deque[tuple[HandshakeFailure, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
-        self._gone: deque[Peer] = deque(maxlen=GONE_MAX)  # whose connections have ended, by the thread of the door too
-        self._going: list[Peer] = []  # those who are told in the next turn
+        self._refused: deque[tuple[HandshakeFailure, str]] = deque(maxlen=REFUSED_MAX)  # filled by the auth threads
+        self._gone: deque[Peer] = deque(maxlen=GONE_MAX)  # peers whose connections have ended; filled by any thread
+        self._going: list[Peer] = []  # those of them that `cut` gets in the next turn
         self._failures: dict[Socket, HandshakeMonitor] = {}
-        self._endless: set[Socket] = set()  # in the midst of a message that has too many frames
+        self._endless: set[Socket] = set()  # sockets in the middle of a message with too many frames
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
         self._opened: dict[tuple[str, bool], Socket] = {}  # by the address dialled and `control`; ROUTER: the router
@@ -210,24 +222,31 @@ class Sockets:
         opened.close()
 
     def _refuse(self, why: HandshakeFailure, key: str = "") -> None:
-        """Somebody who dialled us was refused; the threads of the door say so."""
+        """Note a refused peer that dialled this process. The threads of CURVE call this."""
         told = bool(self._refused)
         self._refused.append((why, key))
-        if not told:  # else it is awake already
+        if not told:  # with a refusal before, the owner's thread is awake already
             self.wake()
 
     def listen(self, address: str) -> int:
-        """Let others dial tcp://host:port, where port 0 takes any, and the Unix socket beside it; return the port.
+        """Listen on an address, and on the Unix socket beside it.
 
-        Raises UsageError naming the address.
+        Args:
+            address: tcp://host:port; port 0 takes any free port.
+
+        Returns:
+            The port.
+
+        Raises:
+            UsageError: the address is taken or not valid; names the address.
         """
         router = self._open(ROUTER, zmq.ROUTER)
         bound, _ = parse_address("cannot listen on", address, any_port=True)
-        router.setsockopt(zmq.IPV6, is_ipv6(bound))  # of [::] IPv4 too
+        router.setsockopt(zmq.IPV6, is_ipv6(bound))  # [::] listens to IPv4 too
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(
             zmq.ROUTER_HANDOVER, 1
-        )  # who dials anew keeps its name; the link before may seem alive for hours
+        )  # a peer that dials again keeps its name: its earlier connection may seem alive for hours
         self._strangers = ListenerMonitor(router, self._refuse, self._gone.append, self.connections)
         if self.curve is not None and self.curve.own is not None:
             self._door = CurveAuthenticator(self._context, self.curve, self._refuse)
@@ -241,13 +260,13 @@ class Sockets:
         if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
             try:
                 router.bind(local_endpoint(int(port)))
-            except zmq.ZMQError as error:  # the name belongs to nobody: any process of this machine may have it
+            except zmq.ZMQError as error:  # any process of this machine may have taken the name
                 why = zmq.strerror(error.errno or 0)
                 self.faults.tell(f"the Unix socket beside port {port} is taken ({why}): workers here come over TCP")
         return int(port)
 
     def _dial(self, key: tuple[str, bool]) -> Socket:
-        """A DEALER of its own for each address: several connects on one socket would take turns."""
+        """Dial an address with a DEALER of its own: a socket with several connects would send to each in turn."""
         dealer = self._open(key, zmq.DEALER)
         if name := self.known_as(key[0]):
             dealer.setsockopt(zmq.ROUTING_ID, name + os.urandom(8))
@@ -286,7 +305,7 @@ class Sockets:
         return SENT
 
     def _ready(self, limit_ms: int) -> dict[Any, int]:
-        """Return what there is to read within `limit_ms`. How a handshake went is told here, and ends no wait."""
+        """Return the sockets that can be read within `limit_ms`. Reports handshakes on the way; they end no wait."""
         deadline = time.monotonic() + limit_ms / 1000
         while True:
             try:
@@ -300,7 +319,7 @@ class Sockets:
             for each in monitors:
                 del ready[each.monitor]
                 try:
-                    found = each.take() if not each.watched.closed else []  # by what was told before
+                    found = each.take() if not each.watched.closed else []  # a callback may have closed the socket
                 except LIBRARY as error:
                     self._fault("an event of a connection", error)
                     continue
@@ -316,7 +335,7 @@ class Sockets:
                 return ready
 
     def _fault(self, what: str, error: Exception) -> None:
-        """Count an error of a library. Raises one that does not end."""
+        """Count an error of a library. Raises it once FAULTS_MAX came in a row."""
         self.faults.add(what, error)
         if self.faults.broken is not None:
             raise self.faults.broken
@@ -335,7 +354,7 @@ class Sockets:
                 called()
         for key, source in [*self._opened.items()]:
             left = BURST if source in ready else 0
-            while left and not source.closed:  # it may be hung up on between two messages
+            while left and not source.closed:  # the caller may hang up between two messages
                 try:
                     if (left == BURST and not self._goes_on(source)) or source in self._endless:
                         break
@@ -351,27 +370,34 @@ class Sockets:
                     yield message
 
     def _tell_gone(self) -> None:
-        """Tell which peers' connections have ended, a turn later: by then what they had sent is read."""
+        """Report ended connections to `cut` one turn later: by then the peers' last messages are read."""
         told, self._going = self._going, [self._gone.popleft() for _ in range(len(self._gone))]
         for peer in told:
             if (
                 isinstance(peer, str) or self.connections is None or peer not in self.connections.named
-            ):  # else it is back
+            ):  # a peer in `named` has connected again
                 self.cut(peer)
 
     def _message(self, source: Socket, key: tuple[str, bool]) -> tuple[Peer, list[Buffer]] | None:
-        """Return the next message and its sender; None where it is not to be read."""
+        """Return the sender and frames of the next message; None if its connection was ended meanwhile."""
         frames = self._frames(source, key == ROUTER)
         first = frames.pop(0) if key == ROUTER else None
         if first is not None and not self._reads(first):
             return None
-        # In the open a peer may call itself what it likes: there only the routing id counts.
+        # Without CURVE a peer may claim any name: only the routing id counts there.
         peer = key[0] if first is None else DiallerId.of(first) if self._door is not None else first.bytes
         return peer, [frame.buffer for frame in frames]
 
     def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:
-        """The next message, after the routing id where it is `named`; of one that has too many frames one more than may be.
-        It must be read to its end before the next one, so its sender is stopped, and the rest thrown away a turn at a time."""
+        """Return the frames of the next message; of a message with too many frames, one more than allowed.
+
+        Such a message must be read to its end before the next one. So its connection is ended, and the rest is thrown
+        away a part in each turn.
+
+        Args:
+            source: the socket.
+            named: the first frame is the routing id.
+        """
         frames = [source.recv(zmq.NOBLOCK, copy=False)]
         self.faults.well()
         while (more := frames[-1].more) and len(frames) <= FRAMES_MAX + named:
@@ -383,19 +409,19 @@ class Sockets:
         return frames
 
     def _broken_off(self, source: Socket) -> None:
-        """A read has failed. What is left of a message whose first frames were read is thrown away."""
+        """Throw away the rest of a message in whose middle a read has failed."""
         with contextlib.suppress(*LIBRARY):
             if source.getsockopt(zmq.RCVMORE):
                 self._endless.add(source)
 
     def _goes_on(self, source: Socket) -> bool:
-        """Whether the next frame begins a message. Some frames of a message that has too many are thrown away."""
+        """True if the next frame begins a message. Throws away up to THROWN_MAX frames of a message with too many."""
         if source in self._endless and not all(source.recv(copy=False).more for _ in range(THROWN_MAX)):
             self._endless.remove(source)
         return source not in self._endless
 
     def _reads(self, first: zmq.Frame) -> bool:
-        """Whether the message is read that begins with this frame, the routing id."""
+        """True if the message that begins with this frame, the routing id, is to be read."""
         if self.connections is None:
             return True
         try:
@@ -405,7 +431,7 @@ class Sockets:
         return self.connections.said(first.bytes, descriptor)
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
-        """Have `called` run by `receive` while this file descriptor has something to be read."""
+        """Have `receive` run `called` whenever this file descriptor can be read."""
         self._watched[fd] = called
         self._poller.register(fd, zmq.POLLIN)
 
@@ -414,7 +440,7 @@ class Sockets:
         self._poller.unregister(fd)
 
     def wake(self) -> None:
-        """End the wait of `receive`; any thread. Where it is awake already, or closed, that is no reason to wait."""
+        """End the wait of `receive`. Any thread may call this, also after `close`; it never waits."""
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
