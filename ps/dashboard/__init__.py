@@ -1,1 +1,1 @@
-"""A run at a glance: its record becomes a history, and a history a page, a terminal screen and metrics."""
+"""The dashboard: the events of a record become a history, and a history a page, a terminal screen and metrics."""

@@ -1,4 +1,5 @@
-"""The text of an event of a run: its sentence, where the event has none of its own, and what a terminal may show of it."""
+"""The texts of events: a sentence for an event without a text of its own, and the characters that a terminal may
+show."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SHOWN = {
     "skipped": "steps that rank {rank} ({host}) has skipped by clock {clock}, for a gradient that was not finite: {steps:,}",
     "privacy": "worker {worker} has spent epsilon {epsilon:.4g} at delta {delta:g}",
 }
-OF_WORKERS = {  # in a record of ps-worker, which knows no ids
+OF_WORKERS = {  # for a record of ps-worker, which has local ranks in place of worker ids
     "member": "local rank {local_rank} {how}",
     "done": "the run is over",
     "late": "{age} rounds closed without local rank {local_rank} before clock {clock}",
@@ -26,7 +27,7 @@ OF_WORKERS = {  # in a record of ps-worker, which knows no ids
 
 
 def sentence(name: str, event: Mapping[str, Any]) -> str:
-    """ "" for an event that is a row of figures."""
+    """Return the sentence of an event; "" for an event that only has figures."""
     for table in (SHOWN, OF_WORKERS):
         try:
             return table[name].format(**event)
@@ -36,5 +37,6 @@ def sentence(name: str, event: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape each character that is not printable, but the newline: a host's name moves no cursor and rings no bell."""
+    """Escape each character that is not printable, except newlines, so that a host's name cannot control the
+    terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -1,8 +1,26 @@
-"""The history of a run, from the events of its record: those of ps-serve, and those of ps-worker. No I/O, no clock.
+"""The history of a run, made from the events of its record. No I/O, no clock.
+
+How it works
+
+    events of ps-serve or of ps-worker, a line of the record each
+        |
+      take ---- "summary" --> _heard: a row of figures for a member and for each member below it
+        |                       |
+        |                     MemberTimeline.hear: totals, rates and time buckets of that member
+        |------ "step" -----> _stepped: the step as the summary that its worker would have sent
+        |------ "member", "waits", "run", "done", ...
+        |
+      frame -> one JSON object: the page, the terminal (screen.py) and ps-plot show it
+
+1. A record of ps-serve has "summary" events: the figures that heartbeats carry. A record of ps-worker has "step"
+   events. Both end in `_heard`.
+2. A cluster sends the rows of all members below it. A member without a row is gone, and `_below` names it after GONE_S.
+3. A curve of the loss gets a point each POINT_S, and half as many points once it has POINTS.
 
 Rules
-- `take` is the only way in, and the record has all that it takes: so a page of a run and one of its record show the same.
-- Everything is bounded: `LANES_MAX`, `POINTS`, `EVENTS`, and the cells of a lane.
+- `take` is the only way in, and the record has every event that it takes. So the page of a live run and the page of its
+  record show the same.
+- Everything is bounded: `LANES_MAX`, `POINTS`, `EVENTS`, and the time buckets of a member.
 """
 
 from __future__ import annotations
@@ -17,23 +35,22 @@ from narrows.ps.dashboard.member_timeline import TIMES, MemberTimeline
 from narrows.ps.dashboard.time_buckets import CELL_S, CELLS
 from narrows.ps.dashboard.time_buckets import strips as strips_of
 
-LANES_MAX = 4096  # members, live or gone; more are not shown
-POINTS = 512  # of a curve: with more, every second one goes
-EVENTS = 200  # the newest
+LANES_MAX = 4096  # members with a timeline, live or dead; further members are not shown
+POINTS = 512  # points of a curve; once there are more, every second point is dropped
+EVENTS = 200  # the newest events are kept
 TEXT = 300  # characters of an event
 POINT_S = 0.5  # from one point of a curve to the next, at first
-RAW_BYTES = 4  # of an fp32 value
+RAW_BYTES = 4  # bytes of an fp32 value
 COLUMNS = ("steps", "seconds", "bytes", "loss")
-GONE_S = (
-    5.0  # a member below a cluster is not named for so long: it is gone. One that was started again names few at first
-)
-NAMED = 8  # that are gone, in one event
-PARTED = {  # how members below a cluster went, said of one and of several
+# A member below a cluster is gone once the cluster has not named it for so long. A restarted cluster names few at first.
+GONE_S = 5.0
+NAMED = 8  # members that one event names
+PARTED = {  # by how a member below a cluster left: the words for one member, and for several
     "left": ("left", "left"),
     "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
-SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures, and no news
+SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures: no text
 REPEATED = (
     "checkpoint",
     "compress",
@@ -43,19 +60,19 @@ REPEATED = (
     "hyper",
     "late",
     "disk",
-)  # of which the newest is shown
-DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
+)  # events of which only the newest of a kind and member is shown
+DIED = ("died", "restart")  # a shard was restarted, or the run went back to a checkpoint
 
 
 class LossCurve:
-    """Points of `COLUMNS`; however long the run, they cover all of it."""
+    """Points of `COLUMNS` that cover the whole run, however long it is."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-        self.spacing = POINT_S
+        self.spacing = POINT_S  # seconds between points; doubles when points are dropped
 
     def due(self, now_s: float) -> bool:
-        """It is time for another point."""
+        """Return True if it is time for another point."""
         seconds = self.columns["seconds"]
         return not seconds or now_s >= seconds[-1] + self.spacing
 
@@ -69,33 +86,33 @@ class LossCurve:
 
 
 class RunHistory:
-    """The history of one run."""
+    """The history of one run. `take` adds an event, `frame` returns what a page shows."""
 
     def __init__(self) -> None:
-        self.run: dict[str, Any] = {}  # what it is
-        self.lanes: dict[tuple[int, ...], MemberTimeline] = {}
-        self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
+        self.run: dict[str, Any] = {}  # the fields of the "run" or "start" event
+        self.lanes: dict[tuple[int, ...], MemberTimeline] = {}  # by path: the ranks of a member down the tree
+        self.hidden: dict[tuple[int, ...], int] = {}  # by member of this server, its rows that have no timeline
         self.curve = LossCurve()
-        self.events: deque[list[Any]] = deque(maxlen=EVENTS)
-        self.repeated: dict[tuple[Any, ...], tuple[list[Any], int]] = {}  # of REPEATED: the event, and which time it is
-        self.seconds = 0.0  # of the newest event
-        self.moved = 0.0  # when the clock moved last
+        self.events: deque[list[Any]] = deque(maxlen=EVENTS)  # [seconds, name, text]
+        self.repeated: dict[tuple[Any, ...], tuple[list[Any], int]] = {}  # by kind and member: the event, its count
+        self.seconds = 0.0  # time of the newest event, since the run began
+        self.moved = 0.0  # when the clock last moved
         self.parameters = 0
-        self.died = 0
+        self.died = 0  # events of DIED
         self.over = False
-        self.waits = ""  # for which members the run waits, as its coordinator says
-        self.clock = 0
-        self.steppers: dict[int, dict[str, Any]] = {}  # of a record of ps-worker: the summary of each worker so far
+        self.waits = ""  # the coordinator's sentence on the members that the run waits for
+        self.clock = 0  # clock that all live members have reached
+        self.steppers: dict[int, dict[str, Any]] = {}  # in a record of ps-worker, by local rank: the summary so far
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One line of a record."""
+        """Take one event: one line of a record."""
         name, self.seconds = event["event"], max(self.seconds, float(event["seconds"]))
         if name == "summary":
             self.parameters = event["parameters"] or self.parameters
             self._heard(event["rows"], event["clock"])
         elif name == "step":
             self._stepped(event)
-        elif name == "skipped" and "local_rank" in event:  # of ps-worker; a server has it from the summaries
+        elif name == "skipped" and "local_rank" in event:  # in ps-worker's record; a server counts them in summaries
             self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))["skipped"] += 1
         elif name in ("run", "start"):
             self._started(event)
@@ -113,7 +130,8 @@ class RunHistory:
             self._say(name, str(text), -1 if name == "checkpoint" else member)
 
     def _say(self, name: str, text: str, member: Any = -1) -> None:
-        """Add an event. One of REPEATED takes the place of the one before of the same kind and member, and counts it."""
+        """Add an event. An event of REPEATED replaces the one of the same kind and member, and counts how often it
+        came."""
         text, times = text[:TEXT], 0
         if name in REPEATED:
             before, times = self.repeated.pop((name, member), ([], 0))
@@ -134,8 +152,13 @@ class RunHistory:
     # Members.
 
     def _heard(self, rows: Iterable[Mapping[str, Any]], clock: int) -> None:
-        """A member's summary, and those of all below it: who is not among these any more is gone. `clock`: that all members had
-        reached then; 0: nobody counts it."""
+        """Take the rows of one heartbeat: those of a member and of all members below it.
+
+        Args:
+            rows: the rows; the first is that of the heartbeat's sender.
+            clock: the clock that all members of this server had reached; 0 in a record of ps-worker, where none is
+                known.
+        """
         told = {tuple(row["path"]): row for row in rows}
         for path, row in told.items():
             if path in self.lanes or len(self.lanes) < LANES_MAX:
@@ -158,7 +181,12 @@ class RunHistory:
         self._point()
 
     def _below(self, first: tuple[int, ...], told: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
-        """All that a cluster names below it, their clocks as they are at one moment."""
+        """Update the members below a cluster: how far each is ahead of the slowest one, and which are gone.
+
+        Args:
+            first: the path of the cluster.
+            told: the rows of its heartbeat, by path. Their clocks are those of one moment.
+        """
         slowest = dict[tuple[int, ...], int]()
         for path, row in told.items():
             slowest[path[:-1]] = min(row["clock"], slowest.get(path[:-1], row["clock"]))
@@ -170,7 +198,7 @@ class RunHistory:
             elif lane.live:
                 lane.live = False
                 missed.setdefault(lane.path[:-1], []).append(lane)
-        for above, lanes in missed.items():  # as many as that cluster has lost, or some of them
+        for above, lanes in missed.items():  # the parent counts its lost members: none, all or some of these
             lost = self.lanes[above].lost if above in told and above in self.lanes else -1
             for lane in lanes:
                 lane.parting = {0: "left", len(lanes): "lost"}.get(lost, "gone")
@@ -184,20 +212,20 @@ class RunHistory:
             self._say("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
 
     def _not_finite(self, lane: MemberTimeline) -> None:
-        """Once, until it is finite again."""
+        """Note that a member's loss is not finite, once until it is finite again."""
         if not lane.odd:
             self._say("loss", f"the loss of {lane} is not finite")
         lane.odd = True
 
     def _member(self, event: Mapping[str, Any]) -> None:
-        rank = event["local_rank" if "local_rank" in event else "rank"]  # of ps-worker, of ps-serve
+        rank = event["local_rank" if "local_rank" in event else "rank"]  # records of ps-worker have local ranks
         if event["how"] != "joined":
             for path, lane in self.lanes.items():
                 if path[0] == rank and lane.live:
                     lane.live, lane.how = False, event["how"]
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
-        """A step in a record of ps-worker, as the summary that its worker would have sent."""
+        """Take a step from a record of ps-worker, as the summary that its worker would have sent."""
         event, told = {name: value for name, value in event.items() if value is not None}, event
         known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
         wait = event["wait_seconds"]
@@ -215,14 +243,14 @@ class RunHistory:
         for name in ("clock", "staleness", "held_back"):
             known[name] = event.get(name, known[name])
         known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
-        known["loss"] = told.get("loss", known["loss"])  # None: it is not finite
+        known["loss"] = told.get("loss", known["loss"])  # None: the loss is not finite
         self._heard([known | {"stale": [*known["stale"]]}], 0)
         if "loss" in told and told["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
             self._not_finite(lane)
 
     @property
     def width(self) -> float:
-        """Seconds of a cell of a lane now."""
+        """Seconds of a time bucket now: they double as the run gets longer."""
         width = CELL_S
         while self.seconds >= CELLS * width:
             width *= 2
@@ -232,7 +260,7 @@ class RunHistory:
 
     @property
     def near(self) -> list[MemberTimeline]:
-        """The members of this server; of each link that is its own, the near end."""
+        """The timelines of this server's own members, without those below them."""
         return [lane for lane in self.lanes.values() if len(lane.path) == 1]
 
     @property
@@ -241,12 +269,14 @@ class RunHistory:
 
     @property
     def loss(self) -> float | None:
-        """The mean of the newest of the live workers, or where none is live of all."""
+        """The mean of the newest losses of live workers, or of all workers where none is live; None where none has a
+        loss."""
         found = [lane for lane in self.workers if lane.newest["loss"] is not None]
         found = [lane for lane in found if lane.live] or found
         return sum(lane.newest["loss"] / len(found) for lane in found) if found else None
 
     def total(self, name: str) -> float:
+        """Return the sum of a counter over this server's own members."""
         return sum((lane.total[name] for lane in self.near), 0.0)
 
     def _point(self) -> None:
@@ -256,30 +286,31 @@ class RunHistory:
 
     @property
     def steps(self) -> float:
-        """Optimizer steps of the run: its clock, in those of a worker."""
+        """Optimizer steps of the run: its clock times the local steps of a round."""
         return float(self.clock * self.run.get("local_steps", 1))
 
     @property
     def ratio(self) -> float:
-        """How many times as much the same updates would be as fp32; 0: not known."""
+        """The bytes of the same updates as fp32, over the bytes pushed; 0: not known."""
         up = self.total("bytes_up")
         raw = RAW_BYTES * self.parameters * self.total("updates") / self.run.get("fragments", 1)
         return raw / up if up else 0.0
 
     @property
     def samples_rate(self) -> float | None:
-        """Samples a second, of all workers; None: no script has said how many a step has."""
+        """Samples a second of all workers; None if no script has told the samples of a step."""
         told = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
         return sum(told) if told else None
 
     @property
     def left_seconds(self) -> float | None:
-        """Until the script has taken the steps that it told record() of; None: it has not said, or they are over."""
+        """Seconds until the slowest worker has made the steps that its script told record(); None: not told, or all
+        made."""
         left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
         return max(left, default=0.0) or None
 
     def frame(self, now_s: float | None = None) -> dict[str, Any]:
-        """All that a page shows, as JSON: what there is by `now_s` of the run."""
+        """Return what a page shows at `now_s` seconds of the run, as values of JSON."""
         self.seconds = max(self.seconds, now_s or 0.0)
         width, lanes = self.width, [self.lanes[path] for path in sorted(self.lanes)]
         cells = min(CELLS, int(self.seconds / width) + 1)
@@ -288,7 +319,7 @@ class RunHistory:
             lane.cells.fit(width)
         begun, strips = strips_of([lane.cells for lane in workers])
         shown = dict(zip((lane.path for lane in workers), strips, strict=True))
-        fastest = dict[tuple[int, ...], int]()  # by server
+        fastest = dict[tuple[int, ...], int]()  # by the path of the server, how far its fastest member is ahead
         for lane in lanes:
             if lane.live:
                 fastest[lane.path[:-1]] = max(lane.ahead, fastest.get(lane.path[:-1], 0))
@@ -310,7 +341,7 @@ class RunHistory:
             "died": self.died,
             "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
             "cell_seconds": width,
-            "first_cell": begun,  # before it nobody took a step
+            "first_cell": begun,  # the first bucket with a step
             "cells": cells,
             "members": [self._shown(lane, fastest.get(lane.path[:-1], 0), shown.get(lane.path)) for lane in lanes],
             "curve": self.curve.columns,

@@ -1,9 +1,9 @@
-"""The members of a run as its history knows them, each with a lane: what it did in each stretch of time. No I/O, no clock.
+"""The timeline of one member: its totals, its rates, and what it did in each time bucket. No I/O, no clock.
 
 Rules
-- Counters of a summary begin anew with each life of a member. The counts of a lane go on: a counter that falls has
-  begun anew, as Prometheus takes it.
-- A lane has `CELLS` cells. Where they are all used, two become one: it always has the whole run.
+- The counters of a summary begin anew with each process of a member. The totals of a timeline go on: a counter that
+  falls has begun anew, as in Prometheus.
+- A timeline has `CELLS` buckets. Once all are used, each two become one, so they always cover the whole run.
 """
 
 from __future__ import annotations
@@ -23,41 +23,51 @@ COUNTERS = (
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]
-# Figures are means over so long, if so many summaries are enough: a heartbeat sees few whole steps.
+# Rates are means over at least RECENT_S, as far as PARTS summaries reach back: one heartbeat sees few whole steps.
 RECENT_S, PARTS = 5.0, 16
-TOOK_S = 1e-6  # a step takes longer: a member that says less has no rate
-QUIET_S = 10.0  # no step for so long, and for three steps: its rate falls
+TOOK_S = 1e-6  # a member whose steps took less than this in all has no rate
+QUIET_S = 10.0  # the rate of a member falls once it has made no step for so long and for the time of three steps
 
 
 class MemberTimeline:
-    """One member, by its path. `newest`: its last summary; `total`: what it has counted in all its lives."""
+    """The timeline of one member.
+
+    Args:
+        path: the ranks of the clusters above the member, and its own rank, from this server down.
+    """
 
     def __init__(self, path: tuple[int, ...]) -> None:
         self.path = path
-        self.newest: dict[str, Any] = {}
-        self.total = dict.fromkeys(COUNTERS, 0.0)
-        self.stale: list[int] = []
-        self.live, self.how = True, ""  # and how it went, once that was said
-        self.parting = "gone"  # how one below a cluster went: "left", "lost", or "gone": one of the two
-        self.lost = 0  # members of this cluster that it has lost since the summary before
-        self.began = self.heard = self.moved = 0.0  # seconds of the run: first, and newest, summary; newest step
-        self.parts = deque[dict[str, float]](maxlen=PARTS)  # each between two summaries with steps between
-        self.recent = dict.fromkeys(COUNTERS, 0.0)  # the newest of them together, of RECENT_S at least
-        self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
-        self.ahead = 0  # clocks, of the slowest member of its server when it was told of last
-        self.lost_loss = False  # the newest summary has none after a step, and the one before, of the same member, had
-        self.skips = False  # it has left out steps, and that was said
-        self.odd = False  # its newest loss was not finite, and that was said
+        self.newest: dict[str, Any] = {}  # the last summary
+        self.total = dict.fromkeys(COUNTERS, 0.0)  # counts of all processes that this member has had
+        self.stale: list[int] = []  # steps by staleness, in the buckets of STALE
+        self.live, self.how = True, ""  # `how`: the way in which a dead member ended, once an event has said it
+        self.parting = "gone"  # how a member below a cluster ended: "left", "lost", or "gone" where either may be true
+        self.lost = 0  # members that this cluster has lost since its summary before
+        self.began = self.heard = self.moved = 0.0  # seconds of the run: first summary, newest summary, newest step
+        self.parts = deque[dict[str, float]](maxlen=PARTS)  # growth of the counters between summaries with steps
+        self.recent = dict.fromkeys(COUNTERS, 0.0)  # the sum of the newest parts, of RECENT_S at least
+        self.due = dict.fromkeys(COUNTERS, 0.0)  # growth since the newest part
+        self.ahead = 0  # clocks ahead of the slowest member of its server, at the newest summary
+        self.lost_loss = False  # the newest summary follows a step and has no loss, while the one before had a loss
+        self.skips = False  # the history has reported that this member skips steps
+        self.odd = False  # the history has reported that this member's loss is not finite
         self.cells = TimeBuckets()
 
     def __str__(self) -> str:
         return f"rank {'.'.join(map(str, self.path))} ({self.newest['host']})".removesuffix(" ()")
 
     def hear(self, summary: Mapping[str, Any], now_s: float, width: float) -> None:
-        """A summary that came at `now_s`; cells are so wide."""
+        """Take a summary.
+
+        Args:
+            summary: the figures.
+            now_s: when the summary came, seconds of the run.
+            width: seconds of a time bucket.
+        """
         before, anew = self.newest, summary["seconds"] < self.newest.get("seconds", 0.0)
         grown = {name: summary[name] - (0 if anew else before.get(name, 0)) for name in COUNTERS}
-        # Another member may have this path by now: its host is another one, or a counter falls.
+        # Another member may have taken this path: then the host differs, or a counter falls.
         same = not anew and summary["host"] == before.get("host") and min(grown.values()) >= 0
         gone = summary["loss"] is None and before.get("loss") is not None
         self.lost_loss = gone and same and grown["steps"] > 0 and not summary["runs"]
@@ -85,7 +95,10 @@ class MemberTimeline:
             self.moved = now_s
 
     def _move(self, anew: bool) -> None:
-        """What was due is the newest part; older ones go once the others are long enough, and all that are of another life."""
+        """Make the growth since the newest part a part of its own.
+
+        Older parts are dropped once the rest is RECENT_S long; parts of an earlier process are dropped always (`anew`).
+        """
         if anew:
             self.parts.clear()
         self.parts.append(self.due)
@@ -95,7 +108,7 @@ class MemberTimeline:
         self.due = dict.fromkeys(COUNTERS, 0.0)
 
     def rate(self, name: str, now_s: float) -> float:
-        """Return how much a counter grows in a second; this falls while no step comes."""
+        """Return the growth of a counter in a second. The rate falls while the member makes no step."""
         took, steps = self.recent["seconds"], self.recent["steps"]
         if not self.live or took < TOOK_S or not steps:
             return 0.0
@@ -104,7 +117,7 @@ class MemberTimeline:
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Share of the time with payloads on their way: up, down."""
+        """Share of the time in which payloads were on their way: (up, down)."""
         recent = self.recent
         seconds = max(recent["seconds"], sum(recent[name] for name in TIMES))
         up, down = (
@@ -113,5 +126,5 @@ class MemberTimeline:
         return up, down
 
     def each(self, name: str) -> float:
-        """Return how much a counter grows in a step."""
+        """Return the growth of a counter in a step."""
         return self.recent[name] / self.recent["steps"] if self.recent["steps"] else 0.0

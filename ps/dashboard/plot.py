@@ -1,4 +1,5 @@
-"""Draws a history: loss by steps, seconds and bytes; how each member's time was spent; its link. Compares several."""
+"""The pictures of ps-plot: loss by steps, seconds and bytes; the time and the link of each member; several runs
+compared."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from matplotlib.gridspec import GridSpec
 from narrows.ps.dashboard.history import RunHistory
 from narrows.ps.dashboard.member_timeline import TIMES
 
-MEMBERS = 40  # that are drawn; of a larger run the first
+MEMBERS = 40  # the first members are drawn
 NAMES = {"steps": "optimizer steps", "seconds": "seconds since the first step", "bytes": "MB up and down"}
 LEGEND: dict[str, Any] = {"frameon": False, "loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
 COLORS = {"compute_seconds": "#2f6fb3", "encode_seconds": "#e0962f", "wait_seconds": "#d5dbe2"}

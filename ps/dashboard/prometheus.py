@@ -25,7 +25,7 @@ LINK = (*PEER, "direction")
 
 
 def text(history: RunHistory, began: float) -> bytes:
-    """Return what a scrape gets. `began`: when the run did, in seconds since 1970."""
+    """Return the text of a scrape. `began` is when the run began, in seconds since 1970."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(history, began))
     return generate_latest(registry)
@@ -71,7 +71,7 @@ class _Collector:
             for end, more in zip((*map(str, STALE), "+Inf"), lane.stale, strict=True):
                 count += more
                 buckets.append((end, count))
-            # A step above the last bucket counts with the least staleness that it can have had.
+            # A step counts with the least staleness of its bucket, that above the last end included.
             total = sum(least * more for least, more in zip((*STALE, STALE[-1] + 1), lane.stale, strict=True))
             stale.add_metric(_peer(lane), buckets, total)
         yield from (steps, stale, samples, skipped)
@@ -108,5 +108,5 @@ class _Collector:
 
 
 def _peer(lane: MemberTimeline) -> list[str]:
-    """Its level below the server whose page this is, from 1 on, and its ranks down the tree."""
+    """Return the labels of a member: its level below this server, from 1 on, and its ranks down the tree."""
     return [str(len(lane.path)), ".".join(map(str, lane.path))]

@@ -1,4 +1,4 @@
-"""Where a run is read from: the record of one, or the page of one that goes on."""
+"""Readers of a run: of its record, or of the frames of its dashboard."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from typing import Any
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
 from narrows.ps.dashboard.history import RunHistory
 
-FIRST_S = 3.0  # until there is a first answer
-SILENT_S = 30.0  # without a word of the page: a frame comes each second
-LINE_BYTES_MAX = 64 << 20  # one frame
+FIRST_S = 3.0  # limit for the first answer
+SILENT_S = 30.0  # a page that sends nothing for so long is dead: it sends a line each second
+LINE_BYTES_MAX = 64 << 20  # bytes of a frame
 
 
 class RecordReader:
-    """The lines of a record, as they come. `read` raises UsageError where it is none."""
+    """Follows a record: each `read` takes the lines that were added to the file."""
 
     def __init__(self, path: str) -> None:
         self.path, self.history = path, RunHistory()
-        self.offset = self.number = 0  # bytes, and lines, that were taken
+        self.offset = self.number = 0  # bytes and lines taken so far
 
     def read(self) -> bool:
-        """Take what is there of it by now; whether that was anything."""
+        """Take the new lines. Return False if there were none.
+
+        Raises:
+            UsageError: the file cannot be read, or a line is none of a record.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 data = file.read()
         except OSError as error:
             raise UsageError(f"--record {self.path}: {error.strerror}") from None
-        *lines, left = data.split(b"\n")  # not all of the last one may be written
+        *lines, left = data.split(b"\n")  # the last line may be incomplete
         self.offset += len(data) - len(left)
         for line in lines:
             self.number += 1
@@ -47,12 +51,17 @@ class RecordReader:
 
 
 def _absent(name: str) -> None:
-    """What NaN and Infinity are taken for: a page could not show them."""
+    """Return None for NaN and Infinity, which a page could not show."""
 
 
 def frames(address: str) -> Iterator[dict[str, Any]]:
-    """Those of the page at HOST:PORT, as they come. Raises UnreachableError where there is none, NarrowsError where it falls
-    silent, UsageError for an address that is none."""
+    """Yield the frames of the dashboard at HOST:PORT, as they come.
+
+    Raises:
+        UsageError: this is no address.
+        UnreachableError: no dashboard answers there.
+        NarrowsError: the dashboard has fallen silent.
+    """
     url = address if address.startswith(("http://", "https://")) else f"http://{address.removeprefix('tcp://')}"
     url = url.rstrip("/")
     if found := _instead(url):
@@ -71,7 +80,7 @@ def frames(address: str) -> Iterator[dict[str, Any]]:
 
 
 def _instead(url: str) -> str:
-    """What is there instead of the page of a run, "": that is there."""
+    """Describe what answers at this address instead of a dashboard; "" if a dashboard does."""
     try:
         with urllib.request.urlopen(url + "/frame.json", timeout=FIRST_S) as answer:
             kind = answer.headers.get_content_type()
@@ -93,7 +102,7 @@ def _instead(url: str) -> str:
 
 
 def _is_of_zeromq(url: str) -> bool:
-    """Whether the one at this address greets as ZeroMQ does (rfc.zeromq.org/spec/23): it speaks first."""
+    """Return True if a ZeroMQ socket is at this address: it sends its greeting first (rfc.zeromq.org/spec/23)."""
     there = urllib.parse.urlsplit(url)
     with (
         contextlib.suppress(OSError, ValueError),

@@ -1,4 +1,4 @@
-"""The watch of a run in the process of ps-serve: its record, its page and its metrics."""
+"""The watch over a run in the process of ps-serve: it writes the record, and serves the dashboard and the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ LOOPBACK = "127.0.0.1"
 
 
 def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, or of a port on loopback. `trusted`: others may read it too. Raises UsageError."""
+    """Parse the address of a page or of metrics.
+
+    Args:
+        flag: the flag with this value, for errors.
+        address: HOST:PORT, or a port on loopback.
+        trusted: the user has given --keys or --insecure, so other machines may read the figures.
+
+    Raises:
+        UsageError: this is no such address, or it is beyond loopback and not trusted.
+    """
     host, _, port = address.rpartition(":")
     host = host or LOOPBACK
     if not port.isdecimal() or not 0 <= int(port) < 65536:
@@ -30,12 +39,12 @@ def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:
 
 
 class RunWatch:
-    """`record`: a file, "": none. Nothing is kept where nobody looks."""
+    """The record, the dashboard and the metrics of a run. Without any of them, events are dropped."""
 
     def __init__(self) -> None:
         self.began, self.began_unix = time.monotonic(), time.time()
         self.history = RunHistory()
-        self.lock = threading.Lock()  # of the history: pages are made in threads of their own
+        self.lock = threading.Lock()  # guards the history, which threads of the dashboard read
         self.record: Output | None = None
         self.sites: list[DashboardServer] = []
 
@@ -44,7 +53,11 @@ class RunWatch:
         return self.record is not None or bool(self.sites)
 
     def open_sites(self, dashboard: str, metrics: str, trusted: bool) -> None:
-        """Raises UsageError for addresses that are none, or are taken."""
+        """Serve the dashboard and the metrics, on one port if both have the same address; "" for none.
+
+        Raises:
+            UsageError: an address is none, or is taken.
+        """
         page = site_address("--dashboard", dashboard, trusted) if dashboard else None
         scraped = site_address("--metrics", metrics, trusted) if metrics else None
         source = self._metrics if scraped is not None else None
@@ -54,14 +67,14 @@ class RunWatch:
         if scraped is not None and not both:
             self.sites.append(DashboardServer("--metrics", *scraped, None, source))
         if source is not None:
-            from narrows.ps.dashboard import prometheus as _  # noqa: F401 - not with the first scrape
+            from narrows.ps.dashboard import prometheus as _  # noqa: F401 - so that the first scrape need not wait for it
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
     def note(self, name: str, values: dict[str, Any]) -> None:
-        """One line of the record."""
+        """Add an event to the record and to the history."""
         if not self.watched:
             return
         line = {"event": name, "seconds": round(self.seconds, 6), **values}

@@ -1,4 +1,4 @@
-"""A frame on a terminal."""
+"""The screen of ps-top: a frame on a terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from narrows.ps.dashboard.event_texts import printable
 from narrows.ps.dashboard.time_buckets import LEVELS
 
 BARS = " ▁▂▃▄▅▆▇█"
-STRIP, STRIP_LEAST = 40, 10  # characters
-EVENTS = 6
-MEMBERS = 200
+STRIP, STRIP_LEAST = 40, 10  # characters of a strip: at most, at least
+EVENTS = 6  # the newest events are shown
+MEMBERS = 200  # the first members are shown
 COLUMNS = ("step", "compute", "encode", "wait", "behind", "stale", "up", "down", "round trip", "busy")
-LEFT_OUT = ("busy", "round trip", "encode", "compute", "stale", "wait", "behind")  # on a narrow terminal, in this order
+LEFT_OUT = ("busy", "round trip", "encode", "compute", "stale", "wait", "behind")  # dropped in this order if narrow
 
 
 def screen(frame: dict[str, Any]) -> Group:
-    """The run, its members and its newest events."""
+    """Return a frame as text: the run, its members and its newest events."""
     run = frame["run"]
     about = run.get("summary") or f"--sync {run.get('mode', '?')}, --compress {run.get('compress', '?')}"
     figures = [
@@ -49,7 +49,7 @@ def screen(frame: dict[str, Any]) -> Group:
 
 @dataclass(frozen=True)
 class MembersTable:
-    """The table of members, as wide as the terminal: a narrow one has a shorter strip, then fewer columns; no head is cut."""
+    """The table of members, as wide as the terminal. A narrow terminal gets a shorter strip, then fewer columns."""
 
     frame: dict[str, Any]
 
@@ -61,7 +61,7 @@ class MembersTable:
         widths = {name: max(map(len, (name, *(row[name] for row in figures)))) for name in kept}
 
         def room(strip_width: int) -> int:
-            """Characters left over beside the columns that are kept; each has a space on both sides."""
+            """Return the characters that the kept columns leave free; each column has a space on both sides."""
             taken = max(map(len, ("member", *names))) + strip_width + sum(widths[name] for name in kept)
             return options.max_width - taken - 2 * (len(kept) + 2)
 
@@ -89,7 +89,7 @@ def _name(member: dict[str, Any]) -> str:
 
 
 def _figures(member: dict[str, Any]) -> dict[str, str]:
-    """The text of each column for one member."""
+    """Return the text of each column for one member."""
     step = sum(member["step_seconds"])
     texts = (
         f"{1e3 * step:.3g} ms" if step else "-",
@@ -104,7 +104,7 @@ def _figures(member: dict[str, Any]) -> dict[str, str]:
 
 
 def strip(cells: dict[str, str] | None, count: int, width: int = STRIP) -> str:
-    """The newest cells, as bars: a gap where no step was taken."""
+    """Return the newest time buckets as bars, with a gap where no step was made."""
     if cells is None:
         return ""
     steps = cells["steps"].ljust(count, "0")[:count][-width:]

@@ -1,4 +1,4 @@
-"""Keeps what a member did in each stretch of time, and shows it as a strip of columns. No I/O, no clock."""
+"""Time buckets: sums of what a member did in each stretch of time, and the strips that show them. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-CELLS = 120  # of a strip
-CELL_S = 1.0  # that one is long at first
-LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # of a cell, as one character: 0 is nothing, z all of it
+CELLS = 120  # buckets of a member
+CELL_S = 1.0  # seconds of a bucket at first
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # one character for a share: 0 is nothing, z all
 ROWS = ("steps", "compute_seconds", "encode_seconds", "wait_seconds")
-FAST = 0.9  # of all stretches of time, so many are slower than the one that fills a column
+FAST = 0.9  # quantile of buckets, by their fastest member's steps, that fills a column of a strip
 _CHARACTERS = np.frombuffer(LEVELS.encode(), np.uint8)
 
 
 class TimeBuckets:
-    """Sums over stretches of time: `sums`, float64[rows, cells]."""
+    """The time buckets of one member."""
 
     def __init__(self) -> None:
-        self.width = CELL_S
-        self.sums = np.zeros((len(ROWS), CELLS))
+        self.width = CELL_S  # seconds of a bucket
+        self.sums = np.zeros((len(ROWS), CELLS))  # float64[rows, buckets]
 
     def fit(self, width: float) -> None:
-        """Make cells so wide."""
+        """Join buckets, two into one, until each is `width` seconds wide."""
         while self.width < width:
             self.width *= 2
             half = CELLS // 2
@@ -31,7 +31,8 @@ class TimeBuckets:
             self.sums[:, half:] = 0
 
     def spread(self, begin_s: float, end_s: float, values: Sequence[float]) -> None:
-        """These were gathered evenly from `begin_s` to `end_s`; both lie in the cells."""
+        """Add one value for each of ROWS, spread evenly over the buckets from `begin_s` to `end_s`, which they
+        cover."""
         first, last = int(begin_s / self.width), min(int(end_s / self.width), CELLS - 1)
         gathered = np.asarray(values, np.float64)
         for index in range(first, last + 1):
@@ -41,8 +42,12 @@ class TimeBuckets:
 
 
 def strips(members: Sequence[TimeBuckets]) -> tuple[int, list[dict[str, str]]]:
-    """The first cell that anybody did something in; of each member its cells, a character each: steps beside those of a fast
-    member, the share of the time that was computing, and that of encoding."""
+    """Return the buckets of members as strips of characters of LEVELS.
+
+    Returns: The first bucket in which a member did something; and for each member three strings, a character for each
+        bucket: "steps" beside those of a fast member, "compute", the share of the time that went to computing, and
+        "encode".
+    """
     if not members:
         return 0, []
     sums = np.stack([each.sums for each in members])
@@ -58,7 +63,7 @@ def strips(members: Sequence[TimeBuckets]) -> tuple[int, list[dict[str, str]]]:
 
 
 def _levels(part: npt.NDArray[np.float64], whole: npt.NDArray[np.float64] | float) -> list[str]:
-    """A part that is there shows, however small."""
+    """Return rows of characters for `part` / `whole`. A part that is not 0 shows, however small."""
     there = (part > 1e-9) & (np.asarray(whole) > 0)
     share = np.divide(part, whole, out=np.zeros_like(part), where=there)
     levels = np.where(there, np.clip(np.rint((len(LEVELS) - 1) * share), 1, len(LEVELS) - 1), 0).astype(np.intp)

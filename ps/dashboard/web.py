@@ -1,11 +1,25 @@
-"""The page, its stream of frames, and the metrics, over HTTP: in threads of the parent process, never in a shard's.
+"""The dashboard over HTTP: the page, its stream of frames, and the metrics.
+
+How it works
+
+1. `DashboardServer` listens in a thread of the supervisor's process, never in a shard's, and takes a thread for each
+   connection.
+2. `process_request` counts connections. Beyond VISITORS_MAX it hangs up on the oldest connection without a whole
+   request, else on the oldest one. A page connects again by itself, so no visitor locks others out.
+3. `DashboardRequest` answers:
+
+       /            the files of page/
+       /events      a stream of frames, as server-sent events
+       /frame.json  the newest frame
+       /metrics     the figures for Prometheus
+
+4. `FrameStream` makes a frame once for all visitors, at most once in FRAME_S, and in at most 1/SHARE of a core.
+5. `close` lets visitors have the last frame, and ends.
 
 Rules
-- It is read-only: GET and HEAD of a few paths, all else is refused.
-- A frame is made once for all who look, at most once in `FRAME_S`, and in at most `SHARE` of a core.
-- Everything has a limit: `VISITORS_MAX` connections, `IDLE_S` for a request. Where all places are taken, the oldest visitor
-  that has asked for nothing is hung up on, else the oldest one: a page asks again by itself, and nobody locks others out.
-- An error in an answer is told once for each kind, and costs that answer.
+- The server is read-only: it answers GET and HEAD of a few paths, and refuses all else.
+- A visitor must send its request within IDLE_S.
+- An error in an answer is printed once for each kind, and costs that answer alone.
 """
 
 from __future__ import annotations
@@ -28,12 +42,12 @@ from narrows.protocols.runtime.cli.output import as_json
 from narrows.protocols.runtime.network.hosts import is_ipv6
 
 FRAME_S = 0.9  # from one frame to the next: with SHOWN_NS of a heartbeat, a figure is shown within two seconds
-LOOK_S = 0.05  # from one look for a frame to the next
+LOOK_S = 0.05  # least wait of a stream for the next frame
 SHARE = 20  # frames take at most 1/20 of a core
 VISITORS_MAX = 32  # connections
-ENDING_MAX = 96  # beside them, connections that were hung up on, and whose threads have not ended
-IDLE_S = 10.0  # a visitor that says or takes nothing for so long
-CLOSE_S = 1.0  # for the last frame to leave
+ENDING_MAX = 96  # closed connections, beyond the open ones, whose threads have not ended
+IDLE_S = 10.0  # a visitor that sends or takes nothing for so long is disconnected
+CLOSE_S = 1.0  # wait for the last frame to leave
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/glance.css": ("glance.css", "text/css; charset=utf-8"),
@@ -42,14 +56,18 @@ FILES = {
     "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
     "/uPlot.LICENSE": ("uPlot.LICENSE", "text/plain; charset=utf-8"),
 }
-# Nothing of the page comes from another host, and nothing that a member has named itself becomes code.
+# The page loads nothing from other hosts, and no name that a member has chosen becomes code.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
 
 
 class FrameStream:
-    """The newest frame, as JSON. `make`: one, as it is now."""
+    """The newest frame, as JSON, for all visitors.
+
+    Args:
+        make: returns the present frame.
+    """
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self.make = make
@@ -58,7 +76,7 @@ class FrameStream:
         self.newest, self.number, self.due = b"", 0, 0.0
 
     def get(self) -> tuple[int, bytes]:
-        """Its number, and what it is."""
+        """Return the number and the JSON of the newest frame. Equal frames have one number."""
         with self.lock:
             began, cpu_s = time.monotonic(), time.thread_time()
             if began >= self.due or self.closing.is_set():
@@ -70,8 +88,18 @@ class FrameStream:
 
 
 class DashboardServer(ThreadingHTTPServer):
-    """`metrics`: what a scrape gets, where there is one; `frames`: of the page, where there is one. Raises UsageError for an
-    address that cannot be had; `flag`: what named it."""
+    """The HTTP server of a run.
+
+    Args:
+        flag: the flag that names the address, for errors.
+        host: the address to bind.
+        port: the port to bind, 0 for a free one.
+        frames: the frames of the page; None: there is no page.
+        metrics: returns the content type and the text of a scrape; None: there are no metrics.
+
+    Raises:
+        UsageError: the address cannot be bound.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -86,16 +114,16 @@ class DashboardServer(ThreadingHTTPServer):
     ) -> None:
         self.frames, self.metrics = frames, metrics
         self.closing = frames.closing if frames is not None else threading.Event()
-        self.visitors: OrderedDict[Any, bool] = OrderedDict()  # connections as they came, and whether each has asked
-        self.threads, self.lock = 0, threading.Lock()
-        self.named: set[str] = set()  # errors of answers that were told
+        self.visitors: OrderedDict[Any, bool] = OrderedDict()  # by connection, oldest first: it has sent a request
+        self.threads, self.lock = 0, threading.Lock()  # `lock` guards `threads` and `visitors`
+        self.named: set[str] = set()  # kinds of errors that were printed
         self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
         try:
             super().__init__((host.strip("[]"), port), DashboardRequest)
         except OSError as error:
             raise UsageError(f"{flag} {host}:{port}: {error.strerror or error}; name another port") from None
-        # A page elsewhere whose name turns into our address must not read ours.
+        # DNS rebinding: a page of another site, whose name resolves to this address, must not read this one.
         self.known = {"localhost", "127.0.0.1", "[::1]", host} if host not in ANY_HOSTS else None
         threading.Thread(target=self.serve_forever, name="narrows-site", daemon=True).start()
 
@@ -107,7 +135,7 @@ class DashboardServer(ThreadingHTTPServer):
 
     @property
     def told(self) -> str:
-        """Where to look, for the console, and who else can."""
+        """The line for the console: the address, and a warning where other machines can read it."""
         where = f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
         open_ = not is_loopback(str(self.server_address[0]))
         return where + ("; HTTP asks for no key: whoever reaches this address reads it" if open_ else "")
@@ -120,14 +148,14 @@ class DashboardServer(ThreadingHTTPServer):
                 waiting = (each for each, asked in self.visitors.items() if not asked)
                 oldest = next(waiting, None) or next(iter(self.visitors))
                 del self.visitors[oldest]
-                with contextlib.suppress(OSError):  # its thread ends with it
+                with contextlib.suppress(OSError):  # the connection's thread ends with it
                     oldest.shutdown(socket.SHUT_RDWR)
             self.visitors[request] = False
             self.threads += 1
         super().process_request(request, client_address)
 
     def asked(self, request: Any) -> None:
-        """This visitor has sent a whole request."""
+        """Note that this visitor has sent a whole request."""
         with self.lock:
             if request in self.visitors:
                 self.visitors[request] = True
@@ -141,7 +169,7 @@ class DashboardServer(ThreadingHTTPServer):
                 self.threads -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A visitor that is gone is missed by nobody."""
+        """Print an error once for each kind. Errors of a connection are ignored: its visitor has hung up."""
         error = sys.exc_info()[1]
         kind = type(error).__name__
         if not isinstance(error, OSError) and kind not in self.named:
@@ -149,7 +177,7 @@ class DashboardServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def close(self) -> None:
-        """Let those who look have the last frame, and end."""
+        """Send the last frame to visitors with a stream, and end."""
         self.closing.set()
         deadline = time.monotonic() + CLOSE_S
         while self.threads and time.monotonic() < deadline:
@@ -170,7 +198,7 @@ class DashboardRequest(BaseHTTPRequestHandler):
     server_version, sys_version = "narrows", ""
 
     def log_message(self, format: str, *values: Any) -> None:
-        """The console is the run's."""
+        """Print no line for a request: the console belongs to the run."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -208,14 +236,14 @@ class DashboardRequest(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _stream(self, frames: FrameStream) -> None:
-        """Server-sent events: each frame that is another one than before, until the visitor leaves or the run has ended."""
+        """Send each new frame as a server-sent event, until the visitor hangs up or the run has ended."""
         self._head("text/event-stream")
         told = 0
         with contextlib.suppress(OSError):
             while self.command != "HEAD":
                 last = frames.closing.is_set()
                 number, frame = frames.get()
-                # A comment finds out that nobody is there any more.
+                # Without a new frame a comment is sent: writing finds out that the visitor has hung up.
                 self.wfile.write(b"data: " + frame + b"\n\n" if number != told else b":\n\n")
                 self.wfile.flush()
                 told = number

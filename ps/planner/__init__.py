@@ -1,1 +1,1 @@
-"""Which hosts, servers, modes and SPECs a run has on a network. docs/planning.md has the model."""
+"""The planner: it chooses the hosts, servers, modes and SPECs of a run on a network. docs/planning.md has the model."""

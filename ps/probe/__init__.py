@@ -1,1 +1,1 @@
-"""ps-probe: measures the links between machines. docs/probing.md has the fields."""
+"""ps-probe: it measures the links between machines. docs/probing.md has the fields of network.json."""

@@ -1,1 +1,1 @@
-"""ps-plan."""
+"""The command ps-plan."""

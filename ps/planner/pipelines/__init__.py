@@ -1,1 +1,1 @@
-"""Which host has which stage of a pipeline, by 2206.01288. docs/planning.md has the model."""
+"""The planner of pipelines: it chooses the host of each stage, by 2206.01288. docs/planning.md has the model."""

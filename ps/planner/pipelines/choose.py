@@ -1,8 +1,9 @@
-"""Chooses all that the plan of a pipeline says: its layout, codings, micro-batches in flight, servers and modes. No I/O.
+"""Chooses all that the plan of a pipeline says: its layout, codings, micro-batches in flight, servers and modes. No
+I/O.
 
 Rules
-- By `auto` an edge is dense each way, where a step of it costs at most LOSS_COST times what it costs with all edges in int8: so
-  much int8 costs in steps to a loss. The ways with the fastest links are dense, as many as may be.
+- By `auto` an edge is dense each way, where a step of it costs at most LOSS_COST times what it costs with all edges in
+  int8: so much int8 costs in steps to a loss. The ways with the fastest links are dense, as many as may be.
 - A stage's server and mode are those of a data parallel run of its replicas, whose step is the pipeline's.
 - A step takes its clock in virtual time, and the longest exchange of a stage by the forms of a data parallel run.
 - Plans are compared by seconds of a step x steps to a loss, and by money. Swaps of two hosts follow.
@@ -45,8 +46,9 @@ class StagedPlan:
     """A layout that was tried. By stage: servers, ways and money; by edge: edges. Seconds are those of a step.
 
     money: of a stage's exchange, and of what passes between it and the next one.
-    alone_s: without exchanges, in virtual time; `critical` has what each part takes of it on the critical path. stages_s: of
-    each stage with its exchange, by the forms of a data parallel run. busiest: the wire that takes the longest for all of it.
+    alone_s: without exchanges, in virtual time; `critical` has what each part takes of it on the critical path.
+    stages_s: of each stage with its exchange, by the forms of a data parallel run. busiest: the wire that takes the
+    longest for all of it.
     """
 
     layout: Layout
@@ -70,7 +72,8 @@ class StagedPlan:
 
 
 class StagedPlanner:
-    """Tries layouts of a model on a network, their edges coded as `coding` says. `job`: the model's, as the search has it."""
+    """Tries layouts of a model on a network, their edges coded as `coding` says. `job`: the model's, as the search has
+    it."""
 
     def __init__(self, network: Network, model: PipelineModel, job: Job, coding: str) -> None:
         self.network, self.model, self.coding = network, model, coding
@@ -156,8 +159,8 @@ class StagedPlanner:
         return plan.step_s * plan.steps + self.model.money_s * sum(plan.money)
 
     def descended(self, plan: StagedPlan) -> StagedPlan:
-        """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without exchanges
-        are not tried with them. Layouts with TRIED micro-batches in all are looked at."""
+        """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without
+        exchanges are not tried with them. Layouts with TRIED micro-batches in all are looked at."""
         left = TRIED // (plan.layout.grid.size * self.model.micro_batches)
         found = True
         while found and left > 0:

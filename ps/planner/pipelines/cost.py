@@ -1,8 +1,9 @@
 """The cost of an iteration in a layout, by "Decentralized training of foundation models" (2206.01288, eqs. 1 to 4).
 
-A layout has a group of hosts for each stage. Its seconds are those of the slowest group's data parallel exchange, of every
-boundary between neighbouring stages, forth and back, and of computing. `Costs.arrange` finds the order of the groups and who
-of them sends to whom, `Costs.price` says what a layout costs. docs/planning.md has the equations and where we differ.
+A layout has a group of hosts for each stage. Its seconds are those of the slowest group's data parallel exchange, of
+every boundary between neighbouring stages, forth and back, and of computing. `Costs.arrange` finds the order of the
+groups and who of them sends to whom, `Costs.price` says what a layout costs. docs/planning.md has the equations and
+where we differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3.4: fast links go between groups, into pipelines.
+"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3.4: fast links go between groups, into
+pipelines.
 
-From each group the host with the fastest link inside it leaves, for the group to which its mean link is slowest: all who move
-there in its place have faster ones. A cycle ends where it began, so groups keep their sizes. Its best beginning is kept, closed
-by the last host that moves. Hosts that have moved stay.
+From each group the host with the fastest link inside it leaves, for the group to which its mean link is slowest: all
+who move there in its place have faster ones. A cycle ends where it began, so groups keep their sizes. Its best
+beginning is kept, closed by the last host that moves. Hosts that have moved stay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from narrows.ps.planner.pipelines.cost import Indices
 
 
 def cycled(labels: Indices, links: Array, count: int) -> Indices:
-    """`labels` (n,), the group of each host, after at most `count` cycles; hosts of group `count` have no part, and stay."""
+    """`labels` (n,), the group of each host, after at most `count` cycles; hosts of group `count` have no part, and
+    stay."""
     labels, locked = labels.copy(), labels == count
     visited = np.zeros(count, bool)
     for _ in range(count):

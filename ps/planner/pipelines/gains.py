@@ -1,10 +1,10 @@
 """Moves hosts of a layout by gains: what a smooth relative of the cost changes when two hosts change places.
 
-The cost has maxima, so most moves change nothing. The relative has p-norms in their place, with p = 2^`sharpness`: 2 minds all
-links of a boundary, 8 nearly the slowest one alone. A gain is no evaluation: it sums a host's own links.
+The cost has maxima, so most moves change nothing. The relative has p-norms in their place, with p = 2^`sharpness`: 2
+minds all links of a boundary, 8 nearly the slowest one alone. A gain is no evaluation: it sums a host's own links.
 
-Hosts move in passes, as in Kernighan and Lin 1970: a host that has moved stays for the pass, moves that lose are made too, and
-the best state of the pass is kept.
+Hosts move in passes, as in Kernighan and Lin 1970: a host that has moved stays for the pass, moves that lose are made
+too, and the best state of the pass is kept.
 """
 
 from __future__ import annotations

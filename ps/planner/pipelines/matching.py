@@ -1,4 +1,5 @@
-"""Who sends to whom between two groups, and in which order groups stand: the two inner problems of 2206.01288, sec. 3.3."""
+"""Who sends to whom between two groups, and in which order groups stand: the two inner problems of 2206.01288, sec.
+3.3."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ TIE = 1e-9  # of a link's seconds: among matchings that cost the same, one with 
 def matched(links: Array, tolls: Array) -> tuple[float, Indices]:
     """(cost, column of each row) of the perfect matching with the least slowest link + sum of tolls; exact.
 
-    `links` and `tolls` are (k, k), 0 or more. Where tolls are 0 it is the bottleneck matching. A slower link is allowed as long
-    as the tolls that it saves may outweigh it.
+    `links` and `tolls` are (k, k), 0 or more. Where tolls are 0 it is the bottleneck matching. A slower link is allowed
+    as long as the tolls that it saves may outweigh it.
     """
     second = tolls + TIE * links
     least = tolls[linear_sum_assignment(tolls)].sum() if tolls.any() else 0.0
@@ -52,7 +53,8 @@ def bottleneck(links: Array) -> float:
 
 
 def shortest_path(between: Array) -> list[int]:
-    """The order of `between`'s indices (k, k), symmetric, whose neighbours cost least together: an open travelling salesman.
+    """The order of `between`'s indices (k, k), symmetric, whose neighbours cost least together: an open travelling
+    salesman.
 
     Exact up to EXACT_MAX (Held and Karp 1962). Beyond it the best of the nearest neighbours' paths, with parts of it
     reversed (2-opt) as long as that gains.
@@ -62,7 +64,8 @@ def shortest_path(between: Array) -> list[int]:
 
 @lru_cache(maxsize=EXACT_MAX)
 def _subsets(count: int) -> list[tuple[Indices, Indices]]:
-    """For each size from 2: the subsets of `count` as sums of bits, each once for each of its members, and that member."""
+    """For each size from 2: the subsets of `count` as sums of bits, each once for each of its members, and that
+    member."""
     subsets, members = np.nonzero((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)
     sizes = np.bincount(subsets)[subsets]
     return [(subsets[sizes == size], members[sizes == size]) for size in range(2, count + 1)]

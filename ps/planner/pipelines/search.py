@@ -1,8 +1,8 @@
 """Finds a cheap layout: the two-level search of 2206.01288, sec. 3.4, with more local moves.
 
-Above: a population of balanced partitions into groups, crossed with each other and mutated. Below: `Costs.arrange`, which finds
-order and matchings. Between both, `Descent` moves hosts by gains, and only its result is priced. A layout that is priced is
-one evaluation, whether it was good or not. The same arguments give the same plan.
+Above: a population of balanced partitions into groups, crossed with each other and mutated. Below: `Costs.arrange`,
+which finds order and matchings. Between both, `Descent` moves hosts by gains, and only its result is priced. A layout
+that is priced is one evaluation, whether it was good or not. The same arguments give the same plan.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class FoundLayout:
 
 
 def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = None) -> FoundLayout:
-    """The cheapest layout of `job` on `network` after at most so many evaluations; UsageError where none has enough memory.
+    """The cheapest layout of `job` on `network` after at most so many evaluations; UsageError where none has enough
+    memory.
 
-    None: EVALUATIONS, and of more than HOSTS_MANY hosts fewer in proportion. Where there are no more partitions than that, or
-    than EVERY_MAX, each is priced once, and the plan is the cheapest that there is.
+    None: EVALUATIONS, and of more than HOSTS_MANY hosts fewer in proportion. Where there are no more partitions than
+    that, or than EVERY_MAX, each is priced once, and the plan is the cheapest that there is.
     """
     costs, hosts = Costs(network, job), len(network.hosts)
     every = partitions_count(hosts, job)
@@ -173,7 +174,8 @@ class LayoutSearch:
         return np.array([host for members in groups for host in members])
 
     def mutated(self, order: Indices) -> Indices:
-        """Cyclic moves: the paper's, by gains, or as often one of hosts drawn at random, each to the next one's place."""
+        """Cyclic moves: the paper's, by gains, or as often one of hosts drawn at random, each to the next one's
+        place."""
         if self.random.random() < 0.5:
             labels = cycled(self._groups_of(order), self.costs.links, self.costs.job.stages)
             return np.argsort(labels, kind="stable")

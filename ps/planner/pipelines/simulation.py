@@ -1,11 +1,15 @@
-"""The clock of a pipeline in virtual time: the passes and tensors of one step, without the exchanges of its stages. No I/O.
+"""The clock of a pipeline in virtual time: the passes and tensors of one step, without the exchanges of its stages. No
+I/O.
 
 How it works
-1. A `StageProcess` is one stage of one replica. It makes the forward and backward passes of `stages.order` in that order.
-2. A pass that needs a tensor of a neighbour waits for it. At the end of a pass the process sends its own tensor, and goes on.
-3. A `Stream` carries the tensors from one process to another, each whole. All streams share the wires of `StepPrices.path`.
-4. The step is over with the last pass. `critical` then goes backwards from that pass: it follows the tensor where a pass waited
-   for one, and the process itself where not. So each second of the step belongs to one host or to one link.
+1. A `StageProcess` is one stage of one replica. It makes the forward and backward passes of `stages.order` in that
+   order.
+2. A pass that needs a tensor of a neighbour waits for it. At the end of a pass the process sends its own tensor, and
+   goes on.
+3. A `Stream` carries the tensors from one process to another, each whole. All streams share the wires of
+   `StepPrices.path`.
+4. The step is over with the last pass. `critical` then goes backwards from that pass: it follows the tensor where a
+   pass waited for one, and the process itself where not. So each second of the step belongs to one host or to one link.
 
 ps/planner/pipelines/choose.py adds the exchanges by closed forms.
 """

@@ -35,7 +35,8 @@ AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: an edge's way is one of th
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """The costs of a coding for a byte of float32: bytes that travel, seconds of the sender, seconds of the receiver."""
+    """The costs of a coding for a byte of float32: bytes that travel, seconds of the sender, seconds of the
+    receiver."""
 
     bytes: float
     encode_s: float
@@ -44,7 +45,8 @@ class EdgeCost:
 
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
-    """A model to train in stages. step_s: seconds that all its layers take for one replica's share of a step on speed 1.
+    """A model to train in stages. step_s: seconds that all its layers take for one replica's share of a step on speed
+    1.
     cut_bytes: float32 values of one micro-batch at a cut. money_s: seconds that a unit of money is worth.
 
     Raises UsageError for a size or a number of seconds that is none.
@@ -61,7 +63,8 @@ class PipelineModel:
     money_s: float = 0.0
 
     def job(self, stages: int, replicas: int, coding: str) -> Job:
-        """As the search prices it: all edges are coded alike, by `auto` as slow ones are, and a step sends one message."""
+        """As the search prices it: all edges are coded alike, by `auto` as slow ones are, and a step sends one
+        message."""
         if stages > self.micro_batches:
             raise UsageError(
                 f"{stages} stages need as many micro-batches, and there are {self.micro_batches}; ask for more"
@@ -92,8 +95,8 @@ def order(stage: int, micro_batches: int, in_flight: Sequence[int]) -> list[int]
 
 
 def covered(network: Network, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> list[StageEdge]:
-    """The edges, coded as they are, with as many micro-batches in flight as their slowest pair's round trip covers, and no more
-    than there are."""
+    """The edges, coded as they are, with as many micro-batches in flight as their slowest pair's round trip covers, and
+    no more than there are."""
     most = min(IN_FLIGHT_MAX, model.micro_batches)
     micro_s = float(model.micro_s(network, layout).max())
     found = []
@@ -116,7 +119,8 @@ def fits(network: Network, model: PipelineModel, layout: Layout) -> bool:
 
 
 def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tuple[int, float] | None:
-    """(host, seconds) of the fastest host with memory for all layers, where it makes all of a step; None: there is none."""
+    """(host, seconds) of the fastest host with memory for all layers, where it makes all of a step; None: there is
+    none."""
     able = np.flatnonzero(network.memory_bytes >= model.layers * model.layer_memory_bytes)
     if not able.size:
         return None
