@@ -42,7 +42,7 @@ TEXT = 300  # characters of an event
 POINT_S = 0.5  # from one point of a curve to the next, at first
 RAW_BYTES = 4  # bytes of an fp32 value
 COLUMNS = ("steps", "seconds", "bytes", "loss")
-# A member below a cluster is gone once the cluster has not named it for so long. A restarted cluster names few at first.
+# A member below a cluster is gone if the cluster has not named it for so long. A restarted cluster names few at first.
 GONE_S = 5.0
 NAMED = 8  # members that one event names
 PARTED = {  # by how a member below a cluster left: the words for one member, and for several

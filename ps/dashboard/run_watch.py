@@ -67,7 +67,7 @@ class RunWatch:
         if scraped is not None and not both:
             self.sites.append(DashboardServer("--metrics", *scraped, None, source))
         if source is not None:
-            from narrows.ps.dashboard import prometheus as _  # noqa: F401 - so that the first scrape need not wait for it
+            from narrows.ps.dashboard import prometheus as _  # noqa: F401 - else the first scrape waits for it
 
     @property
     def seconds(self) -> float:

@@ -1,12 +1,13 @@
-"""Chooses all that the plan of a pipeline says: its layout, codings, micro-batches in flight, servers and modes. No
-I/O.
+"""The plan of a pipeline: its layout, codings, micro-batches in flight, servers and modes. No I/O.
 
 Rules
-- By `auto` an edge is dense each way, where a step of it costs at most LOSS_COST times what it costs with all edges in
-  int8: so much int8 costs in steps to a loss. The ways with the fastest links are dense, as many as may be.
-- A stage's server and mode are those of a data parallel run of its replicas, whose step is the pipeline's.
-- A step takes its clock in virtual time, and the longest exchange of a stage by the forms of a data parallel run.
-- Plans are compared by seconds of a step x steps to a loss, and by money. Swaps of two hosts follow.
+- With `auto`, as many directions of edges as possible are dense, those with the fastest links first, as long as a step
+  costs at most LOSS_COST times a step with all edges in int8. int8 costs that factor in steps to a loss.
+- A stage's server and mode are those of a data parallel run of its replicas, whose step takes as long as the
+  pipeline's.
+- The seconds of a step are its clock in virtual time, and the longest exchange of a stage by the forms of a data
+  parallel run.
+- Plans are compared by seconds of a step x steps to a loss, and by money. Then swaps of two hosts are tried.
 """
 
 from __future__ import annotations
@@ -35,31 +36,25 @@ from narrows.ps.planner.pipelines.stages import (
 )
 from narrows.ps.planner.step_prices import BusyWire, MessageFlow, StepPrices, TrainingWork
 
-# Across a link int8 lost up to 0.4 % over the unsplit model (bench/speed/pipeline.py), which is so many more steps.
+# Across a link int8 lost up to 0.4 % over the unsplit model (bench/speed/pipeline.py). This is that loss in steps.
 LOSS_COST = 1.004**STEPS_POWER
-TRIED = 1 << 14  # micro-batches x hosts of the layouts that moves may try: 32 layouts of 64 hosts with 8
-GAIN = 0.999  # a plan is left only for one that costs less than this of it
+TRIED = 1 << 14  # micro-batches x hosts x layouts that swaps may try: 32 layouts of 64 hosts with 8 micro-batches
+GAIN = 0.999  # a swap must bring the cost below this share
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """A layout that was tried. By stage: servers, ways and money; by edge: edges. Seconds are those of a step.
-
-    money: of a stage's exchange, and of what passes between it and the next one.
-    alone_s: without exchanges, in virtual time; `critical` has what each part takes of it on the critical path.
-    stages_s: of each stage with its exchange, by the forms of a data parallel run. busiest: the wire that takes the
-    longest for all of it.
-    """
+    """A layout with all that was chosen for it. Seconds and money are those of a step."""
 
     layout: Layout
-    edges: tuple[StageEdge, ...]
-    servers: tuple[int, ...]
-    ways: tuple[ModeAndSpec, ...]
-    alone_s: float
-    critical: Mapping[StagePart, float]
-    stages_s: tuple[float, ...]
-    busiest: BusyWire
-    money: tuple[float, ...]
+    edges: tuple[StageEdge, ...]  # between each stage and the next
+    servers: tuple[int, ...]  # by stage, the host of its server
+    ways: tuple[ModeAndSpec, ...]  # by stage, its mode and SPEC
+    alone_s: float  # without exchanges, in virtual time
+    critical: Mapping[StagePart, float]  # seconds of each part of `alone_s` on the critical path
+    stages_s: tuple[float, ...]  # by stage, with its exchange, by the forms of a data parallel run
+    busiest: BusyWire  # for all messages of the step
+    money: tuple[float, ...]  # by stage: its exchange, and the tensors between it and the next stage
 
     @property
     def step_s(self) -> float:
@@ -67,13 +62,19 @@ class StagedPlan:
 
     @property
     def steps(self) -> float:
-        """Times the steps of bsp to a loss: those of the stage that is the latest."""
+        """Steps to a loss as a multiple of bsp's: the largest of all stages."""
         return max(way.steps(self.layout.grid.shape[1]) for way in self.ways)
 
 
 class StagedPlanner:
-    """Tries layouts of a model on a network, their edges coded as `coding` says. `job`: the model's, as the search has
-    it."""
+    """Chooses servers, modes and codings for layouts of a model.
+
+    Args:
+        network: the hosts.
+        model: the model of the pipeline.
+        job: the same model as the search prices it.
+        coding: the coding of all edges, or "auto".
+    """
 
     def __init__(self, network: Network, model: PipelineModel, job: Job, coding: str) -> None:
         self.network, self.model, self.coding = network, model, coding
@@ -81,7 +82,7 @@ class StagedPlanner:
         self.prices = StepPrices(network, TrainingWork(model.parameters, model.step_s, model.coded))
 
     def stand(self, layout: Layout) -> StagedPlan:
-        """Try `layout`."""
+        """Choose the rest of a plan for `layout`."""
         network, model = self.network, self.model
         edges = self.edges(layout)
         run, alone_s = self.alone(layout, edges)
@@ -101,7 +102,7 @@ class StagedPlanner:
     def flows(
         self, layout: Layout, edges: Sequence[StageEdge], servers: Sequence[int], ways: Sequence[ModeAndSpec]
     ) -> Iterator[MessageFlow]:
-        """Yield all that a step sends: tensors between stages, updates and states inside each stage."""
+        """Yield the messages of a step: tensors between stages, updates and states inside each stage."""
         model = self.model
         for edge, pairs in zip(edges, pairwise(layout.grid.tolist()), strict=True):
             forth, back = (model.sent_bytes(edge, direction) for direction in (FORWARD, BACKWARD))
@@ -112,18 +113,18 @@ class StagedPlanner:
             yield from self.prices.exchange_flows(way, model.stage_parameters(layout, stage), hosts, (server,))
 
     def alone(self, layout: Layout, edges: Sequence[StageEdge]) -> tuple[SimulatedPipeline, float]:
-        """A step without exchanges, and its seconds."""
+        """Simulate a step without exchanges; return the simulation and the seconds of the step."""
         run = SimulatedPipeline(self.prices, layout, self.model, edges)
         return run, run.alone()
 
     def edges(self, layout: Layout) -> tuple[StageEdge, ...]:
-        """Coded as `coding` says, and with so many micro-batches in flight as links then ask for."""
+        """Choose the coding of each edge, and the micro-batches in flight that its links then need."""
         count = len(layout.grid) - 1
         if self.coding != AUTO:
             return self.covered(layout, [StageEdge(self.coding, self.coding)] * count)
         fastest = self.fastest(layout)
         most = LOSS_COST * self.cost(layout, self.exact(layout, []))
-        # The largest number of exact ways that cost no more: more of them cost more.
+        # Bisection for the largest number of dense directions within `most`: each further direction costs more.
         least, above = 0, len(fastest) + 1
         at = len(fastest)
         while above - least > 1:
@@ -135,7 +136,7 @@ class StagedPlanner:
         return tuple(covered(self.network, layout, self.model, edges))
 
     def exact(self, layout: Layout, ways: Sequence[tuple[int, int]]) -> tuple[StageEdge, ...]:
-        """The edges where these (edge, direction) are dense, and the others coded."""
+        """Return the edges with these (edge, direction) dense and all others in int8."""
 
         def coding(edge: int, way: int) -> str:
             return EXACT if (edge, way) in ways else CODED
@@ -144,7 +145,8 @@ class StagedPlanner:
         return self.covered(layout, [StageEdge(coding(edge, FORWARD), coding(edge, BACKWARD)) for edge in every])
 
     def fastest(self, layout: Layout) -> list[tuple[int, int]]:
-        """(edge, direction) by the seconds that the slowest pair takes for a dense tensor, the least first."""
+        """Return all (edge, direction), the fastest first, by the seconds of a dense tensor between their slowest
+        pair."""
         sent_s = self.network.transfer_s(self.model.cut_bytes)
         found = []
         for edge, (here, there) in enumerate(pairwise(layout.grid)):
@@ -155,12 +157,15 @@ class StagedPlanner:
         return [(edge, way) for _, edge, way in sorted(found)]
 
     def price(self, plan: StagedPlan) -> float:
-        """Seconds of a step x steps to a loss, and its money."""
+        """Return the price of a plan: seconds of a step x steps to a loss, plus its money in seconds."""
         return plan.step_s * plan.steps + self.model.money_s * sum(plan.money)
 
     def descended(self, plan: StagedPlan) -> StagedPlan:
-        """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without
-        exchanges are not tried with them. Layouts with TRIED micro-batches in all are looked at."""
+        """Swap pairs of hosts as long as that makes the plan cheaper.
+
+        A swap is priced with exchanges only if it makes a step without exchanges cheaper. TRIED bounds the number of
+        swaps.
+        """
         left = TRIED // (plan.layout.grid.size * self.model.micro_batches)
         found = True
         while found and left > 0:
@@ -179,13 +184,13 @@ class StagedPlanner:
         return plan
 
     def swapped(self, layout: Layout, one: int, other: int) -> Layout:
-        """The hosts of two places of the grid have each other's."""
+        """Return the layout with the hosts of two positions of the grid swapped, and depths chosen anew."""
         hosts = layout.grid.ravel().copy()
         hosts[[one, other]] = hosts[[other, one]]
         grid = hosts.reshape(layout.grid.shape)
         return Layout(grid, self.costs.depths(grid))
 
     def cost(self, layout: Layout, edges: Sequence[StageEdge]) -> float:
-        """Seconds of a step without exchanges, and what the edges' money is worth."""
+        """Return the seconds of a step without exchanges, plus the money of its edges in seconds."""
         spent = sum(edges_money(self.network, layout, self.model, edges))
         return self.alone(layout, edges)[1] + self.model.money_s * spent

@@ -1,9 +1,9 @@
 """The cost of an iteration in a layout, by "Decentralized training of foundation models" (2206.01288, eqs. 1 to 4).
 
-A layout has a group of hosts for each stage. Its seconds are those of the slowest group's data parallel exchange, of
-every boundary between neighbouring stages, forth and back, and of computing. `Costs.arrange` finds the order of the
-groups and who of them sends to whom, `Costs.price` says what a layout costs. docs/planning.md has the equations and
-where we differ.
+A layout has a group of hosts for each stage. Its seconds are the sum of three parts: the slowest group's data parallel
+exchange, each boundary between neighbouring stages, forth and back, and computing. `Costs.arrange` finds the order of
+the groups and the pairs of hosts that send to each other, `Costs.price` the cost of a layout. docs/planning.md has the
+equations and where we differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrows.ps.planner.pipelines.matching import matched, shortest_path
 
 Indices = npt.NDArray[np.intp]
 
-MISSING_S = 1e6  # for each layer that no stage has memory for: more than any layout costs
+MISSING_S = 1e6  # seconds for each layer that no stage has memory for: more than any layout costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Job:
 
     stages: int
     replicas: int
-    layers: int  # alike; a stage has one or more
-    layer_bytes: float  # the gradient of a layer
-    activation_bytes: float  # what one replica sends across one boundary, one way
+    layers: int  # equal layers; a stage has at least one
+    layer_bytes: float  # of a layer's gradient
+    activation_bytes: float  # that one replica sends across one boundary, one way
     layer_s: float = (
-        0.0  # one replica's share of a layer, forward and backward, on a host of speed 1; 0: no computing counts
+        0.0  # one replica's share of a layer, forward and backward, on a host of speed 1; 0: computing costs nothing
     )
     layer_memory_bytes: float = 0.0
     micro_batches: int = 1
@@ -53,28 +53,28 @@ class Job:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layout:
-    """Which host has which part."""
+    """The hosts and the layers of each stage."""
 
-    grid: Indices  # (stages, replicas) of hosts; a column is a pipeline
-    depths: Indices  # (stages,), the layers of each
+    grid: Indices  # (stages, replicas) the host of each; a column is one pipeline
+    depths: Indices  # (stages,) number of layers
 
     @property
     def key(self) -> bytes:
-        """Alike where layouts are."""
+        """Bytes that are equal for equal layouts."""
         return self.grid.tobytes() + self.depths.tobytes()
 
     def names(self, network: Network) -> list[list[str]]:
-        """The host of each [stage][replica]."""
+        """Return the name of the host of each [stage][replica]."""
         return [[network.hosts[host] for host in group] for group in self.grid]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The cost of an iteration. A search makes `total` small, which is `seconds` + Job.money_s * `money`."""
+    """The cost of an iteration."""
 
-    total: float
-    seconds: float
-    data_parallel_s: float
+    total: float  # seconds + Job.money_s * money + MISSING_S * missing; the search minimizes it
+    seconds: float  # the sum of the next three
+    data_parallel_s: float  # the slowest group's exchange
     pipeline_s: float  # all boundaries, forth and back
     compute_s: float
     money: float
@@ -82,7 +82,11 @@ class Prediction:
 
 
 class Costs:
-    """Prices layouts of `job` on `network`. UsageError where the hosts are too few."""
+    """Prices layouts of `job` on `network`.
+
+    Raises:
+        UsageError: the network has too few hosts.
+    """
 
     def __init__(self, network: Network, job: Job) -> None:
         if len(network.hosts) < job.stages * job.replicas:
@@ -94,16 +98,16 @@ class Costs:
         across = network.transfer_s(job.activation_bytes)
         self.links: Array = across + across.T  # (n, n) seconds of a pair in one pipeline, forth and back
         both: Array = network.price + network.price.T
-        self.tolls = both * job.activation_bytes  # money of the same
-        self.layer_tolls: Array = both * (2 * job.layer_bytes / job.replicas)  # a pair in one group, for each layer
-        # No computing counts: nobody is slower than anybody.
+        self.tolls = both * job.activation_bytes  # (n, n) money of a pair in one pipeline, forth and back
+        self.layer_tolls: Array = both * (2 * job.layer_bytes / job.replicas)  # (n, n) of a pair in one group, a layer
+        # Where computing costs nothing, all hosts are equally fast.
         self.speed = network.compute if job.layer_s else np.ones(len(network.hosts))
         room = np.floor(network.memory_bytes / job.layer_memory_bytes) if job.layer_memory_bytes else np.inf
         self.room: Array = np.minimum(room, job.layers) * np.ones(len(network.hosts))  # layers that a host can hold
         self._exchanges: dict[int, Array] = {}
 
     def exchange(self, depth: int) -> Array:
-        """(n, n) seconds of a pair in one group whose stage has `depth` layers: 2 (delay + bytes / rate / replicas)."""
+        """Return (n, n) seconds of a pair in one group with `depth` layers: 2 (delay + bytes / rate / replicas)."""
         if depth not in self._exchanges:
             way = self.network.transfer_s(depth * self.job.layer_bytes / self.job.replicas)
             self._exchanges[depth] = way + way.T
@@ -111,13 +115,15 @@ class Costs:
 
     @cached_property
     def depth(self) -> int:
-        """The layers of a stage where all are alike."""
+        """The number of layers of a stage where all stages have the same."""
         return max(1, round(self.job.layers / self.job.stages))
 
     def depths(self, groups: Indices) -> Indices:
-        """Layers of each group's stage: one each, then the next where it ends first, as far as memory reaches.
+        """Return the layers of each group's stage.
 
-        A stage is as slow as its slowest host. Among equals the cheaper exchange has the next layer.
+        Each stage gets one layer. Each further layer goes to the stage that would finish it first, as far as memory
+        reaches. A stage is as slow as its slowest host. Among equal stages the one with the cheaper exchange gets the
+        layer.
         """
         speed, room = self.speed[groups].min(1), self.room[groups].min(1)
         exchange = self._group_s(groups, np.full(len(groups), self.depth))
@@ -129,7 +135,7 @@ class Costs:
         return depths
 
     def arrange(self, groups: Indices) -> Layout:
-        """The cheapest order of `groups` (stages, replicas), and the cheapest matchings between neighbours.
+        """Return the cheapest order of `groups`, (stages, replicas), with the cheapest matchings between neighbours.
 
         Matchings are exact, and so is the order of up to matching.EXACT_MAX groups.
         """
@@ -138,7 +144,8 @@ class Costs:
         links = self.links[np.ix_(flat, flat)].reshape(count, replicas, count, replicas).transpose(0, 2, 1, 3)
         tolls = self.job.money_s * self.tolls[np.ix_(flat, flat)].reshape(count, replicas, count, replicas)
         tolls = tolls.transpose(0, 2, 1, 3)
-        # No matching is cheaper than this: each host's best link. Only pairs on the best path are matched, until it is exact.
+        # A lower bound of each matching: every host with its best link. Only neighbours on the best path are matched, until
+        # each pair on it is exact.
         between = np.maximum(links.min(3).max(2), links.min(2).max(2))
         between += np.maximum(tolls.min(3).sum(2), tolls.min(2).sum(2))
         found: dict[tuple[int, int], Indices] = {}
@@ -159,7 +166,7 @@ class Costs:
         return Layout(grid, self.depths(grid))
 
     def price(self, layout: Layout) -> Prediction:
-        """Predict what `layout` costs as it stands."""
+        """Predict the cost of `layout`, without changing it."""
         job, grid, depths = self.job, layout.grid, layout.depths
         exchange_s = float(self._group_s(grid, depths).max())
         pipeline_s = float(self.links[grid[:-1], grid[1:]].max(1).sum())
@@ -176,7 +183,7 @@ class Costs:
         return Prediction(float(total), seconds, exchange_s, pipeline_s, compute_s, float(money), missing)
 
     def _group_s(self, groups: Indices, depths: Indices) -> Array:
-        """(stages,) seconds of each group's exchange: those of the host whose links take longest together."""
+        """Return (stages,) seconds of each group's exchange: the largest sum of one host's links in the group."""
         slowest = np.empty(len(groups))
         for depth in np.unique(depths):
             alike = groups[depths == depth]

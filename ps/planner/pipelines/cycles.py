@@ -1,9 +1,9 @@
-"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3.4: fast links go between groups, into
-pipelines.
+"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3.4. They bring fast links between groups.
 
-From each group the host with the fastest link inside it leaves, for the group to which its mean link is slowest: all
-who move there in its place have faster ones. A cycle ends where it began, so groups keep their sizes. Its best
-beginning is kept, closed by the last host that moves. Hosts that have moved stay.
+From each group the host with the fastest link inside it leaves. It goes to the group with the largest gain: the mean
+link from the host to that group, minus its fastest link inside its own group. A cycle ends in the group where it began,
+so groups keep their sizes. The best beginning of the cycle is kept, and its last host closes it. A host that has moved
+stays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from narrows.ps.planner.pipelines.cost import Indices
 
 
 def cycled(labels: Indices, links: Array, count: int) -> Indices:
-    """`labels` (n,), the group of each host, after at most `count` cycles; hosts of group `count` have no part, and
-    stay."""
+    """Move hosts in at most `count` cycles, one for each group.
+
+    Args:
+        labels: (n,) the group of each host. Hosts of the group `count` have no stage, and stay.
+        links: (n, n) seconds of a link.
+        count: the number of groups.
+
+    Returns:
+        The new labels.
+    """
     labels, locked = labels.copy(), labels == count
     visited = np.zeros(count, bool)
     for _ in range(count):
@@ -47,7 +55,7 @@ def cycled(labels: Indices, links: Array, count: int) -> Indices:
 
 
 def _gains(labels: Indices, locked: npt.NDArray[np.bool_], links: Array, count: int) -> tuple[Array, Indices]:
-    """(count, count) gains of a move between two groups, and (count,) the host that leaves each, or -1."""
+    """Return (count, count) gains of a move between two groups, and (count,) the host that leaves each group, or -1."""
     members = labels == np.arange(count)[:, None]
     inside = np.where(labels[:, None] == labels, links, np.inf)
     np.fill_diagonal(inside, np.inf)

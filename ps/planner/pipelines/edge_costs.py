@@ -7,13 +7,13 @@ import math
 from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.ps.planner.pipelines.stages import EdgeCost
 
-BLOCK = 1 << 16  # values: a whole number of what codings scale together
-# GB/s of float32 that one thread encodes and decodes (docs/results.md, bench/speed/compressors.py). Others are copied alone.
+BLOCK = 1 << 16  # values; a multiple of every coding's block of values with one scale
+# GB/s of float32 that one thread encodes and decodes (docs/results.md, bench/speed/compressors.py). Other codings only copy.
 GBPS = {"fp16": (12.4, 23.3), "int8": (17.7, 24.9), "int8:stochastic": (9.9, 25.3)}
 
 
 def carried() -> dict[str, tuple[EdgeCost, EdgeCost]]:
-    """By coding of an edge: activations, and their gradients."""
+    """Return the costs of each coding of an edge: (activations, their gradients)."""
     return {name: (_of(forth), _of(back)) for name, (forth, back) in EDGE_CODINGS.items()}
 
 

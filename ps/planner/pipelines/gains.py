@@ -1,10 +1,11 @@
-"""Moves hosts of a layout by gains: what a smooth relative of the cost changes when two hosts change places.
+"""Moves of hosts of a layout by gains. A gain is the change of a smooth cost when two hosts swap their places.
 
-The cost has maxima, so most moves change nothing. The relative has p-norms in their place, with p = 2^`sharpness`: 2
-minds all links of a boundary, 8 nearly the slowest one alone. A gain is no evaluation: it sums a host's own links.
+The real cost has maxima, so most moves do not change it. The smooth cost has p-norms in their place, with p =
+2^`sharpness`: p = 2 counts all links of a boundary, p = 8 nearly the slowest link alone. A gain sums only a host's own
+links, so it is no evaluation.
 
-Hosts move in passes, as in Kernighan and Lin 1970: a host that has moved stays for the pass, moves that lose are made
-too, and the best state of the pass is kept.
+Hosts move in passes, as in Kernighan and Lin 1970: a host that has moved stays for the rest of the pass, moves that
+lose are made too, and the best state of the pass is kept.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import numpy as np
 from narrows.ps.planner.network import Array
 from narrows.ps.planner.pipelines.cost import Costs, Indices
 
-GROUP_SHARPNESS = 3  # of the maximum over groups
-PATIENCE = 4  # moves that lose, one after the other
-LOOKED_AT = 128  # places at a time: n hosts have n^2 gains
-LEAST = 1e-16  # of a power sum, whose terms are at most 1: a smaller one is noise of a difference
-GAINS = 1e-9
+GROUP_SHARPNESS = 3  # sharpness of the maximum over groups
+PATIENCE = 4  # a pass ends after so many moves without a new best state
+LOOKED_AT = 128  # places whose gains are computed for a move: k places have k^2 gains
+LEAST = 1e-16  # a power sum, of terms of at most 1, below this is noise of a difference
+GAINS = 1e-9  # least gain of a new best state, as a share of the total at the start
 
 
 class HostPlacement:
-    """Hosts on their places: stage after stage, then those without a part. `total` is the smooth cost."""
+    """Hosts on their places: stage after stage, then those without a stage. `total` is the smooth cost.
+
+    Args:
+        costs: the real costs.
+        order: (n,) the hosts by place; the instance changes it.
+        sharpness: of the maximum over the links of a boundary.
+    """
 
     def __init__(self, costs: Costs, order: Indices, sharpness: int) -> None:
         job = costs.job
@@ -30,10 +37,10 @@ class HostPlacement:
         self.link_s, self.powers = _scaled(costs.links, sharpness)
         self.tolls = job.money_s * costs.tolls
         self.exchange_s = float(costs.exchange(costs.depth).max()) or 1.0
-        # The mean over a group's hosts, not the slowest: a sum of pairs.
+        # The mean over a group's hosts in the place of the slowest host, so that it is a sum over pairs.
         self.exchange = costs.exchange(costs.depth) / (self.exchange_s * job.replicas**2)
         self.group_tolls = job.money_s * costs.depth * costs.layer_tolls / 2
-        # A host that has no memory for an even share is as much slower as it holds less.
+        # A host without memory for an even share of layers counts as slower, in proportion to the layers it lacks.
         slowness = np.maximum(1, job.layers / (job.stages * np.maximum(costs.room, 0.5))) / costs.speed
         slow_s, self.slowness = _scaled(slowness, GROUP_SHARPNESS)
         layer_s = job.layer_s or (self.link_s if (slowness > 1).any() else 0.0)
@@ -45,7 +52,7 @@ class HostPlacement:
         return self.order[: self.used].reshape(self.job.stages, self.job.replicas)
 
     def _sums(self) -> tuple[Array, Array, Array]:
-        """Power sums of each boundary, means of each group's exchange, power means of each group's slowness."""
+        """Return the power sum of each boundary, the mean of each group's exchange, the power mean of its slowness."""
         grid = self._grid()
         boundaries = self.powers[grid[:-1], grid[1:]].sum(1)
         return boundaries, self.exchange[grid[:, :, None], grid[:, None, :]].sum((1, 2)), self.slowness[grid].mean(1)
@@ -61,9 +68,10 @@ class HostPlacement:
         )
 
     def gains(self, free: Indices) -> Array:
-        """(k, k): what `total` changes when the hosts of two of the places `free` swap, as if each moved alone.
+        """Return (k, k) changes of `total` when the hosts of two of the places `free`, (k,), swap, as if each moved
+        alone.
 
-        Places of one group have inf, and so have neighbours in one pipeline: matchings are not found here.
+        Swaps within a group are inf, and so are those of neighbours in one pipeline: matchings are not found here.
         """
         replicas, stage, hosts = self.job.replicas, self.stage[free], self.order[free]
         boundaries, exchanges, slowness = self._sums()
@@ -96,14 +104,14 @@ class HostPlacement:
         return swapped
 
     def _joined(self, matrix: Array, at: Indices, group: Indices, hosts: Indices) -> Array:
-        """Return how the sum of a group's pairs changes when the host at one of `at` makes room for each of `hosts`."""
-        to = matrix[self._grid()][:, :, hosts].sum(1)  # (stages, k): from all of a group to a host
+        """Return the change of the sum over a group's pairs when each of `hosts` replaces the host at each of `at`."""
+        to = matrix[self._grid()][:, :, hosts].sum(1)  # (stages, k) sum from all hosts of a group to a host
         change: Array = 2 * (to[group] - matrix[np.ix_(hosts[at], hosts)] - to[group, at][:, None])
         return change
 
 
 def _scaled(values: Array, sharpness: int) -> tuple[float, Array]:
-    """The largest of `values`, and powers of them as parts of it: powers of small numbers vanish."""
+    """Return the largest of `values`, and the powers of their shares of it: powers of small numbers would vanish."""
     scale = float(values.max()) or 1.0
     return scale, _power(values / scale, sharpness)
 
@@ -113,7 +121,7 @@ def _speed(slowness: Array) -> Array:
 
 
 def _power(values: Array, sharpness: int) -> Array:
-    """values^(2^sharpness): squares are many times faster than powers."""
+    """Return values^(2^sharpness). Repeated squares are many times faster than powers."""
     for _ in range(sharpness):
         values = np.square(values)
     return values
@@ -127,7 +135,17 @@ def _root(sums: Array, sharpness: int) -> Array:
 
 
 def descend(costs: Costs, order: Indices, sharpness: int, random: np.random.Generator) -> Indices | None:
-    """One pass over `order`: the hosts of the grid, then those without a part. None where no state of it gains."""
+    """Make one pass of moves.
+
+    Args:
+        costs: the real costs.
+        order: (n,) the hosts of the grid, then those without a stage.
+        sharpness: of the smooth cost.
+        random: draws the places to look at, if there are more than LOOKED_AT.
+
+    Returns:
+        The order of the best state, None if no state gains.
+    """
     places = HostPlacement(costs, order.copy(), sharpness)
     start = best = places.total()
     found, lost, moved = None, 0, np.zeros(len(order), bool)
@@ -138,7 +156,7 @@ def descend(costs: Costs, order: Indices, sharpness: int, random: np.random.Gene
         looked_at = free if len(free) <= LOOKED_AT else np.sort(random.choice(free, LOOKED_AT, replace=False))
         gains = places.gains(looked_at)
         a, b = divmod(int(gains.argmin()), len(looked_at))
-        if gains[a, b] == np.inf:  # none is left that may
+        if gains[a, b] == np.inf:  # no allowed swap is left
             break
         swapped = looked_at[[a, b]]
         places.order[swapped] = places.order[swapped[::-1]]

@@ -1,8 +1,9 @@
-"""Finds a cheap layout: the two-level search of 2206.01288, sec. 3.4, with more local moves.
+"""The search for a cheap layout: the two-level search of 2206.01288, sec. 3.4, with more local moves.
 
-Above: a population of balanced partitions into groups, crossed with each other and mutated. Below: `Costs.arrange`,
-which finds order and matchings. Between both, `Descent` moves hosts by gains, and only its result is priced. A layout
-that is priced is one evaluation, whether it was good or not. The same arguments give the same plan.
+The upper level has a population of balanced partitions of the hosts into groups. Partitions are crossed with each other
+and mutated. The lower level, `Costs.arrange`, finds the order of groups and the matchings between them. Between the two
+levels `gains.descend` moves hosts by gains, and only its result is priced. Each layout that is priced is one
+evaluation, good or not. The same arguments give the same plan.
 """
 
 from __future__ import annotations
@@ -21,32 +22,40 @@ from narrows.ps.planner.pipelines.cost import Costs, Indices, Job, Layout, Predi
 from narrows.ps.planner.pipelines.cycles import cycled
 from narrows.ps.planner.pipelines.gains import descend
 
-EVALUATIONS = 100  # 64 hosts then take under a second
-EVERY_MAX = 500  # partitions that are all priced, in place of a search: those of up to 8 hosts, whatever the job
-HOSTS_MANY = 128  # of more hosts fewer layouts are priced, and the first ones are no random ones
-POPULATION = 6
+EVALUATIONS = 100  # a search on 64 hosts then takes under a second
+EVERY_MAX = 500  # up to so many partitions each is priced: up to 8 hosts have no more, whatever the job
+HOSTS_MANY = 128  # with more hosts fewer layouts are priced, and the first ones are not random
+POPULATION = 6  # partitions
 ROUNDS_MAX = 8  # of one descent: moves by gains, then order and matchings anew
-SHARPNESS = (1, 2, 3)  # from a mean of links towards the slowest one
-ROTATED = (6, 12, 24)  # hosts of a mutation
+SHARPNESS = (1, 2, 3)  # of the smooth cost, from a mean over links towards the slowest link
+ROTATED = (6, 12, 24)  # numbers of hosts that a random mutation moves
 
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
-    """The best layout that was found, its price, who has no part, and how many layouts were priced for it."""
+    """The best layout that a search has found."""
 
     layout: Layout
     prediction: Prediction
-    spare: tuple[int, ...]  # hosts
-    evaluations: int
-    found_at: int  # the evaluation that found it
+    spare: tuple[int, ...]  # hosts without a stage
+    evaluations: int  # layouts that were priced
+    found_at: int  # the number of the evaluation that found this layout
 
 
 def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = None) -> FoundLayout:
-    """The cheapest layout of `job` on `network` after at most so many evaluations; UsageError where none has enough
-    memory.
+    """Return the cheapest layout that a search finds.
 
-    None: EVALUATIONS, and of more than HOSTS_MANY hosts fewer in proportion. Where there are no more partitions than
-    that, or than EVERY_MAX, each is priced once, and the plan is the cheapest that there is.
+    If there are at most `evaluations` partitions, each is priced once, and the layout is the cheapest that exists.
+
+    Args:
+        network: the hosts.
+        job: the model.
+        seed: the seed of the search.
+        evaluations: the most layouts to price. None: all of up to EVERY_MAX partitions, else EVALUATIONS, and in
+            proportion fewer for more than HOSTS_MANY hosts.
+
+    Raises:
+        UsageError: no layout was found in which each host has memory for its layers.
     """
     costs, hosts = Costs(network, job), len(network.hosts)
     every = partitions_count(hosts, job)
@@ -62,14 +71,14 @@ def plan(network: Network, job: Job, seed: int = 0, evaluations: int | None = No
 
 
 def partitions_count(hosts: int, job: Job) -> int:
-    """In how many ways `hosts` have a group each, or none."""
+    """Return the number of partitions of `hosts` into the job's groups, with the rest in no group."""
     left = hosts - job.stages * job.replicas
     found: int = factorial(hosts) // (factorial(job.replicas) ** job.stages * factorial(job.stages) * factorial(left))
     return found
 
 
 def partitions(hosts: Sequence[int], stages: int, replicas: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every partition, once whatever the order of its groups: each group begins with its first host, and they rise."""
+    """Yield every partition once: hosts rise within a group, and groups are ordered by their first hosts."""
     if not stages:
         yield []
         return
@@ -103,7 +112,7 @@ class LayoutSearch:
                 population[worse] = child
 
     def plan(self) -> FoundLayout:
-        """The best that was evaluated."""
+        """Return the best layout that was evaluated. Raise UsageError where it has a layer without memory."""
         assert self.best
         prediction, layout, found_at = self.best
         if prediction.missing:
@@ -115,7 +124,8 @@ class LayoutSearch:
         return FoundLayout(layout, prediction, tuple(int(host) for host in spare), self.evaluations, found_at)
 
     def near(self) -> list[Indices]:
-        """Each host after the one that is nearest to it: neighbours in one group, and neighbours in one pipeline."""
+        """Return two orders from a walk to the nearest unvisited host: neighbours in one group, neighbours in one
+        pipeline."""
         job, links = self.costs.job, self.costs.links.copy()
         order = [int(self.random.integers(len(links)))]
         for _ in links[1:]:
@@ -126,7 +136,14 @@ class LayoutSearch:
         return [path, np.concatenate([path[:used].reshape(job.replicas, job.stages).T.ravel(), path[used:]])]
 
     def settled(self, order: Indices) -> tuple[float, Indices]:
-        """Moves hosts of `order` until no move gains: (total, hosts of the grid, then the others)."""
+        """Move hosts until no move gains or the evaluations are spent.
+
+        Args:
+            order: (n,) the hosts of the grid, then those without a stage.
+
+        Returns:
+            The total of the best layout, and its order.
+        """
         best = self.evaluated(order)
         order = best[1]
         for sharpness in SHARPNESS:
@@ -142,7 +159,7 @@ class LayoutSearch:
         return best
 
     def evaluated(self, order: Indices) -> tuple[float, Indices]:
-        """One evaluation: order and matchings of the first stages * replicas hosts of `order`."""
+        """Arrange and price the first stages * replicas hosts of `order`: one evaluation."""
         stages, replicas = self.costs.job.stages, self.costs.job.replicas
         layout = self.costs.arrange(order[: stages * replicas].reshape(stages, replicas))
         prediction = self.costs.price(layout)
@@ -152,15 +169,15 @@ class LayoutSearch:
         return prediction.total, np.concatenate([layout.grid.ravel(), order[stages * replicas :]])
 
     def crossed(self, one: Indices, other: Indices) -> Indices:
-        """A partition in which hosts of the same group in both parents stay, and others have a group of either."""
+        """Cross two partitions: a host that both have in the same group stays, any other gets its group of either."""
         stages, replicas = self.costs.job.stages, self.costs.job.replicas
         mine, theirs = (self._groups_of(order) for order in (one, other))
         overlap = np.zeros((stages + 1, stages + 1))
         np.add.at(overlap, (theirs, mine), 1)
-        named = np.append(linear_sum_assignment(-overlap[:stages, :stages])[1], stages)  # their groups, by my numbers
+        named = np.append(linear_sum_assignment(-overlap[:stages, :stages])[1], stages)  # `other`'s groups by `one`'s
         theirs = named[theirs]
         wanted = np.where(self.random.random(len(mine)) < 0.5, mine, theirs)
-        # Who stays has its place first; who finds a group full has what is left.
+        # Hosts that stay are placed first. A host that finds its group full gets what is left.
         left = [replicas] * stages + [len(mine) - stages * replicas]
         groups: list[list[int]] = [[] for _ in left]
         late: list[int] = []
@@ -174,8 +191,7 @@ class LayoutSearch:
         return np.array([host for members in groups for host in members])
 
     def mutated(self, order: Indices) -> Indices:
-        """Cyclic moves: the paper's, by gains, or as often one of hosts drawn at random, each to the next one's
-        place."""
+        """Mutate a partition: by the paper's cyclic moves, or, as often, by rotating the places of random hosts."""
         if self.random.random() < 0.5:
             labels = cycled(self._groups_of(order), self.costs.links, self.costs.job.stages)
             return np.argsort(labels, kind="stable")
@@ -186,7 +202,7 @@ class LayoutSearch:
         return moved
 
     def _groups_of(self, order: Indices) -> Indices:
-        """(n,) the group of each host; those without a part have one of their own."""
+        """Return (n,) the group of each host. Hosts without a stage are in the group `stages`."""
         found = np.empty(len(order), np.intp)
         found[order] = np.minimum(np.arange(len(order)) // self.costs.job.replicas, self.costs.job.stages)
         return found

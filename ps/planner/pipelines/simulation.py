@@ -1,5 +1,4 @@
-"""The clock of a pipeline in virtual time: the passes and tensors of one step, without the exchanges of its stages. No
-I/O.
+"""The clock of a pipeline in virtual time: the passes and tensors of one step, without exchanges of stages. No I/O.
 
 How it works
 1. A `StageProcess` is one stage of one replica. It makes the forward and backward passes of `stages.order` in that
@@ -33,20 +32,20 @@ FAST = 1 << 50  # bytes a second of a wire on which bytes take no time
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Of a step: what `stage` computes on a host, or, with -1 for the stage, what passes between two hosts."""
+    """A part of a step: the computing of a stage on a host, or the messages between two hosts."""
 
-    stage: int
+    stage: int  # -1 for messages
     host: int
-    other: int = -1
+    other: int = -1  # the other host of messages, -1 for computing
 
 
 @dataclass(slots=True)
 class StagePass:
-    """One that is over. waited: for a tensor, beyond the end of the pass before it."""
+    """A finished pass."""
 
     begin_ns: int
     end_ns: int
-    waited: bool
+    waited: bool  # the pass waited for a tensor after the pass before it had ended
 
 
 class Stream:
@@ -80,7 +79,7 @@ class StageProcess:
         self.host = int(run.layout.grid[stage, replica])
         self.order = order(stage, run.model.micro_batches, [edge.in_flight for edge in run.edges])
         self.pass_ns = run.pass_ns(stage, replica)
-        self.received, self.used = [0, 0], [0, 0]  # tensors forward and backward
+        self.received, self.used = [0, 0], [0, 0]  # numbers of tensors, forward and backward
         self.passes: list[StagePass] = []
         self.computing, self.free_ns = False, 0
 
@@ -111,7 +110,14 @@ class StageProcess:
 
 
 class SimulatedPipeline:
-    """All replicas of a layout. `edges`: how they are coded, and what is in flight."""
+    """The simulation of one step of a layout, with all its replicas.
+
+    Args:
+        prices: the prices of the network.
+        layout: the hosts and the layers of each stage.
+        model: the model of the pipeline.
+        edges: the coding and the micro-batches in flight of each edge.
+    """
 
     def __init__(self, prices: StepPrices, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> None:
         self.prices, self.layout, self.model, self.edges = prices, layout, model, edges
@@ -125,7 +131,7 @@ class SimulatedPipeline:
         return stage + step if 0 <= stage + step < self.stages else None
 
     def pass_ns(self, stage: int, replica: int) -> tuple[int, int]:
-        """Of a forward and of a backward pass, with the coding of what comes and goes."""
+        """Return the time of a forward and of a backward pass, decoding and encoding of its tensors included."""
         found = []
         for direction, back in ((FORWARD, -1), (BACKWARD, 1)):
             seconds = float(self.micro_s[stage, replica]) * SHARES[direction]
@@ -157,7 +163,7 @@ class SimulatedPipeline:
         return found
 
     def alone(self) -> float:
-        """Seconds of one step without exchanges."""
+        """Simulate one step without exchanges; return its seconds."""
         for row in self.processes:
             for process in row:
                 process.go_on()
@@ -166,7 +172,7 @@ class SimulatedPipeline:
         return self.time.now_ns / NS
 
     def critical(self) -> Mapping[StagePart, float]:
-        """Seconds that each part has of the step that `alone` has made, along its critical path."""
+        """Return the seconds of each part on the critical path of the step that `alone` has simulated."""
         found: defaultdict[StagePart, float] = defaultdict(float)
         process = max((p for row in self.processes for p in row), key=lambda p: p.passes[-1].end_ns)
         for here, sender, seconds in self._path(process):
@@ -175,7 +181,10 @@ class SimulatedPipeline:
         return found
 
     def _path(self, process: StageProcess) -> Iterator[tuple[StageProcess, StageProcess | None, float]]:
-        """Backwards from the last pass of this process: (who computes, None, seconds), (receiver, sender, seconds)."""
+        """Yield the critical path, backwards from the last pass of this process.
+
+        An item is (process, None, seconds) for computing, and (receiver, sender, seconds) for a tensor.
+        """
         at = len(process.order) - 1
         while at >= 0:
             each = process.passes[at]

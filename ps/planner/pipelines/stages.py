@@ -1,9 +1,9 @@
-"""What a step of a pipeline computes and sends: by stage, by edge, by coding. Pure.
+"""The computing and the bytes of a pipeline's step, by stage, by edge and by coding. No I/O.
 
 Rules
-- A stage goes by eager 1F1B, as worker/pipelining/schedule.py does: `order` has its forward and backward passes.
-- An edge has a coding each way. Bytes at a cut are those of float32 values, before they are coded.
-- A step of a stage is followed by the exchange of its replicas, which is a Narrows run of that stage's parameters.
+- A stage follows eager 1F1B, as worker/pipelining/schedule.py does. `order` has its forward and backward passes.
+- An edge has a coding for each direction. Bytes at a cut are those of float32 values, before they are coded.
+- After the step of a stage its replicas exchange their updates, in a Narrows run of that stage's parameters.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ FORWARD, BACKWARD = 0, 1
 SHARES = (
     1 / 3,
     2 / 3,
-)  # of a micro-batch's seconds: a backward pass has the gradients of inputs and of parameters to compute
-# Peak memory of a worker with 25 M parameters under AdamW over that of one with 100, for each: 16 bytes are PyTorch's.
+)  # of a micro-batch's seconds, forward and backward: a backward pass computes gradients of inputs and of parameters
+# Bytes a parameter: peak memory of a worker with 25 M parameters under AdamW, minus that of a worker with 100 parameters. PyTorch
+# itself takes 16 of them.
 PARAMETER_MEMORY_BYTES = 52.0
-AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: an edge's way is one of the others
+AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: each direction of an edge is dense or int8
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """The costs of a coding for a byte of float32: bytes that travel, seconds of the sender, seconds of the
-    receiver."""
+    """The costs of a coding for one byte of float32."""
 
-    bytes: float
-    encode_s: float
-    decode_s: float
+    bytes: float  # that travel
+    encode_s: float  # seconds of the sender
+    decode_s: float  # seconds of the receiver
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
-    """A model to train in stages. step_s: seconds that all its layers take for one replica's share of a step on speed
-    1.
-    cut_bytes: float32 values of one micro-batch at a cut. money_s: seconds that a unit of money is worth.
-
-    Raises UsageError for a size or a number of seconds that is none.
-    """
+    """A model to train in stages."""
 
     parameters: float
-    layers: int  # alike
-    step_s: float
-    micro_batches: int
-    cut_bytes: float
-    layer_memory_bytes: float
-    carried: Mapping[str, tuple[EdgeCost, EdgeCost]]
-    coded: Mapping[str, CodecCost]
-    money_s: float = 0.0
+    layers: int  # equal layers
+    step_s: float  # seconds of one replica's share of a step, all layers on one host of speed 1
+    micro_batches: int  # of a step
+    cut_bytes: float  # float32 values of one micro-batch at a cut
+    layer_memory_bytes: float  # of a layer in training
+    carried: Mapping[str, tuple[EdgeCost, EdgeCost]]  # by coding of an edge: activations, gradients
+    coded: Mapping[str, CodecCost]  # by SPEC of an exchange
+    money_s: float = 0.0  # seconds that a unit of money is worth
 
     def job(self, stages: int, replicas: int, coding: str) -> Job:
-        """As the search prices it: all edges are coded alike, by `auto` as slow ones are, and a step sends one
-        message."""
+        """Return the model as the search prices it.
+
+        The search gives all edges one coding, int8 for `auto`, and has each edge send one message a step.
+
+        Raises:
+            UsageError: there are fewer micro-batches than stages, or a size is no finite number of 0 or more.
+        """
         if stages > self.micro_batches:
             raise UsageError(
                 f"{stages} stages need as many micro-batches, and there are {self.micro_batches}; ask for more"
@@ -75,7 +75,7 @@ class PipelineModel:
         return Job(stages, replicas, self.layers, *layer, self.micro_batches, self.money_s)
 
     def micro_s(self, network: Network, layout: Layout) -> Array:
-        """(stages, replicas) seconds of a micro-batch there, forth and back."""
+        """Return (stages, replicas) seconds of a micro-batch on each host, forward and backward."""
         speed = network.compute[layout.grid]
         return np.asarray(layout.depths[:, None] * self.step_s / self.layers / self.micro_batches / speed)
 
@@ -83,20 +83,28 @@ class PipelineModel:
         return self.parameters * int(layout.depths[stage]) / self.layers
 
     def sent_bytes(self, edge: StageEdge, direction: int) -> float:
-        """Of one micro-batch."""
+        """Return the bytes of one micro-batch's tensor on this edge in this direction, coded."""
         return self.cut_bytes * self.carried[(edge.forward, edge.backward)[direction]][direction].bytes
 
 
 def order(stage: int, micro_batches: int, in_flight: Sequence[int]) -> list[int]:
-    """The passes of a stage in a step: FORWARD or BACKWARD, each of the next micro-batch. in_flight: of each edge."""
+    """Return the passes of a stage in a step: FORWARD or BACKWARD, each of the next micro-batch.
+
+    Args:
+        stage: the number of the stage.
+        micro_batches: of a step.
+        in_flight: for each edge, the micro-batches in flight.
+    """
     warm_up = min(micro_batches, len(in_flight) + 1 - stage + sum(in_flight[stage:]))
     steady = [BACKWARD, FORWARD] * (micro_batches - warm_up)
     return [FORWARD] * warm_up + steady + [BACKWARD] * warm_up
 
 
 def covered(network: Network, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> list[StageEdge]:
-    """The edges, coded as they are, with as many micro-batches in flight as their slowest pair's round trip covers, and
-    no more than there are."""
+    """Return the edges with the micro-batches in flight that cover the round trip of their slowest pair.
+
+    The codings stay. No edge has more in flight than there are micro-batches, or than IN_FLIGHT_MAX.
+    """
     most = min(IN_FLIGHT_MAX, model.micro_batches)
     micro_s = float(model.micro_s(network, layout).max())
     found = []
@@ -108,19 +116,20 @@ def covered(network: Network, layout: Layout, model: PipelineModel, edges: Seque
 
 
 def contiguous(network: Network, job: Job) -> Layout:
-    """Hosts in the order of the network, depths as even as they go: how a pipeline is laid out by hand."""
+    """Return the layout that a user would write by hand: hosts in the order of the network, and depths as even as
+    possible."""
     grid = np.arange(job.stages * job.replicas).reshape(job.stages, job.replicas)
     return Layout(grid, np.array([len(layers) for layers in even(job.layers, job.stages)]))
 
 
 def fits(network: Network, model: PipelineModel, layout: Layout) -> bool:
-    """Each host has memory for the layers of its stage."""
+    """Return True if each host has memory for the layers of its stage."""
     return bool((layout.depths * model.layer_memory_bytes <= network.memory_bytes[layout.grid].min(1)).all())
 
 
 def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tuple[int, float] | None:
-    """(host, seconds) of the fastest host with memory for all layers, where it makes all of a step; None: there is
-    none."""
+    """Return the fastest host with memory for all layers, and its seconds for a whole step; None if no host has the
+    memory."""
     able = np.flatnonzero(network.memory_bytes >= model.layers * model.layer_memory_bytes)
     if not able.size:
         return None
@@ -129,7 +138,7 @@ def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tupl
 
 
 def edges_money(network: Network, layout: Layout, model: PipelineModel, edges: Sequence[StageEdge]) -> list[float]:
-    """By edge, of a step: what its pairs send each other."""
+    """Return the money of each edge for the tensors of a step, in both directions."""
     found = []
     for edge, (here, there) in zip(edges, pairwise(layout.grid), strict=True):
         prices = float(network.price[here, there].sum()), float(network.price[there, here].sum())
@@ -140,7 +149,7 @@ def edges_money(network: Network, layout: Layout, model: PipelineModel, edges: S
 def exchanges_money(
     network: Network, layout: Layout, model: PipelineModel, servers: Sequence[int], ways: Sequence[ModeAndSpec]
 ) -> list[float]:
-    """By stage, of a step: what its replicas exchange with its server."""
+    """Return the money of each stage for a step's exchange of its replicas with its server."""
     found = []
     for stage, (group, server, way) in enumerate(zip(layout.grid, servers, ways, strict=True)):
         each = model.coded[way.compress].bytes * model.stage_parameters(layout, stage) / way.mode.local_steps
