@@ -1,4 +1,14 @@
-"""ps-probe: what joins some machines, measured pair by pair, as network.json."""
+"""ps-probe: measures the links between machines, pair by pair, and writes network.json.
+
+How it works
+
+1. With --merge or --run nothing is sent: `command` reads files, or the figures of a run's dashboard.
+2. With --join this machine measures: `_join` runs a `ProbeMachineRunner` until the director ends it.
+3. Otherwise this machine directs: `_direct` opens the port of the director, starts ps-probe on each HOST by ssh
+   (`SshCommands`), and runs a `ProbeDirectorRunner`. Unless --only-others is given, a thread of this process measures
+   too (`beside`).
+4. `_write` shows the links that were found, and writes them with those that were known before.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +37,7 @@ from narrows.ps.probe.messages import ProbeJoin
 from narrows.ps.probe.probe_schedule import again
 
 BIND = "tcp://0.0.0.0:5600"
-PAIR_BYTES = 1 << 30  # of payload, by default at most
+PAIR_BYTES = 1 << 30  # the default of --bytes for each pair
 
 
 @click.command(context_settings=COMMAND)
@@ -125,7 +135,7 @@ def _of_run(page: str, server: str) -> MeasuredNetwork:
 
 
 def _write(out: str, found: MeasuredNetwork, code: int) -> int:
-    """Show it, and write it."""
+    """Show the links and write network.json; return `code`. Raise UsageError where no link is known."""
     if not found.links:
         raise UsageError("nothing is known of any link yet")
     if kept := replace_text(out, json.dumps(found.document(), indent=1) + "\n", "--out"):
@@ -139,7 +149,8 @@ def _say(text: str) -> None:
 
 
 def _towards(hosts: Sequence[str]) -> str:
-    """Return the address of this machine by which it reaches others of these, "" where it reaches none."""
+    """Return the address that this machine has towards the first of these hosts that it reaches; "" where it reaches
+    none."""
     from narrows.protocols.runtime.network.hosts import own_host
 
     for host in hosts:

@@ -1,4 +1,13 @@
-"""The runners of ps-probe: the process that directs, and a machine that measures. `planning.probe.Probe` decides."""
+"""The runners of ps-probe: that of the director and that of a machine that measures. `ProbeDirector` decides.
+
+How it works
+
+1. `ProbeDirectorRunner` receives messages on one socket, hands them to `ProbeDirector`, and carries out its effects: it
+   sends messages and prints lines. Until the first round begins it also drops machines that do not come.
+2. `ProbeMachineRunner` sends ProbeJoin and a heartbeat each BEAT_NS. A thread times the steps of the script. For
+   ProbeListen and ProbeDial another thread goes through the visit (pairwise.py), and reports its figures.
+3. `SshCommands` starts ps-probe --join on other machines. A machine gets its key over the stdin of ssh.
+"""
 
 from __future__ import annotations
 
@@ -49,36 +58,34 @@ from narrows.ps.probe.messages import (
 )
 
 TURN_MS = 100
-SILENT_S = 30.0  # without a word of the director, once it has answered
-ENDS_S = 5.0  # that a machine which was started has, once all is over
-SCRIPT_ENDS_S = 2 * step_time.ENDS_S + 5  # and its script, which is killed where it does not end
-BY_SSH = "ssh:"  # before the port of a director, in place of its address
-SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its stdin is that of the command
+SILENT_S = 30.0  # a director that has answered and then sends nothing for so long is dead
+ENDS_S = 5.0  # time to end for a started machine, once the probe is over
+SCRIPT_ENDS_S = 2 * step_time.ENDS_S + 5  # time to end for its script, which is killed if it does not end
+BY_SSH = "ssh:"  # stands before the director's port in the place of its address
+SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; the command reads the stdin of ssh
 
 
 @dataclass(slots=True)
 class ProbeMachineRunner:
-    """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an
-    event is set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's
-    public key; None: all is in the open. `over`: set by who wants it to end."""
+    """The runner of a machine that measures as its director says."""
 
-    address: str
+    address: str  # of the director
     join: ProbeJoin
-    steps: Callable[[threading.Event], float]
-    port: int
-    own: tuple[KeyPair, str] | None
-    connect_s: float
-    refusal: Callable[[HandshakeFailure], str] = lambda why: ""
-    refused: str = ""
-    stop: threading.Event = field(default_factory=threading.Event)
-    worker: threading.Thread | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-    failed: list[NarrowsError] = field(default_factory=list)
-    heard_s: float = 0.0  # the newest word of the director, or the start
-    met: bool = False  # it has said something
+    steps: Callable[[threading.Event], float]  # times the steps of the script until the event is set; returns seconds
+    port: int  # of this machine's streams, 0 for any
+    own: tuple[KeyPair, str] | None  # this machine's keys and the director's public key; None: without encryption
+    connect_s: float  # the director must answer within this
+    refusal: Callable[[HandshakeFailure], str] = lambda why: ""  # explains a failed handshake
+    refused: str = ""  # why the director refuses this machine's key
+    stop: threading.Event = field(default_factory=threading.Event)  # ends the present visit
+    worker: threading.Thread | None = None  # goes through the present visit
+    over: threading.Event = field(default_factory=threading.Event)  # ends this runner
+    failed: list[NarrowsError] = field(default_factory=list)  # errors of the thread that times steps
+    heard_s: float = 0.0  # when the newest message of the director came, or the start
+    met: bool = False  # the director has answered
 
     def run(self) -> None:
-        """Until the director says that all is over. Raises NarrowsError."""
+        """Measure until the director ends the probe. Raise NarrowsError where it cannot go on."""
         own = self.own
         curve = CurveKeys(None, lambda address: own, lambda public: False) if own is not None else None
         with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
@@ -103,7 +110,7 @@ class ProbeMachineRunner:
                 timer.join(SCRIPT_ENDS_S)
 
     def _say(self, message: ProbeStepTime | ProbeListening | ProbeReport, loop: Loop) -> None:
-        """Have the loop send it, from any thread."""
+        """Send a message by the loop's thread. Any thread may call this."""
         loop.call(lambda: loop.port.send(self.address, encode(message)))
 
     def _time(self, loop: Loop) -> None:
@@ -117,7 +124,7 @@ class ProbeMachineRunner:
         self.refused = self.refused or self.refusal(why)
 
     def _check(self) -> None:
-        """Raise NarrowsError where the director is not to be waited for."""
+        """Raise NarrowsError where waiting for the director is of no use."""
         if self.over.is_set():
             return
         silent_s = time.monotonic() - self.heard_s
@@ -140,7 +147,7 @@ class ProbeMachineRunner:
                 raise UsageError(f"the director at {self.address} says: {message.why}")
             self.over.set()
         if isinstance(message, ProbeListen | ProbeDial):
-            self.stop.set()  # of a try that was given up
+            self.stop.set()  # the director has given the try before up
             before, self.stop = self.worker, threading.Event()
             work = (message, self.stop, before, loop)
             self.worker = threading.Thread(target=self._measure, args=work, name="measure", daemon=True)
@@ -171,7 +178,14 @@ class ProbeMachineRunner:
 
 
 class ProbeDirectorRunner:
-    """`keys_folder`: whose keys are let in; "": all are."""
+    """The runner of the director.
+
+    Args:
+        probe: the director.
+        bind: the address to bind.
+        keys_folder: the folder of keys whose machines may take part; "": every machine may.
+        say: prints a line.
+    """
 
     def __init__(self, probe: ProbeDirector, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
         self.probe, self.say = probe, say
@@ -185,12 +199,19 @@ class ProbeDirectorRunner:
 
     @property
     def address(self) -> str:
-        """Where this machine itself dials it."""
+        """The address at which this machine itself dials the director."""
         return f"tcp://{'127.0.0.1' if self.host in ANY_HOSTS else self.host}:{self.port}"
 
     def run(self, wait_s: float, ended: Callable[[], Iterable[tuple[str, str]]]) -> None:
-        """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more,
-        each with a sentence. Raises UnreachableError where fewer than two have come."""
+        """Direct until the probe is over.
+
+        Args:
+            wait_s: seconds in which the machines must have joined.
+            ended: returns (name, sentence) of machines that have ended since the last call.
+
+        Raises:
+            UnreachableError: fewer than two machines have joined.
+        """
         probe, deadline = self.probe, time.monotonic() + wait_s
 
         def tick(now_ns: int) -> None:
@@ -227,8 +248,10 @@ class ProbeDirectorRunner:
 
 @contextmanager
 def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with
-    which it has ended, if it has."""
+    """Run a measuring machine in a thread of the director's process.
+
+    The context's value is a function that raises the NarrowsError with which the machine has ended, if it has.
+    """
     failed: list[NarrowsError] = []
 
     def measure() -> None:
@@ -245,7 +268,7 @@ def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterato
     thread.start()
     try:
         yield check
-        thread.join(ENDS_S)  # it is told that all is over
+        thread.join(ENDS_S)  # the director has sent it ProbeEnd
     finally:
         measurer.over.set()
         thread.join(SCRIPT_ENDS_S)
@@ -254,8 +277,11 @@ def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterato
 
 
 def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[str]:
-    """ps-probe, as it joins the director at `bound` and `port` from the machine `there`. A name that leads nowhere from
-    here may be one of ssh's config: others cannot dial it either, and the machine says by itself where it is."""
+    """Return the ps-probe command with which the machine `there` joins the director at `bound` and `port`.
+
+    A name that does not resolve here may be one of ssh's config. Other machines cannot dial such a name either, so the
+    machine finds its address by itself.
+    """
     try:
         towards = own_host(there, 22)
     except OSError:
@@ -266,7 +292,11 @@ def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[
 
 
 def by_ssh(address: str) -> str:
-    """Where the director is: ssh:PORT is at the machine from which ssh has started this one. Raises UsageError."""
+    """Return the address of the director; ssh:PORT stands for the machine from which ssh has started this command.
+
+    Raises:
+        UsageError: ssh has not started this command.
+    """
     if not address.startswith(BY_SSH):
         return address
     client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
@@ -276,8 +306,18 @@ def by_ssh(address: str) -> str:
 
 
 class SshCommands:
-    """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's
-    too."""
+    """The ps-probe commands that --ssh has started on other machines.
+
+    Args:
+        hosts: the machines, as ssh knows them.
+        ssh: the template of --ssh.
+        director: the director that they join.
+        keys_folder: the folder in which each gets a key, "" for none.
+        more: flags that they get from the director's command line.
+
+    Raises:
+        UsageError: a command cannot be started.
+    """
 
     def __init__(
         self, hosts: Sequence[str], ssh: str, director: ProbeDirectorRunner, keys_folder: str, more: Sequence[str]
@@ -300,7 +340,7 @@ class SshCommands:
                 made.stdin.close()
 
     def ended(self) -> list[tuple[str, str]]:
-        """The name of each that has ended since, and a sentence."""
+        """Return (name, sentence) of each command that has ended since the last call."""
         found = {host: code for host, made in self.running.items() if (code := made.poll()) is not None}
         for host in found:
             del self.running[host]
@@ -323,14 +363,14 @@ def _key_name(host: str) -> str:
 
 @contextmanager
 def own_keys() -> Iterator[str]:
-    """A folder of keys for this run alone."""
+    """Make a folder of keys that is removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         key_files.make(folder)
         yield folder
 
 
 def key_of(path: str) -> key_files.Secret:
-    """That of a file, or of stdin for "-". Raises UsageError."""
+    """Read a machine's key from a file, or from stdin for "-". Raise UsageError where there is none."""
     if path != "-":
         return key_files.member_key(path, "--key")
     with tempfile.TemporaryDirectory() as folder:

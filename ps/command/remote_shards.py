@@ -1,10 +1,21 @@
-"""ps-serve --join ADDR: a machine that has shards of the server at ADDR. Process 0 there says which.
+"""ps-serve --join ADDR: this machine has shards of the server at ADDR.
+
+How it works
+
+    this machine                                  shard 0 of the server
+      JoinLine  -- RemoteShardsOffer, each second --> |   how many shards, stay or go
+                <-- RemoteShardsGrant --------------- |   which shards, how many there are and will be
+      RemoteShardOffer.follow: starts and ends shard processes by the newest grant
+
+1. `join` asks the server for its settings, and checks the flags of this machine.
+2. `JoinLine`, a thread, sends the offer of this machine once a second, and hands each answer to the supervisor.
+3. Shard 0 of the server decides (ps/coordinator/remote_shards.py). The supervisor starts the shards that a grant names.
+   Keys move to them while workers train.
+4. On Ctrl-C the offer says GO: the keys move back, and the supervisor ends when all its shards have. If this machine
+   ends before that, the offer says GONE: its keys are lost.
 
 Rules
-- A thread says once a second what this machine wants, and hands on the answer. The processes follow the answers
-  (ps/coordinator/remote_shards.py).
-- A shard that dies goes on by its journal here, as on any machine. Its checkpoints are with the server.
-- Ctrl-C has the keys move back, and ends then. Whatever ends this machine before tells the server that they are lost.
+- A dead shard replays its journal here, as on any machine. Its checkpoints are with the server.
 """
 
 from __future__ import annotations
@@ -35,14 +46,22 @@ from narrows.ps.command.console import say
 from narrows.ps.command.reshard import ReshardRequest, ShardProcesses
 from narrows.ps.command.shard_supervisor import START_S, ShardSupervisor
 
-SAY_MS = 1000
-LOST_S = 60.0  # silence of the server; a process 0 that died is there again long before
-LEAVE_S = 600.0  # in which keys have moved back: a checkpoint of them travels twice
-LINE = -8  # in place of a child's index
+SAY_MS = 1000  # from one offer to the next
+LOST_S = 60.0  # a server that is silent for so long is lost; a dead shard 0 restarts long before
+LEAVE_S = 600.0  # the keys must have moved back within this: a checkpoint of them travels twice
+LINE = -8  # stands for the JoinLine in the place of a shard's index in events
 
 
 class JoinLine:
-    """Says to the server at `there` what `join` says. `hear` is called with its answers, in the thread of the line."""
+    """A thread that repeats this machine's offer to the server, and receives the answers.
+
+    Args:
+        there: the address of the server.
+        keys: the folder of the keys, "" for none.
+        secret: the server's secret, which its processes share.
+        join: the offer.
+        hear: called with each answer, in this thread.
+    """
 
     def __init__(
         self, there: str, keys: str, secret: str, join: m.RemoteShardsOffer, hear: Callable[[m.Message], None]
@@ -58,7 +77,7 @@ class JoinLine:
         self.say(join)
 
     def say(self, join: m.RemoteShardsOffer) -> None:
-        """Say this from now on, and at once."""
+        """Send this offer now, and repeat it from now on."""
         self.join = join
         self.loop.call(self._send)
 
@@ -81,20 +100,19 @@ class JoinLine:
 
 
 class RemoteShardOffer(ReshardRequest):
-    """The moves of a `RemoteShardSupervisor`, whose processes come and go as `RemoteShardsGrant` says. `left`: shards
-    that have ended as told."""
+    """The resharding of a `RemoteShardSupervisor`: shard processes start and end as `RemoteShardsGrant` says."""
 
     def __init__(self, cluster: ShardProcesses) -> None:
         super().__init__(cluster)
-        self.left: set[int] = set()
+        self.left: set[int] = set()  # shards that have ended as the server wanted
         self.had: set[int] = set()  # shards that have had keys
 
     def strange(self, index: int) -> bool:
-        """Each begins as one of so many shards as are to be."""
+        """Return False: `follow` has already counted the shards that are to come in the settings."""
         return False
 
     def bound(self, index: int) -> None:
-        """Process 0 is on another machine."""
+        """Do nothing: shard 0 is on another machine, so no request of a user is pending here."""
 
     def exited(self, index: int) -> bool:
         if index not in self.going and index not in self.cluster.done:
@@ -107,7 +125,7 @@ class RemoteShardOffer(ReshardRequest):
         return True
 
     def follow(self, room: m.RemoteShardsGrant) -> None:
-        """Start who is to come, let go who is to go."""
+        """Start the shards that a grant names, and end the others."""
         cluster, most = self.cluster, max(room.shards, room.target)
         mine = range(room.first, min(room.first + room.count, most)) if room.first >= 0 else range(0)
         cluster.settings = replace(cluster.settings, shards=max(1, most))
@@ -120,14 +138,22 @@ class RemoteShardOffer(ReshardRequest):
 
 
 class RemoteShardSupervisor(ShardSupervisor):
-    """The shards that this machine has of the server at `there`, which has `told` what they must know."""
+    """The supervisor of the shards that this machine has of another server.
+
+    Args:
+        there: the address of the server.
+        told: the server's answer: its settings and its secret.
+        keys: the folder of the keys, "" for none.
+        host: the address at which others reach this machine.
+        wanted: the number of shards that this machine offers to have.
+    """
 
     def __init__(self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int) -> None:
         super().__init__(Settings(**told["settings"]))
         self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
         self.lives.over(wanted)
         self.moving: RemoteShardOffer = RemoteShardOffer(self)
-        self.room: m.RemoteShardsGrant | None = None  # the newest answer
+        self.room: m.RemoteShardsGrant | None = None  # the newest grant
         self.clock = AwakeClock()
         self.heard_ns = self.clock.now()
         self.line: JoinLine | None = None
@@ -140,11 +166,11 @@ class RemoteShardSupervisor(ShardSupervisor):
         return self.there
 
     def over(self, index: int) -> bool:
-        """While keys move back, each shard is needed."""
+        """Return True if a dead shard needs no successor. While keys move back, every shard is needed."""
         return bool(self.errors or len(self.signals) > 1)
 
     def _join(self) -> None:
-        """Ask for room, as a new machine."""
+        """Offer shards to the server, as a new machine."""
         self.room, self.address = None, ""
         self.moving.left.clear()
         self.moving.had.clear()
@@ -192,8 +218,15 @@ class RemoteShardSupervisor(ShardSupervisor):
             say(f"has {_shards(mine)} of the server at {self.there}; Ctrl-C moves the keys back")
 
     def watch(self) -> int:
-        """Until this machine has no shards any more. Raises NarrowsError."""
-        self._join()  # the server is to know us before shards can start here: its run may end meanwhile
+        """Run until this machine has no shards any more.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            NarrowsError: the server is lost or refuses this machine, or a shard has failed.
+        """
+        self._join()  # the offer goes out before shards can start here: the run may end meanwhile
         assert self.line is not None
         start_by, leave_by = time.monotonic() + START_S, float("inf")
         while True:
@@ -222,7 +255,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             self._join()
 
     def _check(self, leave_by: float) -> None:
-        """Raise NarrowsError where this cannot go on."""
+        """Raise NarrowsError where this machine cannot go on."""
         self.clock.turn()
         for index, code, text in self.errors:
             where = "" if index == LINE else f"shard {index}: "
@@ -239,7 +272,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             )
 
     def leave(self) -> None:
-        """Tell the server, where it counts on us."""
+        """Tell the server that the keys here are lost, if shards are left, and close the line."""
         if self.line is not None:
             if self.shards:
                 self.line.say(replace(self.line.join, wish=Wish.GONE))
@@ -261,8 +294,26 @@ def join(
     local: Callable[[str], bool],
     digest: int,
 ) -> int:
-    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is
-    loopback; `digest`: of the plan.json that started this, 0: none did."""
+    """Run shards of another server on this machine.
+
+    Args:
+        there: the address of the server.
+        bind: the value of --bind.
+        keys: the folder of the keys, "" for none.
+        flags: the flags of a run that the user has given; only `shards` is allowed.
+        more: names of further flags that the user has given and that are not allowed.
+        journal: shards keep journals.
+        ready_file: the value of --ready-file, "" for none.
+        local: returns True for a loopback host.
+        digest: the digest of the plan.json that started this command, 0 without.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: a flag does not go with --join, or workers could not dial this machine.
+        IncompatibleError: the server runs another plan.
+    """
     from narrows.ps.process.bootstrap_client import JOIN, ask
 
     wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)
@@ -282,7 +333,7 @@ def join(
     try:
         guest.prepare()
         guest.host, guest.port, guest.ready_file, guest.lives.keeps = host, port, ready_file, journal
-        scratch = ScratchFolder()  # where a checkpoint is while it travels
+        scratch = ScratchFolder()  # holds a checkpoint on its way to the server
         guest.told = {
             "first_epoch": 0,
             "checkpoint_dir": scratch.path,

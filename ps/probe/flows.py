@@ -1,6 +1,18 @@
-"""The figures of one stream of a pair, and what they say of the link. Pure arithmetic; times are in seconds.
+"""The figures of a pair's streams, and the rates of the link that follow from them. No I/O; times are in seconds.
 
-Names and units are those of iperf3 where it has them: bits_per_second, seconds, bytes, retransmits.
+How it works
+
+    first visit    round trips, then FIRST: one stream each way -> a rough rate -> the bytes that the second visit may
+    send second visit   ONE: a stream each way   FOUR: four streams each way   [AGAIN]   BOTH: a stream each way at once
+
+1. A stream keeps marks: times, and the bytes that had passed by then.
+2. `last_part` takes the rate of a stream from its marks, without slow start. `by_size` takes the rate of a message of
+   each of SIZES from the beginning of the stream, slow start included. `peak` takes the rough rate of a first visit.
+3. If four streams together are much faster than one, the one lost a packet at a bad time, or loses many. Then
+   `doubtful` has it measured once more (AGAIN), in time that was kept for that (SPARE).
+4. The weights of phases divide the time of a visit (`unit_seconds`).
+
+Names and units are those of iperf3 where iperf3 has them: bits_per_second, seconds, bytes, retransmits.
 """
 
 from __future__ import annotations
@@ -12,57 +24,56 @@ from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError
 
-SKIPPED = 0.4  # of a stream's time, before its rate is taken: slow start, and the loss that ends it
+SKIPPED = 0.4  # share of a stream's time before its rate is taken: slow start, and the loss that ends it
 MIB = 1 << 20
-SIZES = (MIB >> 4, MIB, 8 * MIB)  # bytes of a message, whose rates are read off the beginning of a stream
-STREAM_BYTES = 1 << 30  # a message of which slow start is no part: its rate is that of the last part of a stream
-PINGS = 30
-PINGS_S = 1.5  # they are fewer on a long link
-QUEUED_S = 0.2  # until a queue is empty that a stream has filled
+SIZES = (MIB >> 4, MIB, 8 * MIB)  # bytes of messages whose rates are read off the beginning of a stream
+STREAM_BYTES = 1 << 30  # a message so long that slow start does not count: its rate is that of a stream's last part
+PINGS = 30  # round trips of a first visit
+PINGS_S = 1.5  # limit of their time: a long link has fewer round trips
+QUEUED_S = 0.2  # until a queue that a stream has filled is empty
 FLOWS_MAX = 32  # rows of a report
-MARGIN_S = 1.5  # of a round: for what is said before and after it, and for a lost packet or two
-FIRST_ROUND_S = 8.0  # at most, of a first visit: connections, round trips, and a first reading
-FIRST_S, FIRST_TRIPS, FIRST_BYTES = 0.5, 3, MIB  # of a first reading: seconds and round trips, and bytes each way
-DOUBT = 1.15  # four streams that have more than so many times the rate of one: the one is read once more
-EXTRA = 1.25  # a stream may send so many times what the first reading lets expect,
-BUFFERED = 1 << 17  # and so many bytes a second more, which kernels take and do not deliver;
-UNEVEN = 1.5  # and each of four half as much again as its part of that
-LEAST_BYTES = 1 << 16  # that each stream may send
+MARGIN_S = 1.5  # of a round: for the messages before and after the streams, and for a lost packet or two
+FIRST_ROUND_S = 8.0  # limit of a first visit: connections, round trips, and the streams of FIRST
+FIRST_S, FIRST_TRIPS, FIRST_BYTES = 0.5, 3, MIB  # a FIRST stream: seconds, plus round trips; bytes at most
+DOUBT = 1.15  # if four streams have more than this multiple of one stream's rate, the one is measured once more
+EXTRA = 1.25  # a direction may send this multiple of the bytes that the first visit's rate lets expect,
+BUFFERED = 1 << 17  # plus so many bytes a second, which kernels take and do not deliver;
+UNEVEN = 1.5  # and each of four streams may send this multiple of its even share
+LEAST_BYTES = 1 << 16  # that every stream may send
 Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes that had passed by then
 
 
 @dataclass(frozen=True, slots=True)
 class FlowPhase:
-    """Streams at the same time. `ways`: of each, 0 is from listener to dialler. `weight`: its part of the round's
-    time."""
+    """Streams that run at the same time."""
 
-    streams: int
-    ways: tuple[int, ...]
-    weight: float
+    streams: int  # in each direction of `ways`
+    ways: tuple[int, ...]  # directions: 0 is from listener to dialler, 1 back
+    weight: float  # share of the visit's time, beside the weights of the other phases
 
     def share(self, phase_bytes: float) -> int:
-        """Bytes that each stream of one way may send, of what all are to send."""
+        """Return the most bytes of one stream, where all streams of a direction together may send `phase_bytes`."""
         return max(LEAST_BYTES, int(phase_bytes * (UNEVEN if self.streams > 1 else 1.0) / self.streams))
 
 
-ONE, FOUR, AGAIN, BOTH, FIRST = (0, 1), (2, 3), (4, 5), 6, (7, 8)  # numbers of phases, by way where there are two
+ONE, FOUR, AGAIN, BOTH, FIRST = (0, 1), (2, 3), (4, 5), 6, (7, 8)  # numbers of phases; of two, one a direction
 PHASES = (
     *(FlowPhase(1, (way,), 4.0) for way in (0, 1)),
     *(FlowPhase(4, (way,), 2.0) for way in (0, 1)),
-    *(FlowPhase(1, (way,), 3.0) for way in (0, 1)),  # where the one stream is in doubt
+    *(FlowPhase(1, (way,), 3.0) for way in (0, 1)),  # only where the one stream is in doubt
     FlowPhase(1, (0, 1), 1.0),
-    *(FlowPhase(1, (way,), 1.0) for way in (0, 1)),  # a visit of its own, before all others
+    *(FlowPhase(1, (way,), 1.0) for way in (0, 1)),  # the first visit
 )
-SPARE = 2.0  # weight that is kept for AGAIN, until it is known whether that is needed
-PINGED = len(PHASES)  # in place of a phase: the round trips
-VISITS = ((*ONE, *FOUR, *AGAIN, BOTH), FIRST)  # phases of a visit, by whether it is the first
+SPARE = 2.0  # weight that is kept for AGAIN until `doubtful` has decided
+PINGED = len(PHASES)  # the number that stands for round trips in the place of a phase
+VISITS = ((*ONE, *FOUR, *AGAIN, BOTH), FIRST)  # phases of a visit, by "is a first visit"
 STREAMS = sum(PHASES[number].streams * len(PHASES[number].ways) for number in VISITS[False])
-# Of the seconds of a round, those in which one way may be full, as `FlowPhase.share` counts them.
+# Share of a round's seconds in which one direction may be full, with the bytes that `FlowPhase.share` allows.
 WAY = (PHASES[ONE[0]].weight + UNEVEN * PHASES[FOUR[0]].weight + PHASES[BOTH].weight + SPARE) / (
     sum(PHASES[number].weight for number in (*ONE, *FOUR, BOTH)) + SPARE
 )
 
-# All that a row of a report may say: seconds, bytes, bit/s, counts, cores.
+# Names of the figures in a row of a report: seconds, bytes, bit/s, counts, cores.
 FIGURES = frozenset(
     {
         *("bits_per_second", "delivered_bits_per_second", "seconds", "bytes", "sent_bytes", "retransmits", "segments"),
@@ -74,7 +85,7 @@ FIGURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The figures that one end has of all streams of a phase in one way."""
+    """The figures that one end has of all streams of a phase in one direction."""
 
     phase: int
     way: int
@@ -85,7 +96,7 @@ class Flow:
 
 
 def checked(rows: Any) -> list[Flow]:
-    """Rows of a report. Raises RemoteProtocolError where they are none."""
+    """Check the rows of a report, and return them. Raise RemoteProtocolError for a wrong row."""
     if type(rows) is not list or len(rows) > FLOWS_MAX:
         raise RemoteProtocolError("a report of ps-probe is no list of flows, or too long")
     for row in rows:
@@ -97,26 +108,32 @@ def checked(rows: Any) -> list[Flow]:
 
 
 def last_part(marks: Marks) -> float:
-    """bit/s of a stream once it had found its rate: the time after the first SKIPPED of it. 0: it had no time."""
+    """Return the bit/s of a stream after the first SKIPPED of its time; 0 if the stream had no time."""
     if len(marks) < 2 or marks[-1][0] == marks[0][0]:
         return 0.0
     begin_s = marks[0][0] + SKIPPED * (marks[-1][0] - marks[0][0])
     time_s, size = next(mark for mark in marks if mark[0] >= begin_s)
-    if time_s == marks[-1][0]:  # it was over at once
+    if time_s == marks[-1][0]:  # the stream was too short: take all of it
         time_s, size = marks[0]
     return 8 * (marks[-1][1] - size) / (marks[-1][0] - time_s)
 
 
 def stream_rate(figures: Mapping[str, float]) -> float:
-    """bit/s of a flow once it had found its rate, by its sender, whom holes do not disturb. A receiver waits for what
-    was lost, and then has all at once that came behind it: on a slow link that is seconds. It says the rate where a
-    system tells its senders nothing."""
+    """Return the bit/s of a flow after slow start, by the figures of its sender.
+
+    A lost packet does not disturb the sender's figure. A receiver waits for the lost packet and then gets all bytes
+    behind it at
+    once: on a slow link it waits for seconds. The receiver's figure counts where the system tells senders nothing.
+    """
     return figures.get("delivered_bits_per_second") or figures["bits_per_second"]
 
 
 def by_size(marks: Marks) -> dict[int, float]:
-    """bit/s of a message of each of SIZES that this stream has reached: it begins as they do. The time begins with the
-    first byte, so the delay of the link is no part of it."""
+    """Return the bit/s of a message of each of SIZES that this stream has reached, because a message begins like a
+    stream.
+
+    The time begins with the first byte, so it does not contain the delay of the link.
+    """
     found = {}
     for size in SIZES:
         end = next((mark for mark in marks if mark[1] >= size), marks[0])
@@ -126,8 +143,10 @@ def by_size(marks: Marks) -> dict[int, float]:
 
 
 def rates(figures: Mapping[str, float]) -> dict[int, float]:
-    """bit/s of each of SIZES and of STREAM_BYTES, of a stream that was alone. Where a message is longer than the stream
-    was, the rest goes at the rate of the stream."""
+    """Return the bit/s of messages of each of SIZES and of STREAM_BYTES, from a stream that was alone.
+
+    Of a message longer than the stream, the rest counts at the rate of the stream.
+    """
     rate = stream_rate(figures)
     found = {STREAM_BYTES: rate}
     for size in SIZES:
@@ -139,15 +158,17 @@ def rates(figures: Mapping[str, float]) -> dict[int, float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so much of them do not exceed."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def peak(marks: Marks) -> float:
-    """bit/s of the fastest quarter of a stream's bytes, 0: it had no time. In slow start the newest half comes at the
-    rate of the link; before that the link is idle for most of a round trip. A receiver that was late makes it too
-    high."""
+    """Return the bit/s of the fastest quarter of a stream's bytes; 0 if the stream had no time.
+
+    In slow start the newest half of the bytes arrives at the rate of the link; before, the link is idle for most of a
+    round trip. A receiver that reads late makes the rate too high.
+    """
     least, first, best = marks[-1][1] / 4 if marks else 0.0, 0, 0.0
     for time_s, size in marks:
         while size - marks[first][1] >= least > 0:
@@ -158,8 +179,11 @@ def peak(marks: Marks) -> float:
 
 
 def begun(rows: Sequence[Flow]) -> tuple[float, list[float]] | None:
-    """The shortest round trip, and bit/s of each way, of both ends' rows of a first visit; None where one is not
-    there."""
+    """Read a first visit from both ends' rows.
+
+    Returns:
+        The shortest round trip, and the bit/s of each direction; None where a row is missing.
+    """
     trip = next((row.figures.get("min_rtt") for row in rows if row.phase == PINGED), None)
     rates = {row.way: row.figures.get("peak_bits_per_second") for row in rows if row.phase in FIRST}
     found = [rate for way in (0, 1) if (rate := rates.get(way)) is not None]
@@ -167,7 +191,7 @@ def begun(rows: Sequence[Flow]) -> tuple[float, list[float]] | None:
 
 
 def whole(rows: Sequence[Flow]) -> bool:
-    """Whether both ends' rows of the second visit are all there, and have rates."""
+    """Return True if the rows of both ends of a second visit are complete and have rates."""
     asked = {(number, way) for number in (*ONE, *FOUR, BOTH) for way in PHASES[number].ways}
     said = {"bits_per_second", "bytes", "seconds", "retransmits", "segments"}
     return asked <= {
@@ -176,8 +200,10 @@ def whole(rows: Sequence[Flow]) -> bool:
 
 
 def doubtful(rows: Sequence[Flow]) -> list[int]:
-    """The phases that read one stream once more, by the rows of one end: where four have much more than one, it lost a
-    packet at a bad time, or it loses many."""
+    """Return the phases of AGAIN that are needed, by the rows of one end.
+
+    Where four streams are much faster than one, the one lost a packet at a bad time, or it loses many.
+    """
     rate = {
         row.phase: row.figures.get("delivered_bits_per_second") or row.figures.get("bits_per_second", 0.0)
         for row in rows
@@ -187,30 +213,39 @@ def doubtful(rows: Sequence[Flow]) -> list[int]:
 
 
 def spared(more: Sequence[int]) -> float:
-    """By how much a phase of weight 1 gets shorter, where these take what was kept for them and BOTH its part of it."""
+    """Return the factor on the time of a phase of weight 1, once the phases `more` and BOTH share the time of SPARE."""
     weight = PHASES[BOTH].weight
     return (weight + SPARE) / (weight + sum(PHASES[number].weight for number in more))
 
 
 def unit_seconds(left_s: float, numbers: Sequence[int], spare: float, round_trip_s: float) -> float:
-    """Seconds of a phase of weight 1, so that these phases end in `left_s`, and those of the weight `spare`. Each takes
-    two round trips more, for its row and until both know that it is over, and what is queued by then."""
+    """Return the seconds of a phase of weight 1.
+
+    Each phase takes two round trips more, for its row and until both ends know that it is over, and the time of a
+    queue.
+
+    Args:
+        left_s: seconds in which all phases must end.
+        numbers: the phases that are left.
+        spare: weight that is kept for further phases.
+        round_trip_s: the round trip.
+    """
     weight = sum(PHASES[number].weight for number in numbers) + spare
     return max(0.0, left_s - (2 * round_trip_s + QUEUED_S) * (len(numbers) + (spare > 0))) / weight
 
 
 def allowed(bits_per_second: float) -> float:
-    """Bytes a second that may go one way, where the first reading has this rate."""
+    """Return the bytes a second that one direction may send, by the rate that the first visit has measured."""
     return EXTRA * bits_per_second / 8 + BUFFERED
 
 
 def pair_bytes(bytes_s: Sequence[float], seconds: float) -> float:
-    """Bytes that the streams of a round of `seconds` send at most, with so many bytes a second allowed each way."""
+    """Return the most bytes that a pair sends in a round of `seconds`, with `bytes_s` allowed in each direction."""
     return sum(bytes_s) * (seconds - MARGIN_S) * WAY + LEAST_BYTES * STREAMS
 
 
 def cut(bytes_s: Sequence[float], seconds: float, most: float) -> list[float]:
-    """The same, less where needed: so much that `pair_bytes` is not above `most`, or each stream has LEAST_BYTES."""
+    """Return `bytes_s`, reduced so that `pair_bytes` does not exceed `most`; each stream keeps LEAST_BYTES."""
     least = LEAST_BYTES * STREAMS
     share = max(0.0, most - least) / (pair_bytes(bytes_s, seconds) - least)
     return [each * min(1.0, share) for each in bytes_s]

@@ -1,11 +1,16 @@
 """Measurements, link by link, and the network.json that is made of them. docs/probing.md has the fields.
 
+How it works
+
+    flows of a pair (of_pair)       --+ figures of a run's members (of_run) --> MeasuredLink, MeasuredHost -->
+    MeasuredNetwork.add_... --> document(): network.json another network.json (parse)    --+
+
 Rules
-- A link is directed, and has its own time. Where two know a link or a host, the newest holds.
-- Prices, speeds, places and wires that were written by hand have no time, and no measurement takes them back. Of
-  prices, places and wires the ones that were added last hold. A speed is one by hand where the seconds of steps in its
-  file do not say it.
-- Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
+- A link is directed, and has its own time. Of two measurements of a link or a host, the newer holds.
+- Prices, speeds, places and wires that a user has written by hand have no time, and no measurement replaces them. Of
+  prices, places and wires the last added hold. A speed counts as written by hand if it does not follow from the step
+  seconds of its file.
+- Matrices are made of links. An entry that is not known is null, and network.Network.parse treats it as a missing link.
 """
 
 from __future__ import annotations
@@ -27,42 +32,41 @@ Way = tuple[str, str]  # sender, receiver
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """One way. `rates`: bit/s by bytes of a message. `raw`: all that was seen, for people."""
+    """One direction of a link."""
 
-    delay_s: float
-    rates: dict[int, float]
-    unix_s: float
-    raw: dict[str, Any] = field(default_factory=dict)
+    delay_s: float  # one way
+    rates: dict[int, float]  # by bytes of a message, bit/s
+    unix_s: float  # when it was measured
+    raw: dict[str, Any] = field(default_factory=dict)  # further figures, which only people read
 
     def rate(self, message_bytes: int) -> float:
-        """bit/s, linear in the logarithm of the size, as network.Network has it."""
+        """Return the bit/s of a message, linear in the logarithm of its size, as in network.Network."""
         sizes = sorted(self.rates)
         return float(np.interp(math.log(message_bytes), np.log(sizes), [self.rates[size] for size in sizes]))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHost:
-    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it.
-    `address`: where the others reach it, "" where that is its name."""
+    """The figures of a host. None: not known."""
 
-    unix_s: float
+    unix_s: float  # when it was measured
     memory_bytes: int | None = None
-    step_s: float | None = None
-    speed: float | None = None
-    address: str = ""
+    step_s: float | None = None  # seconds of one step of the script, without waiting
+    speed: float | None = None  # as a user has written it by hand
+    address: str = ""  # at which other hosts reach it; "": its name
 
 
 @dataclass(slots=True)
 class MeasuredNetwork:
-    """All that is known. prices: of a byte, as somebody has written them; shared: `places` and `wires`, likewise."""
+    """All measurements of hosts and links, and what users have written beside them."""
 
-    hosts: dict[str, MeasuredHost] = field(default_factory=dict)
+    hosts: dict[str, MeasuredHost] = field(default_factory=dict)  # by name
     links: dict[Way, MeasuredLink] = field(default_factory=dict)
-    prices: dict[Way, float] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
+    prices: dict[Way, float] = field(default_factory=dict)  # money of a byte, written by hand
+    shared: dict[str, Any] = field(default_factory=dict)  # `places` and `wires`, written by hand
 
     def add_host(self, name: str, host: MeasuredHost) -> None:
-        """Add a host. The older of two entries says what the newest does not know."""
+        """Add a host. The newer of two entries holds; the older fills in figures that the newer lacks."""
         old, new = sorted((self.hosts.get(name, host), host), key=lambda each: each.unix_s)
         memory, step_s = new.memory_bytes or old.memory_bytes, new.step_s or old.step_s
         speed, address = new.speed or old.speed, new.address or old.address
@@ -84,16 +88,16 @@ class MeasuredNetwork:
 
     @property
     def pairs(self) -> frozenset[frozenset[str]]:
-        """Those of which both ways are known."""
+        """The pairs of hosts with both directions known."""
         return frozenset(frozenset(way) for way in self.links if way[::-1] in self.links)
 
     def matrix(self, value: Any) -> list[list[float | None]]:
-        """(n, n) of `value(link)`, in the order of `hosts`; None where there is no link."""
+        """Return (n, n) values of `value(link)`, in the order of `hosts`; None where no link is known."""
         names = list(self.hosts)
         return [[value(self.links[a, b]) if (a, b) in self.links else None for b in names] for a in names]
 
     def document(self) -> dict[str, Any]:
-        """As network.json."""
+        """Return the content of network.json."""
         sizes = sorted({size for link in self.links.values() for size in link.rates})
         steps = [host.step_s for host in self.hosts.values()]
         given = [host.speed for host in self.hosts.values()]
@@ -131,13 +135,17 @@ class MeasuredNetwork:
 
 
 def _speeds(steps: Sequence[float | None]) -> list[float | None]:
-    """By seconds of a step: 1 is the fastest. None for all where a step is not known."""
+    """Return speeds by the seconds of a step; the fastest host has 1. If one step is not known, all speeds are None."""
     known = [step_s for step_s in steps if step_s]
     return [min(known) / step_s for step_s in known] if len(known) == len(steps) else [None] * len(steps)
 
 
 def addresses(document: Mapping[str, Any]) -> dict[str, str]:
-    """Where hosts of a parsed network.json are reached, by name; others by their names. Raises UsageError."""
+    """Return the addresses of a parsed network.json by host. A host that is not in it is reached by its name.
+
+    Raises:
+        UsageError: "addresses" is no table of texts.
+    """
     found = document.get("addresses") or {}
     if not isinstance(found, dict) or not all(isinstance(each, str) and each for each in found.values()):
         raise UsageError('network.json: "addresses" has a text for each host that it names')
@@ -148,7 +156,11 @@ FIELDS = ("from", "to", "measured_unix_s", "delay_s", "bits_per_second")
 
 
 def parse(document: Mapping[str, Any]) -> MeasuredNetwork:
-    """The links and hosts of a parsed network.json; where it has matrices alone, those of them. Raises UsageError."""
+    """Return the links and hosts of a parsed network.json; without "links", those of its matrices.
+
+    Raises:
+        UsageError: a field is missing or wrong.
+    """
     made = MeasuredNetwork()
     if document.get("format") != FORMAT:
         raise UsageError(f"network.json has format {document.get('format')!r}; this version reads {FORMAT}")
@@ -195,8 +207,16 @@ def _rows(document: Mapping[str, Any], names: Sequence[str], unix_s: float) -> I
 
 
 def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, MeasuredLink]:
-    """Both ways of a pair that was measured: way 0 is from the first of `names` to the second. Where one stream was
-    read twice, the faster one counts: nothing makes a stream faster than its link."""
+    """Return both directions of a measured pair.
+
+    If a lone stream was measured twice, the faster measurement counts, because nothing makes a stream faster than its
+    link.
+
+    Args:
+        names: the pair. Direction 0 is from the first to the second.
+        flows: the rows of both visits.
+        unix_s: when the pair was measured.
+    """
     trip = next(flow.figures for flow in flows if flow.phase == PINGED)
     found = {}
     for way in (0, 1):
@@ -219,9 +239,15 @@ def _raw(flow: Flow) -> dict[str, Any]:
 
 
 def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> MeasuredNetwork:
-    """Return what the members of a run have measured of the links to their servers. `frame`: of its page. `server`:
-    name of the root's host, "" for that of its address. Members on one host share its links: their highest rate and
-    shortest round trip hold."""
+    """Return the links between the members of a run and their servers, as the members have measured them.
+
+    Members on one host share its links: their highest rate and their shortest round trip hold.
+
+    Args:
+        frame: a frame of the run's dashboard.
+        server: the name of the root's host, "" for that of its address.
+        unix_s: the present time.
+    """
     made = MeasuredNetwork()
     address = parted(str(frame["run"].get("address", "")))[0]
     root = server or address.removeprefix("tcp://").rpartition(":")[0]
@@ -246,7 +272,7 @@ def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> MeasuredNetw
 
 
 def table(found: MeasuredNetwork) -> list[str]:
-    """Lines: the rate of one stream in Mbit/s, the delay in ms, each with the sender's row."""
+    """Return the rates of one stream in Mbit/s and the delays in ms as lines; a row is a sender."""
     names = list(found.hosts)
     rates = found.matrix(lambda link: link.rates[max(link.rates)] / 1e6)
     delays = found.matrix(lambda link: link.delay_s * 1e3)

@@ -1,9 +1,9 @@
-"""Plain TCP streams for a measurement: the end that sends, and the end that receives.
+"""Plain TCP streams for a measurement: the sending end and the receiving end.
 
 Rules
-- Buffers are fixed, and every wait ends with the measurement: `MeasurementTime` says how long that is.
-- A receiver ends a stream, by a reset: at 1 Mbit/s what is still buffered would take seconds. A sender stops at its
-  bytes.
+- Buffers have a fixed size, and every wait ends with the measurement (`MeasurementTime`).
+- The receiver ends a stream by a reset, because at 1 Mbit/s the buffered bytes would take seconds. A sender stops after
+  its bytes.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ from narrows.ps.probe import flows
 
 CHUNK = bytes(1 << 16)
 BUFFER_BYTES = 1 << 18
-UNSENT_BYTES = 1 << 17  # that the kernel takes from a sender before they can leave
+UNSENT_BYTES = 1 << 17  # bytes that the kernel takes from a sender before they can leave
 MARK_S = 0.005  # from one mark of a stream to the next
 MARKS_MAX = 1 << 14
-GIVEN_UP_S = 1.0  # after its time a sender waits so long for the receiver to end a stream: its reset may be lost
-TURN_S = 0.5  # a blocked call looks at the clock so often
-LOOK_S = 0.05  # and a sender at what has been delivered
-INFO = struct.Struct("=16xI80xI52xI32xI4xQ8xI")  # of struct tcp_info: its fields of Info
+GIVEN_UP_S = 1.0  # a sender waits so long beyond its time for the receiver's reset, which may be lost
+TURN_S = 0.5  # a blocked call looks at the clock after this
+LOOK_S = 0.05  # a sender looks at the kernel's figures after this
+INFO = struct.Struct("=16xI80xI52xI32xI4xQ8xI")  # the fields of `TcpInfo` in the kernel's struct tcp_info
 
 
 class MeasurementError(NarrowsError):
-    """A measurement that came to nothing, in one sentence."""
+    """A measurement has failed; the text is one sentence."""
 
 
 @dataclass
 class MeasurementTime:
-    """When a measurement must be over. `stop` ends it at once."""
+    """The end of a measurement. `stop` ends it at once."""
 
-    end_s: float
+    end_s: float  # seconds of time.monotonic
     stop: threading.Event = field(default_factory=threading.Event)
 
     def left(self) -> float:
         return 0.0 if self.stop.is_set() else max(0.0, self.end_s - time.monotonic())
 
     def turn(self, most: float = TURN_S) -> float:
-        """Seconds that a call may block. Raises TimeoutError when there are none."""
+        """Return the seconds that a call may block, `most` at most. Raise TimeoutError once the measurement is over."""
         if not (left := self.left()):
             raise TimeoutError("the time of the measurement is over")
         return min(left, most)
 
 
 class TcpInfo(NamedTuple):
-    """The kernel's figures of a connection so far, in its segments. Zeros where the system does not say."""
+    """The kernel's figures of a connection so far, in segments. They are 0 where the system does not tell them."""
 
-    mss: int = 0  # bytes
+    mss: int = 0  # bytes of a segment
     retransmits: int = 0
-    segments: int = 0  # with data, retransmitted ones included
-    delivered: int = 0  # acknowledged, also those behind a hole, and those that were there already
-    bytes: int = 0  # sent, with retransmitted ones
-    repeated: int = 0  # of those delivered, there already: a full queue lets a sender repeat what is not lost
+    segments: int = 0  # sent with data, retransmitted ones included
+    delivered: int = 0  # acknowledged, also those behind a lost one, and those that had arrived before
+    bytes: int = 0  # sent, retransmitted ones included
+    repeated: int = 0  # delivered ones that had arrived before: at a full queue a sender repeats segments not lost
 
 
 class StreamMarks:
-    """Times, and what had passed by then: one each MARK_S, and the last."""
+    """Times, and the bytes that had passed by then: one mark each MARK_S, and the last."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, int]] = []
 
     def add(self, now_s: float, passed: int, now: bool = False) -> None:
-        """`now`: this one must be kept."""
+        """Add a mark. `now` keeps it even if the one before is less than MARK_S old."""
         rows = self.rows
         if len(rows) < 2 or ((now or rows[-1][0] - rows[-2][0] >= MARK_S) and len(rows) < MARKS_MAX):
             rows.append((now_s, passed))
@@ -79,15 +79,21 @@ class StreamMarks:
 
 
 class SendingStream:
-    """The end of a stream that sends. `figures` once it is over."""
+    """The sending end of a stream. `figures` holds once `run` has returned."""
 
     def __init__(self, sender: socket.socket) -> None:
         self.sender, self.early, self.late = sender, TcpInfo(), TcpInfo()
-        self.first = _info(sender)  # it has shown its token
+        self.first = _info(sender)  # before the stream, with the bytes of the token
         self.marks, self.cores = StreamMarks(), 0.0
 
     def run(self, clock: MeasurementTime, seconds: float, size: int) -> None:
-        """Send until the receiver ends the stream, `size` bytes at most."""
+        """Send until the receiver ends the stream, or `size` bytes are sent.
+
+        Args:
+            clock: the end of the measurement.
+            seconds: the time of the stream, which the receiver measures.
+            size: the most bytes.
+        """
         sender, begin, spent, left = self.sender, time.monotonic(), time.thread_time(), size
         clock = MeasurementTime(min(clock.end_s, begin + seconds + GIVEN_UP_S), clock.stop)
         with suppress(OSError):
@@ -129,22 +135,27 @@ def _info(sender: socket.socket) -> TcpInfo:
 
 
 class ReceivingStream:
-    """The other end. `ends`: when all streams of its phase end, which the first byte of any of them says. One that
-    begins late would have the link for itself at last."""
+    """The receiving end of a stream.
+
+    Args:
+        receiver: the connection.
+        ends: shared by all streams of a phase: the time at which all end, set by the first byte of any stream. Else a
+            stream that begins late would have the link for itself at its end.
+    """
 
     def __init__(self, receiver: socket.socket, ends: list[float] | None = None) -> None:
         self.receiver, self.marks, self.cores = receiver, StreamMarks(), 0.0
         self.ends = [] if ends is None else ends
 
     def run(self, clock: MeasurementTime, seconds: float, size: int) -> None:
-        """For `seconds` from the first byte on, or until the sender ends it."""
+        """Receive for `seconds` from the first byte of the phase on, or until the sender ends the stream."""
         receiver, buffer, spent = self.receiver, bytearray(BUFFER_BYTES), 0.0
         got, end_s, now_s = 0, 0.0, 0.0
         with suppress(OSError):
             while clock.left() and (not end_s or now_s < end_s):
                 receiver.settimeout(min(clock.turn(), max(1e-3, end_s - now_s) if end_s else TURN_S))
                 try:
-                    count = receiver.recv_into(buffer, 0 if end_s else 1)  # a short stream may have come whole by then
+                    count = receiver.recv_into(buffer, 0 if end_s else 1)  # one byte first: a short stream may be whole
                 except TimeoutError:
                     count = -1
                 now_s = time.monotonic()
@@ -163,7 +174,7 @@ class ReceivingStream:
 
 
 def _reset(stream: socket.socket) -> None:
-    """Close it, and throw away what is buffered."""
+    """Close a connection by a reset, which drops the bytes in its buffers."""
     with suppress(OSError):
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     stream.close()
@@ -174,8 +185,16 @@ def _crosses(before: int, now: int) -> bool:
 
 
 def received_figures(streams: Sequence[ReceivingStream], first: bool = False) -> dict[str, float]:
-    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. `first`: it is
-    the first reading. Raises MeasureError where nothing came."""
+    """Return the figures of all streams of one direction of a phase.
+
+    Args:
+        streams: the receiving ends.
+        first: the phase belongs to a first visit, so the figures have the peak rate; else a stream that was alone has
+            rates by size of a message.
+
+    Raises:
+        MeasurementError: a stream has carried no byte.
+    """
     marks = [stream.marks.rows for stream in streams]
     if not all(len(rows) > 1 for rows in marks):
         raise MeasurementError("a stream was opened and nothing came through it")

@@ -1,1 +1,1 @@
-"""ps-serve --print: the files that cluster managers take."""
+"""ps-serve --print: the files that managers such as Slurm and Kubernetes take."""

@@ -1,12 +1,14 @@
 """ps-serve --print FORMAT: the file that a manager takes.
 
 How it works
-1. `printed` checks the flags of ps-serve, and makes RunCommands of them: the commands of the server and its workers.
-2. The function of the format in FORMATS makes a value for each placeholder of a template of templates/, and `filled` puts the
-   values in. All text that does not depend on flags is in the template.
 
-FORMATS has beside each function the names of the flags that go along. A flag that was given and is not among them is refused.
-tests/system/test_manager_formats.py hands each printed command to the parsers of its flags.
+1. `printed` checks the flags of ps-serve, and makes a `RunCommands` of them: the commands of the server and its
+   workers.
+2. The format's function in FORMATS makes a value for each placeholder of a template in templates/, and `filled` fills
+   the values in. All text that does not depend on flags is in the template.
+
+FORMATS names for each function the flags that the format supports. `printed` refuses any other flag that the user has
+given. tests/system/test_manager_formats.py hands each printed command to the parser of its flags.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from narrows.ps.dashboard.run_watch import site_address
 
 
 def slurm(recipe: RunCommands) -> str:
-    """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
+    """Return a heterogeneous job: the server on the node of the batch script, the workers as a step of the second
+    component."""
     serve = recipe.serve(ShellWord("$folder"), ShellWord("$SLURM_JOB_ID"), "--ready-file", ShellWord("$folder.ready"))
     work = recipe.work(ShellWord("$server"), ShellWord("$folder"), script=[ShellWord("$@")], told=True)
     return filled(
@@ -55,8 +58,14 @@ def dockerfile(recipe: RunCommands) -> str:
 
 
 def _every_machine(recipe: RunCommands, server: str, rank: str, run_id: str) -> str:
-    """One script for all machines: that of rank 0 has the server, too. `run_id`: by which the manager knows the run, also when
-    it starts it again."""
+    """Return one shell script for all machines. The machine of rank 0 runs the server too.
+
+    Args:
+        recipe: the commands.
+        server: the shell expression for the server's host.
+        rank: the shell expression for the rank of the machine.
+        run_id: the manager's variable that names the run, the same when the manager starts the run again.
+    """
     folder = ShellWord(f"/checkpoints/{run_id}")
     serve = shell(recipe.serve(folder, ShellWord(run_id), keys="/keys"))
     work = shell(recipe.work(ShellWord("$server"), folder, keys="/keys"))
@@ -90,9 +99,11 @@ CITIES = ("leipzig", "jena")
 
 
 def compose(recipe: RunCommands) -> str:
-    """Two cities on one machine: a network each, and one between their servers and the one above. A city runs
-    bsp: its server has the state of the optimizer. Containers run as root: the engine makes ./narrows for root, and keys
-    belong to whoever starts it."""
+    """Return two cities on one machine: a network for each city, and one between their servers and the root.
+
+    A city runs bsp, so its server has the state of the optimizer. Containers run as root, because the container engine
+    makes ./narrows for root, and the keys belong to the user who starts it.
+    """
     serve = recipe.serve(*COMPOSED, "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
                          keys="/keys", inside=True)  # fmt: skip
     sites = dict.fromkeys(f"{host}:{port}:{port}" for host, port in recipe.sites.values())
@@ -112,12 +123,12 @@ def compose(recipe: RunCommands) -> str:
 
 
 def _city(recipe: RunCommands, city: str) -> str:
-    """The server of a city and its workers."""
+    """Return the services of one city: its server and its workers."""
     run = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp"}
     inside = RunCommands(ANY_HOST, recipe.port, recipe.workers, recipe.shards, run, "", journal=recipe.journal)
     key = f"/keys/{city}.key"
     above = ["--parent", f"tcp://above:{recipe.port}", *(["--parent-key", key] if recipe.keys else [])]
-    serve = inside.serve(*COMPOSED, "--ready-file", READY, *above, "--insecure", run=run)  # only its workers are there
+    serve = inside.serve(*COMPOSED, "--ready-file", READY, *above, "--insecure", run=run)  # only its workers reach it
     work = inside.work(city, "", "-n", str(recipe.workers))
     return filled(
         "compose_city",
@@ -129,14 +140,14 @@ def _city(recipe: RunCommands, city: str) -> str:
 
 
 def _key_mount(source: str, target: str) -> str:
-    """A volume of keys. It is not SOURCE:TARGET: a path may have a colon."""
+    """Return a volume of keys, in the long form: in SOURCE:TARGET a path could not have a colon."""
     told = json.dumps(source.replace("$", "$$"))
     return f"- {{type: bind, source: {told}, target: {target}, read_only: true}}"
 
 
-ANY_PORT = {"slurm"}  # their workers read the address of the server: two jobs may share a node
+ANY_PORT = {"slurm"}  # formats whose workers read the server's address, so that two jobs may share a node
 SERVER = {"bind", "keys", "insecure", "resume", "journal", *(name for name, *_ in RUN_FLAGS)}
-SITES = {"dashboard", "metrics"}  # where somebody can look at them
+SITES = {"dashboard", "metrics"}  # for formats whose users can reach the server's port
 
 FORMATS: dict[str, tuple[Callable[[RunCommands], str], Collection[str]]] = {
     "slurm": (slurm, SERVER | SITES),
@@ -157,16 +168,16 @@ def printed(form: str, told: Collection[str], check: Check, bind: str, keys: str
     """Return the file that a manager takes.
 
     Args:
-        form: a name of FORMATS.
-        told: the flags that were given.
-        check: gets the settings and the address to bind, as ps-serve does before it serves; raises UsageError.
+        form: a name in FORMATS.
+        told: the names of the flags that the user has given.
+        check: checks the settings and the address to bind, as ps-serve does before it serves; raises UsageError.
         bind: the address of shard 0.
-        keys: the folder of keys, "" without.
-        insecure: no keys are needed.
+        keys: the folder of keys, "" for none.
+        insecure: the user allows a run without keys.
         flags: all other flags of ps-serve.
 
     Raises:
-        UsageError: one sentence that names the flag.
+        UsageError: a flag does not go with this format; the sentence names the flag.
     """
     if form not in FORMATS:
         raise UsageError(f"--print {form}: the formats are {', '.join(FORMATS)}")

@@ -1,10 +1,12 @@
-"""Kubernetes: a JobSet, and a runtime of Kubeflow Trainer, which makes JobSets. The test checks both against the models that
-Kubeflow publishes as kubeflow-trainer-api.
+"""The files for Kubernetes: a JobSet, and a runtime of Kubeflow Trainer, which makes JobSets.
+
+The test checks both against the models that Kubeflow publishes as kubeflow-trainer-api.
 
 How it works
-templates/jobset.template and kubeflow.template are the two files. Both have the jobs of replicated_jobs.template: the server
-and the workers, each with a pod of pod.template. A pod mounts shared memory, through which loaders hand their batches over: a
-container has 64 MiB else.
+
+templates/jobset.template and kubeflow.template are the two files. Both contain the jobs of replicated_jobs.template:
+the server and the workers, each with a pod of pod.template. A pod mounts shared memory, through which loaders hand
+their batches over: without the mount a container has 64 MiB.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from narrows.ps.command.managers.run_commands import (
     listed,
 )
 
-VARIABLES = "$("  # of a command: $(NAME); "$$(" is no variable
-# Exit codes that the next try would end with too: a wrong flag, a key that is refused, another model, and of a worker an error
+VARIABLES = "$("  # a command has variables as $(NAME); "$$(" is an escaped "$("
+# Exit codes with which the next try would end too: a wrong flag, a refused key, another model, and for workers an error
 # of the script.
 FINAL_OF_SERVER, FINAL_OF_WORKERS = [2, 4, 5], [1, 2, 4, 5]
 SET_NAME = (
@@ -35,7 +37,12 @@ STEP = (
 
 
 def _secrets(keys: bool, key: str) -> dict[str, str]:
-    """The secrets that a pod mounts. `key`: the file that it has of the folder of keys, "server" or "worker"."""
+    """Return the volumes and mounts of a pod's keys.
+
+    Args:
+        keys: the run has keys.
+        key: the file of the folder of keys that the pod gets, "server" or "worker".
+    """
     if not keys:
         return {"key_volumes": "", "key_mounts": ""}
     secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
@@ -49,16 +56,17 @@ def _secrets(keys: bool, key: str) -> dict[str, str]:
 def _replicated_jobs(
     recipe: RunCommands, name: str, folder: str, job: str, container: str, labels: str = "", set_name: str = ""
 ) -> str:
-    """A server and its workers as the spec of a JobSet: workers start once the server's pod is ready, and the set is done when
-    they are.
+    """Return a server and its workers as the spec of a JobSet.
+
+    The workers start once the server's pod is ready. The set is done when the workers are.
 
     Args:
         recipe: the commands of both.
-        name: of the set, or $(JOBSET_NAME).
-        folder: where the volume for checkpoints has those of this set.
-        job, container: names of the workers' job and its container.
-        labels: of the workers' job.
-        set_name: the variable JOBSET_NAME of a container, where `name` needs it.
+        name: the name of the set, or $(JOBSET_NAME).
+        folder: the folder of this set's checkpoints in the mounted volume.
+        job, container: the names of the workers' job and of its container.
+        labels: the labels of the workers' job.
+        set_name: the definition of the variable JOBSET_NAME for a container, if `name` uses it.
     """
     numbers = [*range(recipe.port, recipe.port + recipe.shards), *(port for _, port in recipe.sites.values())]
     ports = "\n".join(f"- containerPort: {port}" for port in dict.fromkeys(numbers))
@@ -111,8 +119,11 @@ def jobset(recipe: RunCommands) -> str:
 
 
 def kubeflow(recipe: RunCommands) -> str:
-    """A runtime, and a TrainJob of it: as many of those as wanted, each with a name, a script and checkpoints of its own. The
-    controller gives arguments to the container `node` of the job that it finds by the label."""
+    """Return a runtime, and a TrainJob that uses it.
+
+    The user may make any number of TrainJobs, each with its own name, script and checkpoints. The controller of
+    Kubeflow hands the arguments of a TrainJob to the container `node` of the job with the label STEP.
+    """
     folder = "/run/narrows/$(JOBSET_NAME)"
     jobs = _replicated_jobs(recipe, "$(JOBSET_NAME)", folder, "node", "node", STEP, SET_NAME)
     return filled("kubeflow", note=_note(recipe), jobs=jobs, workers=recipe.workers, args=listed(SCRIPT))

@@ -1,5 +1,8 @@
-"""The commands of a run that a manager starts, as lists of words, and the filler of the files that have them. A server goes on
-from its checkpoints, and a worker with the state of its optimizer: a manager may end them and start them again."""
+"""The commands of a run that a manager starts, as lists of words, and the filling of templates with them.
+
+A manager may end the commands and start them again: a server resumes from its checkpoints, and a worker with the state
+of its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,34 @@ from typing import Any
 from narrows.protocols.addresses import ANY_HOST
 from narrows.protocols.runtime.cli import flags
 
-PORT = 5555  # where --bind names none
-SCRIPT = ["train.py"]  # to be replaced by the user
-WAIT_S = 300  # that a worker waits for a server whose machine is still being started
-READY = "/tmp/narrows-ready"  # in a container of its own
-END_S = 120  # from a manager's warning to its kill: a checkpoint is written meanwhile
-CHECKPOINT_S = 600  # the same, where a manager waits no longer than it takes: 10 GB to a slow disk
+PORT = 5555  # the port where --bind names none
+SCRIPT = ["train.py"]  # the user replaces it
+WAIT_S = 300  # a worker waits so long for a server whose machine is still starting
+READY = "/tmp/narrows-ready"  # each container has its own /tmp
+END_S = 120  # from a manager's warning to its kill; the server writes a checkpoint meanwhile
+CHECKPOINT_S = 600  # the same for a manager that waits only as long as needed: 10 GB to a slow disk
 VERSION = version("narrows")
 IMAGE = f"narrows:{VERSION}"
-REGISTRY = "registry.example.com"  # to be replaced by the user
+REGISTRY = "registry.example.com"  # the user replaces it
 TEMPLATES = resources.files("narrows.ps.command.managers") / "templates"
-# Values that every template may name.
+# Values for the placeholders of every template.
 COMMON = {"end_s": END_S, "image": IMAGE, "ready": READY, "registry": REGISTRY, "script": SCRIPT[0]}
 PLACEHOLDER = re.compile(r"^(?P<margin> *)\{\{ (?P<block>\w+) \}\}\n|\{\{ (?P<word>\w+) \}\}", re.M)
 
 
 @dataclass(frozen=True)
 class RunCommands:
-    """A server as its flags describe it. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the
-    folder, "" without. `resume`: the server has a model to go on from. `sites`: (host, port) of each flag of a page or of
-    metrics. `journal`: "", or the flag as it was given."""
+    """A server as its flags describe it, and the commands of this server and its workers."""
 
-    host: str
+    host: str  # to bind; "": any
     port: int
     workers: int
     shards: int
-    run: Mapping[str, Any]
-    keys: str
-    resume: bool = True
-    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    journal: str = ""
+    run: Mapping[str, Any]  # the flags of the run that the user has given
+    keys: str  # the folder of the keys, "" for none
+    resume: bool = True  # the server resumes from its checkpoints
+    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # by flag of the dashboard or of metrics
+    journal: str = ""  # --journal or --no-journal if the user has given it
 
     def serve(
         self,
@@ -56,9 +57,16 @@ class RunCommands:
         keys: str | None = None,
         inside: bool = False,
     ) -> list[str]:
-        """A server that goes on from `folder`, which this run has for itself: `run_id` names the run, also where the manager
-        starts it again. `run`: instead of these flags. `keys`: where the folder is mounted. `inside`:
-        in a container, of which others reach no loopback."""
+        """Return the command of the server.
+
+        Args:
+            folder: the folder of the checkpoints; this run alone uses it.
+            run_id: the name of the run, the same when the manager starts it again.
+            more: further words.
+            run: flags in the place of those of the run.
+            keys: where the folder of keys is mounted; None: at its own path.
+            inside: the server runs in a container, where nothing outside reaches a loopback address.
+        """
         words = ["ps-serve", "--bind", f"tcp://{self.host or ANY_HOST}:{self.port}"]
         words += flags.words({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
         words += ["--keys", self.keys if keys is None else keys] if self.keys else [] if self.host else ["--insecure"]
@@ -76,8 +84,16 @@ class RunCommands:
         keys: str | None = None,
         told: bool = False,
     ) -> list[str]:
-        """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them. `told`:
-        `server` is a whole address."""
+        """Return the command of workers.
+
+        Args:
+            server: the host of the server, or its address.
+            folder: the folder of the optimizers' states; "": the server has the states.
+            more: further words.
+            script: the script and its arguments.
+            keys: where the folder of keys is mounted; None: at its own path.
+            told: `server` is an address.
+        """
         address = server if told else type(server)(f"tcp://{server}:{self.port}")
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
         own = ["--checkpoint-dir", folder] if folder else []
@@ -85,7 +101,7 @@ class RunCommands:
         return ["ps-worker", "--server", address, *key, *own, *more, *script]
 
     def note(self, add: str = "") -> str:
-        """Say what the user does about keys, as a comment of a shell script."""
+        """Return a comment of a shell script that tells the user how to make keys. `add` follows the commands."""
         if self.keys:
             name = shlex.quote(self.keys)
             return f"# Keys, once: ps-serve keys init {name} && ps-serve keys add worker --keys {name}{add}"
@@ -93,16 +109,22 @@ class RunCommands:
 
 
 class ShellWord(str):
-    """A word of ours with variables, which a shell or Kubernetes replaces. Words that a user gave stay as they are."""
+    """A word with variables that a shell or Kubernetes replaces. Other words stay as the user gave them."""
 
 
 def shell(words: list[str]) -> str:
-    """One line of sh."""
+    """Return the words as one line of sh."""
     return " ".join(f'"{word}"' if isinstance(word, ShellWord) else shlex.quote(word) for word in words)
 
 
 def listed(words: list[str], variables: str = "") -> str:
-    """A list of YAML. `variables`: how the reader of the file begins a variable, which a word of a user has none of."""
+    """Return the words as a list of YAML.
+
+    Args:
+        words: the words.
+        variables: the characters with which the file's reader begins a variable. They are escaped in all words but
+            `ShellWord`.
+    """
     if not variables:
         return json.dumps(words)
     return json.dumps(
@@ -113,8 +135,9 @@ def listed(words: list[str], variables: str = "") -> str:
 def filled(template: str, **values: object) -> str:
     """Fill a template.
 
-    `{{ name }}` within a line stands for a value. On a line of its own it stands for a block: each line of the value gets the
-    margin of the placeholder, and an empty value takes the line away. Values are not searched for placeholders.
+    `{{ name }}` within a line stands for a value. On a line of its own it stands for a block: each line of the value
+    gets the margin of the placeholder, and an empty value takes the line away. Values are not searched for
+    placeholders.
 
     Args:
         template: the name of a file in templates/, without its ending.

@@ -144,8 +144,8 @@ class Costs:
         links = self.links[np.ix_(flat, flat)].reshape(count, replicas, count, replicas).transpose(0, 2, 1, 3)
         tolls = self.job.money_s * self.tolls[np.ix_(flat, flat)].reshape(count, replicas, count, replicas)
         tolls = tolls.transpose(0, 2, 1, 3)
-        # A lower bound of each matching: every host with its best link. Only neighbours on the best path are matched, until
-        # each pair on it is exact.
+        # A lower bound of each matching: every host with its best link. Only neighbours on the best path are matched,
+        # until each pair on it is exact.
         between = np.maximum(links.min(3).max(2), links.min(2).max(2))
         between += np.maximum(tolls.min(3).sum(2), tolls.min(2).sum(2))
         found: dict[tuple[int, int], Indices] = {}

@@ -40,7 +40,7 @@ class HostPlacement:
         # The mean over a group's hosts in the place of the slowest host, so that it is a sum over pairs.
         self.exchange = costs.exchange(costs.depth) / (self.exchange_s * job.replicas**2)
         self.group_tolls = job.money_s * costs.depth * costs.layer_tolls / 2
-        # A host without memory for an even share of layers counts as slower, in proportion to the layers it lacks.
+        # A host without memory for an even share counts as slower, by the ratio of that share to the layers it holds.
         slowness = np.maximum(1, job.layers / (job.stages * np.maximum(costs.room, 0.5))) / costs.speed
         slow_s, self.slowness = _scaled(slowness, GROUP_SHARPNESS)
         layer_s = job.layer_s or (self.link_s if (slowness > 1).any() else 0.0)

@@ -28,8 +28,8 @@ SHARES = (
     1 / 3,
     2 / 3,
 )  # of a micro-batch's seconds, forward and backward: a backward pass computes gradients of inputs and of parameters
-# Bytes a parameter: peak memory of a worker with 25 M parameters under AdamW, minus that of a worker with 100 parameters. PyTorch
-# itself takes 16 of them.
+# Bytes a parameter: peak memory of a worker with 25 M parameters under AdamW, minus that of a worker with 100
+# parameters. PyTorch itself takes 16 of them.
 PARAMETER_MEMORY_BYTES = 52.0
 AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: each direction of an edge is dense or int8
 
