@@ -1,14 +1,16 @@
-"""The model of a worker of gossip in files of its own, for no server has it: written now and then, and begun with by --resume.
+"""Checkpoints of a gossip worker: it writes its own model to files, because no server has it, and --resume begins with them.
 
 How it works
-1. A worker writes its model after a round whose number is a multiple of `every`, a power of two: as many rounds as take the
-   time of --checkpoint-every. So workers write the same rounds, or of unequal pace each second, fourth, ... one of others'.
+1. A worker writes its model after each round whose number is a multiple of `every`. `every` is a power of two: about as
+   many rounds as take the time of --checkpoint-every. So workers write the same rounds, and a slower or faster worker
+   writes every second, fourth, ... of another's.
 2. It keeps the newest files, and the newest of a multiple of `SPARSE * every`, which slower workers have too.
-3. A worker that joins says which models are in its folder. The coordinator of a run that is resumed takes the newest round of
-   which there are models of a majority (ps/coordinator/checkpoint_schedule.py), and the shards make the mean of these.
-4. A run that begins at round 0 is another one: files of an earlier run are renamed.
+3. A worker that joins tells the coordinator which models are in its folder. In a run that is resumed, the coordinator
+   takes the newest round of which a majority has models (ps/coordinator/checkpoint_schedule.py), and the shards average
+   these.
+4. A run that begins at round 0 is a new one: files of an earlier run are renamed.
 
-One thread writes; a worker that is stopped, or has ended, waits for it.
+A thread writes the files. A worker that is stopped or ends waits for the thread.
 """
 
 from __future__ import annotations
@@ -33,22 +35,29 @@ from narrows.worker.checkpoint.optimizer_state import write_whole
 from narrows.worker.model.flat import FloatArray
 from narrows.worker.runtime.launcher_pipe import say
 
-KEPT = 3  # the newest files
-SPARSE = 4  # and the newest of a multiple of so many times `every`
-END_S = 8.0  # the last file is written within it
+KEPT = 3  # newest files that are kept
+SPARSE = 4  # and the newest of a multiple of this times `every`
+END_S = 8.0  # limit for writing the last file
 
 
 class GossipCheckpoints:
-    """The files of one worker. `plan`: of its model, packed: a file of another one is none."""
+    """The checkpoints of one gossip worker.
+
+    Args:
+        settings: the settings of the run.
+        folder: the folder of the files; "" or "none": no checkpoints.
+        rank: the rank of this worker.
+        plan: the packed `ModelSpec`. Files of another model are ignored.
+    """
 
     def __init__(self, settings: Settings, folder: str, rank: int, plan: bytes) -> None:
         self.settings, self.folder, self.rank, self.plan = settings, Path(folder), rank, plan
         self.keeps = folder not in ("", "none")
         self.made_unix = time.time()
-        self.began_s, self.begun = time.monotonic(), 0  # when the first round began, and which that was
-        self.took_s = 0.0  # the newest file took so long
+        self.began_s, self.begun = time.monotonic(), 0  # time and number of the first round here
+        self.took_s = 0.0  # seconds for writing the newest file
         self.thread: threading.Thread | None = None
-        self.failed = False  # the newest was not written, and that was said
+        self.failed = False  # the newest file was not written, and the user was told
 
     @staticmethod
     def of(settings: Settings, rank: int, plan: bytes) -> GossipCheckpoints:
@@ -57,21 +66,21 @@ class GossipCheckpoints:
     # Files.
 
     def models(self) -> tuple[tuple[int, int], ...]:
-        """Return rank and round of each model in the folder, of any worker: one may have another rank than before."""
+        """Return rank and round of each model in the folder, of all ranks: a worker may have had another rank."""
         names = [path.name for path in self.folder.iterdir()] if self.keeps and self.folder.is_dir() else []
         found = sorted((int(match[2]), int(match[1])) for name in names if (match := ROUND.fullmatch(name)))
         whole = [(rank, number) for number, rank in found if self.read(rank, number) is not None]
         return tuple(whole[-MODELS_MAX:])
 
     def read(self, rank: int, number: int) -> FloatArray | None:
-        """The model of a round, float32[size]; None where there is no such file, or where it is none of this model."""
+        """Read the model of a round, float32[size]; None without such a file, or if it is of another model."""
         path = self.folder / round_file(rank, number)
         try:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
             if content["plan"] != self.plan.hex() or content["round"] != number:
                 return None
             model: FloatArray = content["model"].numpy()
-        except Exception:  # what a file holds may be anything, and so is what torch raises
+        except Exception:  # a file may hold anything, and torch may raise anything
             return None
         return model
 
@@ -80,7 +89,7 @@ class GossipCheckpoints:
         self.began_s, self.begun = time.monotonic(), number
         there = [*self.folder.iterdir()] if self.keeps and not number and self.folder.is_dir() else []
         for path in (path for path in there if ROUND.fullmatch(path.name)):
-            with suppress(OSError):  # another worker may do so first
+            with suppress(OSError):  # another worker may rename it first
                 if path.stat().st_mtime < self.made_unix and (kept := set_aside(path)):
                     say(f"the model of an earlier run is kept as {kept}")
 
@@ -127,7 +136,7 @@ class GossipCheckpoints:
             write_whole(self.folder / round_file(self.rank, number), content)
             self._tidy()
             self.failed = False
-        except Exception as error:  # torch makes a RuntimeError of a full disk
+        except Exception as error:  # torch raises RuntimeError for a full disk
             if not self.failed:
                 say(f"{self.folder}: the model of round {number} could not be written ({error})")
             self.failed = True

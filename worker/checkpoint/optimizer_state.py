@@ -1,15 +1,25 @@
-"""Keeps what a worker alone has, in a folder, and takes it from there where the worker begins in a run that is under way:
-the state of its own optimizer, such as the moments of Adam, and parameters that its script changes and no optimizer steps, such
-as a teacher.
+"""Keeps the state that only a worker has in a folder, and loads it when the worker joins a run under way.
+
+That is the state of its own optimizer, such as the moments of Adam, and the parameters that its script changes and no
+optimizer steps, such as a teacher.
+
+How it works
+1. `OptimizerStateFile.of` looks for the file of this rank. In a run at clock 0 it renames the files of earlier runs.
+2. In a run under way it loads this rank's file, or the newest of another rank: replicas have nearly the same moments.
+3. After each step `stepped` checks whether a copy is due, by the rule of checkpoints. The main thread makes the copy,
+   and a thread of this class writes it.
+4. At the end `end` writes the last state, if END_S is enough.
 
 Rules
-- A rank has one file, whole or absent. A new one replaces it. A run at clock 0 begins without any.
-- No file of the user or of an earlier run is deleted or written over: a file of that name that was not taken over is renamed.
-- A file is taken where tensors and optimizers are ours. Its clock may be some clocks before the run's or after it: moments are
-  means over many steps, and a run goes back to a checkpoint that no worker chooses.
-- The state is taken alone. Rates and all else in the groups are those of the script today. Residuals of
+- A rank has one file, complete or absent. A new file replaces it.
+- No file of the user or of an earlier run is deleted or overwritten: a file of that name that was not loaded is
+  renamed.
+- A file is loaded if its tensors and optimizers are those of this worker. Its clock may be some clocks before or after
+  that of the run, because moments are means over many steps, and a run goes back to a checkpoint that no worker
+  chooses.
+- Only the state is loaded. Learning rates and all other entries of the groups are those of the script. Residuals of
   compression are lost.
-- The step's thread copies, another one writes. There is one copy at most.
+- There is at most one copy at a time.
 """
 
 from __future__ import annotations
@@ -40,13 +50,13 @@ from narrows.worker.model.optimizers import each_of
 from narrows.worker.model.weight_edit_check import OwnedTensor
 from narrows.worker.runtime.launcher_pipe import say
 
-OWNED = "owned"  # of a file: parameters that the script changes
-END_S = 8.0  # the last file is written within it: ps-worker waits longer, also where taking leave takes its time
-AHEAD = 1000  # clocks, and as many as the run has: no run goes back by more, and a file from there is another run's
+OWNED = "owned"  # the entry of a file with parameters that the script changes
+END_S = 8.0  # limit for writing the last file; ps-worker waits longer, also if leaving takes its time
+AHEAD = 1000  # a file this many clocks, plus the run's clock, ahead is of another run: no run goes back by more
 
 
 class StatefulWorker(Protocol):
-    """The part of a worker's engine that states of its optimizers, here or with the servers, are read from."""
+    """The part of a worker's engine from which optimizer states, in the worker or on the servers, are read."""
 
     @property
     def inner(self) -> torch.optim.Optimizer: ...
@@ -64,11 +74,11 @@ class StatefulWorker(Protocol):
     def finished(self) -> bool: ...
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Handle events until `done`; raise NarrowsError after `limit_s`."""
+        """Handle events until `done()` is true. Raises NarrowsError after `limit_s` seconds."""
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """A file that torch.load reads, whole or absent."""
+    """Write a file that torch.load reads. A reader finds the complete file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     torch.save(content, new)
@@ -76,22 +86,23 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 class OptimizerStateFile:
-    """The moments of one worker, or of the slice of one process of a group."""
+    """The file of one worker's optimizer state, or of the slice of one process of a group."""
 
     @staticmethod
     def of(
         worker: StatefulWorker, owned: OwnedTensor, clock: Callable[[], int], rank: int, began_unix: float = math.inf
     ) -> OptimizerStateFile | None:
-        """Take over what the folder in NARROWS_CHECKPOINT_DIR has.
+        """Load the state in the folder of NARROWS_CHECKPOINT_DIR, and keep it up to date there.
 
         Args:
             owned: parameters that the script changes.
             clock: returns the clock of this worker in the run.
-            began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier run.
+            began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier
+                run.
 
         Returns:
-            None without a folder, or where there is nothing to keep: the servers may have the moments, and an optimizer that
-            has weights in its state, as schedule-free ones do, would lead the run back to their clock.
+            None without a folder, or if there is nothing to keep: the servers have the moments, or the optimizer has
+            weights in its state, as schedule-free ones do, and would take the run back to their clock.
         """
         folder = os.environ.get(FOLDER, "")
         if folder in ("", "none") or not (_has_moments(worker) or owned.tensors):
@@ -105,12 +116,12 @@ class OptimizerStateFile:
     ) -> None:
         self.worker, self.owned, self.now = worker, owned, now
         self.folder, self.path = folder, folder / state_file(rank)
-        self.steps = _has_moments(worker)  # else the script's own tensors alone are kept
+        self.steps = _has_moments(worker)  # False: only the script's own tensors are kept
         owned.kept_in = str(folder)
-        self.at_ns, self.took_ns = time.monotonic_ns(), 0  # of the newest copy: when, and with writing how long
-        self.clock = now()  # of that
-        self.kept = True  # no step was taken since
-        self.failed = False  # the newest was not written, and that was said
+        self.at_ns, self.took_ns = time.monotonic_ns(), 0  # time of the newest copy, and its cost with writing
+        self.clock = now()  # the clock of the newest copy
+        self.kept = True  # no step was taken since the newest copy
+        self.failed = False  # the newest copy was not written, and the user was told
         self.idle = threading.Event()
         self.idle.set()
         self.todo: queue.Queue[dict[str, Any]] = queue.Queue(1)
@@ -120,7 +131,7 @@ class OptimizerStateFile:
 
     def begin(self, began_unix: float) -> None:
         states = (path for path in self.folder.glob("*") if STATE.fullmatch(path.name))
-        files = sorted(states, key=lambda path: path != self.path)  # ours first
+        files = sorted(states, key=lambda path: path != self.path)  # this rank's file first
         if not self.clock:
             for path in files:
                 self._set_aside(path, began_unix)
@@ -140,14 +151,16 @@ class OptimizerStateFile:
         self.owned.load(found.get(OWNED, {}))
 
     def _set_aside(self, path: Path, before_unix: float = math.inf) -> None:
-        """Keep a file that was last written before `before_unix` under another name. Another worker may do so first."""
+        """Rename a file that was last written before `before_unix`. Another worker may rename it first."""
         with suppress(OSError):
             if path.stat().st_mtime < before_unix and (kept := set_aside(path)):
                 say(f"an earlier state of an optimizer is kept as {kept}")
 
     def _found(self, files: list[Path]) -> tuple[dict[str, Any] | None, str]:
-        """The file of this rank, or the newest where ours is of long ago: replicas have nearly the same moments. Or why there
-        is none."""
+        """Return the content of this rank's file, or of the newest file if this rank's is old; or None and the reason.
+
+        Replicas have nearly the same moments, so another rank's file serves too.
+        """
         usable, why = list[tuple[bool, int, dict[str, Any]]](), ""
         for path in files:
             try:
@@ -163,7 +176,7 @@ class OptimizerStateFile:
         return best and best[2], why or f"{self.folder} has no state of it"
 
     def _why_not(self, content: dict[str, Any]) -> str:
-        """Why this content of a file is not to be taken, "": it is."""
+        """Return why this content of a file cannot be loaded; "" if it can."""
         if content["of"] != self._of():
             return "is of another model, another optimizer or another part of the model"
         ahead = 2 * self.clock + AHEAD < content["clock"]
@@ -196,14 +209,17 @@ class OptimizerStateFile:
     # Keeping.
 
     def stepped(self) -> None:
-        """After each step of the script."""
+        """Copy the state after a step of the script, if a copy is due and no other is being written."""
         self.kept = False
         if self.idle.is_set() and self._due(time.monotonic_ns()):
             self._copy()
 
     def _due(self, now_ns: int) -> bool:
-        """As checkpoints are (ps/coordinator/checkpoint_schedule.py): at told clocks, or after a time, told or by what
-        one takes."""
+        """Return whether a copy is due, by the rule of checkpoints (ps/coordinator/checkpoint_schedule.py).
+
+        A copy is due at multiples of the flag's clocks, after the flag's time, or after a time that follows from its
+        cost.
+        """
         settings = self.worker.settings
         if (clocks := settings.checkpoint_clocks) > 0:
             return self.now() // clocks > self.clock // clocks
@@ -235,14 +251,14 @@ class OptimizerStateFile:
             self.idle.set()
 
     def _say(self, error: Exception) -> None:
-        """Once, until one is written again."""
+        """Tell the user that a file was not written, once until one is written again."""
         if not self.failed:
             why = (str(error) or type(error).__name__).splitlines()[0]
             say(f"{self.path} was not written: {why}; training goes on")
         self.failed = True
 
     def end(self) -> None:
-        """Keep the last state, where that can be done in END_S."""
+        """Write the last state, if that takes at most END_S."""
         stop_by = time.monotonic() + END_S
         if not self.kept and self.idle.wait(END_S):
             try:
@@ -253,24 +269,24 @@ class OptimizerStateFile:
 
 
 def _has_moments(worker: StatefulWorker) -> bool:
-    """Whether this worker's optimizers have a state that another process goes on with."""
+    """True if this worker's optimizers have a state with which another process can go on."""
     holds_weights = any(hasattr(each, "eval") for each in each_of(worker.inner))
     return worker.mode.rule is not Rule.OPTIMIZER and not holds_weights
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of it that is here, where FSDP has sharded it."""
+    """Return the part of a tensor in this process, if FSDP has sharded it."""
     here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return here
 
 
 def _host(value: Any) -> Any:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return _local(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
-    """A copy where the optimizer has it; sharded as `ours` is, where it is as large."""
+    """Return a copy on the optimizer's device, sharded like `ours` if it has the same size."""
     if not isinstance(value, torch.Tensor):
         return value
     value = placed(name, value.clone(), ours, group)

@@ -1,11 +1,13 @@
-"""The state of the servers' optimizers, such as the moments of Adam, as torch has it: pulled from the shards of a run.
+"""Pulls the state of the servers' optimizers, such as the moments of Adam, and returns it in torch's form.
 
 Rules
-- Where gradients are pushed, each shard steps pieces of tensors and keeps a state of each piece. Here they are put together.
-- A shard is asked for so many keys of one name at a time, and AHEAD asks are under way. One without an answer is said again
-  (protocols/member/session.py).
-- Behind a barrier no clock closes while this worker has not pushed, so all is of one clock. With a quorum one may: then all is
-  asked for again. Folded at once, own updates are in it, and each part is as it was when it was read.
+- Where gradients are pushed, each shard steps pieces of tensors, and keeps a state for each piece. This module joins
+  them.
+- A request asks a shard for some keys of one name. AHEAD requests are in flight at a time, and the session repeats
+  those without an answer (protocols/member/session.py).
+- With a barrier no clock closes before this worker has pushed, so all answers are of one clock. With a quorum a clock
+  may close; then everything is asked for again. In modes that fold at once, this worker's updates are in the state, and
+  each part is as it was when the shard read it.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from narrows.worker.model.model_slices import ModelCut
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.launcher_pipe import say
 
-AHEAD = 16  # asks under way: 32 MiB of answers at most
-TRIES = 3  # until all parts are of one clock
+AHEAD = 16  # requests in flight: 32 MiB of answers at most
+TRIES = 3  # attempts to get all parts of one clock
 
-State = dict[str, torch.Tensor]  # of one tensor, by name
+State = dict[str, torch.Tensor]  # the state of one tensor, by name
 Ask = tuple[int, int, int, str]  # shard, begin, end, name
 
 
 class ServerMoments(Mapping[Any, Mapping[str, Any]]):
-    """`optimizer.state` where the servers have it: empty for each parameter, and nothing can be set."""
+    """`optimizer.state` in modes in which the servers hold it: empty for each parameter, and read-only."""
 
     def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
         return MappingProxyType({})
@@ -65,7 +67,7 @@ ON_SERVERS = ServerMoments()
 
 
 class ShardsAsked(Protocol):
-    """The part of a worker's `ShardExchanges` that the state is asked for by."""
+    """The part of a worker's `ShardExchanges` through which the state is asked for."""
 
     ours: range
     exchanges: list[Exchange[Array]]
@@ -76,7 +78,7 @@ class ShardsAsked(Protocol):
 
 
 class ServerOptimizerState:
-    """As one worker reads it, with all processes of its group."""
+    """Pulls the state for one worker, with all processes of its group."""
 
     def __init__(self, engine: StatefulWorker, shards: ShardsAsked) -> None:
         self.engine, self.shards, self.requests = engine, shards, 0
@@ -91,8 +93,16 @@ class ServerOptimizerState:
             self.clocks.add(event.clock)
 
     def read(self) -> tuple[int, dict[int, State]]:
-        """The clock, and by id of the parameter what torch would keep of it: float32 on the host, in its shape. Raises
-        UsageError where a process has no slice of whole tensors, NarrowsError after WAIT_LIMIT_S."""
+        """Pull the whole state.
+
+        Returns:
+            The clock of the state, and by the id of each parameter its state as torch keeps it: float32 tensors on the
+            host, in the shape of the parameter.
+
+        Raises:
+            UsageError: the run is over for this worker, or a process of the group has no whole tensors (FSDP).
+            NarrowsError: no answer within WAIT_LIMIT_S.
+        """
         engine, group = self.engine, self.engine.group
         if engine.finished:
             raise UsageError("state_dict(servers=True) after finish(): call it before, or read saved_state(DIR, ...)")
@@ -115,7 +125,7 @@ class ServerOptimizerState:
         return low, found
 
     def _once(self) -> dict[int, State] | None:
-        """None where this worker has another place by now."""
+        """Pull the state once. Returns None if this worker has another place in the run by now."""
         shards = self.shards
         if not self.engine.mode.barrier:  # where there is one, the state that this clock needs has come
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
@@ -149,7 +159,10 @@ class ServerOptimizerState:
     def _all(
         self, asks: Iterable[Ask], out: Mapping[str, FloatArray] | None = None, first: int = 0
     ) -> dict[Ask, bytes] | None:
-        """The answers to all; those to names go to `out`, whose keys begin at `first`. None: this worker has another place."""
+        """Send all requests, and collect the answers; values go to `out`, whose keys begin at `first`.
+
+        Returns None if this worker has another place in the run by now.
+        """
         shards, todo = self.shards, deque(asks)
         place, found = shards.place, dict[Ask, bytes]()
         self.asked.clear()
@@ -178,7 +191,7 @@ class ServerOptimizerState:
 
 
 def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
-    """Rows [tensor, name, value] of a `Moments`, of a model of so many tensors. Raises RemoteProtocolError for others."""
+    """Return the rows [tensor, name, value] of a `Moments` message. Raises RemoteProtocolError for malformed rows."""
     rows: Any = unpack(payload)
 
     def sound(tensor: Any, name: Any, value: Any) -> bool:
@@ -193,7 +206,16 @@ def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
 def put_together(
     known: Iterable[Any], values: Mapping[str, FloatArray], specs: Sequence[TensorSpec]
 ) -> dict[int, State]:
-    """By tensor, its state. `known`: rows as in `Moments`, of pieces. `values`: float32[size of the model] of each name."""
+    """Join the states of pieces to the state of each tensor.
+
+    Args:
+        known: rows [tensor, name, value], as in a `Moments` message.
+        values: for each name, float32[keys of the model].
+        specs: the tensors of the model.
+
+    Returns:
+        The state by the number of the tensor.
+    """
     states: dict[int, State] = {}
     offsets = [0, *accumulate(spec.key_count for spec in specs)]
     for tensor, name, value in sorted(known, key=lambda row: row[:2]):
@@ -206,7 +228,10 @@ def put_together(
 
 
 def as_state_dict(inner: torch.optim.Optimizer, states: Mapping[int, State]) -> dict[str, Any]:
-    """The state_dict of `inner` with these states, by id of the parameter; of several optimizers as Optimizers has it."""
+    """Return the state_dict of `inner` with these states, given by the id of each parameter.
+
+    Several optimizers get it in the form of `CombinedOptimizer`.
+    """
     made = []
     for each in each_of(inner):
         numbered = enumerate(p for group in each.param_groups for p in group["params"])

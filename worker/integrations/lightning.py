@@ -1,14 +1,15 @@
-"""Lightning's Trainer in a run: NarrowsCallback shares what the Trainer trains.
+"""Lightning's Trainer in a run: with NarrowsCallback the Trainer trains the run's model.
 
     from narrows.worker.lightning import NarrowsCallback, sampler
     trainer = lightning.Trainer(max_steps=600, callbacks=[NarrowsCallback()])
 
 Rules
-- The optimizer of configure_optimizers becomes a DistributedOptimizer where it is none.
-- Steps, epochs and schedules of the Trainer are those of the run: a worker that comes late or again goes on where the run is.
-- Validation shows the shared model, and checkpoints hold it, whoever saves them and when. The first worker of a machine saves,
-  the others do not.
-- After fit() each worker of a machine knows the checkpoints of the first one, for ckpt_path="best".
+- The callback wraps the optimizer of configure_optimizers in a DistributedOptimizer, unless it is one.
+- The Trainer's steps, epochs and schedules follow the run: a worker that joins late or rejoins goes on where the run
+  is.
+- Validation shows the shared model. All checkpoints hold the shared model. Only the first worker of a machine saves
+  them.
+- After fit() each worker of a machine knows the paths of the first worker's checkpoints, for ckpt_path="best".
 - After fit() the module holds the model that all workers end with.
 """
 
@@ -30,28 +31,28 @@ from narrows.worker.session import current, rank, step_count
 
 __all__ = ["NarrowsCallback", "sampler"]
 
-# Of a ModelCheckpoint: where what it saved is. The first worker of a machine saves, so the others take its own.
+# Paths that a ModelCheckpoint keeps. Only the first worker of a machine saves, so the others take over its paths.
 SAVED = ("dirpath", "best_model_path", "last_model_path", "kth_best_model_path")
 UNKNOWN = (
     "the first worker of this machine did not say where its checkpoints are: call test(), validate() and predict() with "
     "ckpt_path in that one alone, if local_rank() == 0"
 )
-COUNTS = ("ready", "started", "processed", "completed")  # of Lightning's progress
+COUNTS = ("ready", "started", "processed", "completed")  # counters of Lightning's progress
 
 
 def count(progress: Any, value: int) -> None:
-    """Set what Lightning counts of something, where it counts that."""
+    """Set those counters that a progress of Lightning has."""
     for name in COUNTS:
         if hasattr(progress, name):
             setattr(progress, name, value)
 
 
 class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
-    """shared: the DistributedOptimizer, once fit() has made it."""
+    """Give it to Lightning's Trainer in `callbacks`. `shared` is the DistributedOptimizer, once fit() has made it."""
 
     def __init__(self) -> None:
         self.shared: DistributedOptimizer | None = None
-        self.fits = 0  # so far
+        self.fits = 0  # calls of fit() so far
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -67,7 +68,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
             )
         (inner,) = strategy.optimizers
         self.shared = inner if isinstance(inner, DistributedOptimizer) else DistributedOptimizer(inner, pl_module)
-        if self.shared is inner:  # a new one begins at step 0 by itself
+        if self.shared is inner:  # a new one counts from step 0 anyway
             begin_anew(self.shared)
         strategy.optimizers = [self.shared]
         self._share_checkpoints(strategy)
@@ -75,7 +76,10 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
         torch.manual_seed((torch.initial_seed() + rank()) % 2**63)  # else dropout is the same in all workers
 
     def _share_checkpoints(self, strategy: Any) -> None:
-        """Whoever has Lightning save asks the strategy for the module's state. Callbacks are not told of each save."""
+        """Make the strategy return the shared model's state.
+
+        Every save of Lightning asks the strategy for the module's state, but not every save calls the callbacks.
+        """
         state_dict = strategy.lightning_module_state_dict
 
         def shared_state_dict() -> dict[str, Any]:
@@ -99,23 +103,23 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
             count(progress.total, step_count())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """How many steps make an epoch is known from here on."""
+        """Set the Trainer's epoch and schedules, since the number of steps of an epoch is known now."""
         loop, steps = trainer.fit_loop.epoch_loop, step_count()
         epoch_steps = max(
             1, -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
-        )  # inf: of no known length
+        )  # a stream has infinitely many batches
         epochs = int(steps // epoch_steps)
         for each in (trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_progress.total):
             count(each, epochs)
         count(loop.batch_progress.total, steps * trainer.accumulate_grad_batches)
-        loop._batches_that_stepped = steps  # which loggers take for the step
+        loop._batches_that_stepped = steps  # loggers use it as the step
         for config in trainer.lr_scheduler_configs:
             passed = steps if config.interval == "step" else epochs
             if not config.reduce_on_plateau:
                 catch_up(config.scheduler, passed // config.frequency)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
+        """Advance the Trainer's counters if the run is ahead: after a rejoin, or after rounds that a quorum closed."""
         missed = step_count() - trainer.global_step
         if missed > 0 and trainer.lightning_module.automatic_optimization:
             self._count_steps(trainer)
@@ -132,7 +136,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
             self._finish()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """What Lightning saves after the last epoch is what all workers end with."""
+        """Finish after the last epoch, so that Lightning then saves the model that all workers end with."""
         if (
             trainer.max_epochs is not None
             and 0 < trainer.max_epochs <= trainer.fit_loop.epoch_progress.current.processed
@@ -143,7 +147,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
         self._finish()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """`ckpt_path="best"` and "last" are the files of the first worker of this machine, in each of its workers."""
+        """Make ckpt_path="best" and "last" name the files of this machine's first worker in each of its workers."""
         self.fits += 1
         if current().link is None or not trainer.checkpoint_callbacks:
             return

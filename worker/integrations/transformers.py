@@ -1,13 +1,14 @@
-"""Hugging Face's Trainer in a run: `distributed(Trainer)` is a Trainer that shares what it trains.
+"""Hugging Face's Trainer in a run: `distributed(Trainer)` is a Trainer that trains the run's model.
 
     from narrows.worker.transformers import distributed
     trainer = distributed(Trainer)(model, args, train_dataset=data)
 
 Rules
-- Its optimizer, its own or the script's, is a DistributedOptimizer. Its data is its share, of a stream as under DDP.
-- Its steps and its schedule are those of the run: a worker that comes late or again goes on where the run is.
-- Its checkpoints hold the shared model, whoever asks for them. The first worker of a machine saves, the others do not.
-- After train() the module holds the model that all workers end with, or the best one where Trainer has loaded that.
+- The Trainer's optimizer, its own or the script's, is a DistributedOptimizer. Its data is this worker's share; a stream
+  is cut as under DDP.
+- The Trainer's steps and schedule follow the run: a worker that joins late or rejoins goes on where the run is.
+- All checkpoints hold the shared model. Only the first worker of a machine saves them.
+- After train() the module holds the model that all workers end with, or the best model if the Trainer has loaded it.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count, world_size
 
 Base: Any = object
-OF_FIRST = "the best checkpoint of the first worker of this machine"  # which names it once it has trained
+OF_FIRST = "the best checkpoint of the first worker of this machine"  # a placeholder until that worker has trained
 UNKNOWN = (
     "load_best_model_at_end: the first worker of this machine did not say where its best checkpoint is, and the model is that "
     "which all workers ended with"
 )
-SHUFFLES = {"random": True, "sequential": False}  # what Trainer's sampling strategies are to RunSampler
+SHUFFLES = {"random": True, "sequential": False}  # Trainer's sampling strategies, as `shuffle` of RunSampler
 
 
 class Share(RunSampler):
-    """This worker's share of a Trainer's data; nothing once the run is over, so that no step is one too many."""
+    """This worker's share of a Trainer's data; empty once the run is over, so that the Trainer takes no further step."""
 
     def __init__(self, trainer: Any, dataset: Any) -> None:
         args, self.trainer = trainer.args, trainer
@@ -63,12 +64,12 @@ class Share(RunSampler):
 
 
 class StreamShare(IterableDataset[Any]):
-    """This worker's share of a dataset that streams, from the batch on that the run is at.
+    """This worker's share of a streaming dataset, from the run's batch on.
 
-    The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the last rows
-    are completed by the first. One of Hugging Face with a file for each worker is cut by files: no worker reads another's.
-    A dataset that is cut already is left as it is: by `split_dataset_by_node`, or by itself, where it asks for rank() or
-    world_size() as it is read.
+    The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the
+    last rows are filled up with the first. A dataset of Hugging Face with at least one file for each worker is cut by
+    files, so that no worker reads another's. A dataset that is cut already is left as it is: by
+    `split_dataset_by_node`, or by itself, if it calls rank() or world_size() while it is read.
     """
 
     def __init__(self, dataset: Any, batch: int, rank: int, size: int, seed: int) -> None:
@@ -76,12 +77,12 @@ class StreamShare(IterableDataset[Any]):
         if not self.cut and hasattr(dataset, "shard") and getattr(dataset, "num_shards", 0) >= size:
             dataset, self.cut = dataset.shard(num_shards=size, index=rank), True
         self.dataset, self.batch, self.rank, self.size, self.seed = dataset, batch, rank, size, seed
-        self.used = 0  # batches of this share that the run has used before this Trainer begins
-        self.over = False  # the run has made its steps
-        self.epoch = self.passed = 0  # of the Trainer; epochs that were over before its first
+        self.used = 0  # batches of this share that the run had used before this Trainer began
+        self.over = False  # the run has taken all of its steps
+        self.epoch = self.passed = 0  # the Trainer's epoch, and epochs that were over before its first
 
     def __len__(self) -> int:
-        """Rows of an epoch. Raises TypeError where the dataset has no length."""
+        """Return the rows of this share in an epoch. Raises TypeError if the dataset has no length."""
         rows = len(self.dataset)
         return rows if self.cut else -(-rows // (self.batch * self.size)) * self.batch
 
@@ -105,7 +106,7 @@ class StreamShare(IterableDataset[Any]):
             self.passed += 1
 
     def _rows(self, epoch: int) -> Iterable[Any]:
-        """Rows of one epoch of this share."""
+        """Return the rows of this share in one epoch."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         elif isinstance(generator := getattr(self.dataset, "generator", None), torch.Generator):
@@ -123,7 +124,7 @@ class StreamShare(IterableDataset[Any]):
 
 
 class Follows(TrainerCallback):  # type: ignore[misc]
-    """Has the state of a Trainer follow the run."""
+    """Keeps the steps and the schedule of a Trainer at those of the run."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -151,7 +152,7 @@ class Follows(TrainerCallback):  # type: ignore[misc]
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-        """Trainer logs to the loggers of the script itself."""
+        """Record the loss. The Trainer itself logs to the script's loggers."""
         if "loss" in (logs or {}):
             current().record({"loss": float(logs["loss"]), "total_steps": state.max_steps})
 
@@ -161,13 +162,17 @@ class Follows(TrainerCallback):  # type: ignore[misc]
 
 
 class InRun(Base):  # type: ignore[misc]
-    """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it. stream: its share
-    of data that stream."""
+    """The methods that a Trainer overrides in a run.
+
+    Attributes:
+        shared: the DistributedOptimizer, once train() has made it.
+        stream: the share of streaming data, if the data streams.
+    """
 
     train_dataset: Any
     shared: DistributedOptimizer | None = None
-    loads = 0  # of a best model, so far
-    best: str | None = None  # the newest
+    loads = 0  # best models that were loaded so far
+    best: str | None = None  # path of the newest of them
     stream: StreamShare | None = None
 
     def __init__(self, *args: Any, **values: Any) -> None:
@@ -175,10 +180,10 @@ class InRun(Base):  # type: ignore[misc]
         self.add_callback(Follows(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
-        """Raises UsageError in a run for a checkpoint of Trainer's: the servers have the run's."""
+        """Train. Raises UsageError for a checkpoint of the Trainer in a run, which resumes from the servers' checkpoints."""
         if current().link is None:
             made = self.shared if self.shared is not None else self.optimizer
-            if isinstance(made, DistributedOptimizer):  # a new one begins at step 0 by itself
+            if isinstance(made, DistributedOptimizer):  # a new one counts from step 0 anyway
                 begin_anew(made)
         elif resume_from_checkpoint:
             raise UsageError(
@@ -222,7 +227,7 @@ class InRun(Base):  # type: ignore[misc]
             super().save_model(*args, **values)
 
     def _load_best_model(self) -> None:
-        """Trainer does it once it has trained: it is no update, so the run is over for this worker."""
+        """Finish the run, then load the best model. The Trainer loads it after training, and the load is no update."""
         assert self.shared is not None
         self.shared.finish()
         self.loads += 1
@@ -233,17 +238,21 @@ class InRun(Base):  # type: ignore[misc]
             return
         self.state.best_model_checkpoint = self.best = best
         super()._load_best_model()
-        if local_rank():  # else Trainer would tidy the first worker's folder, too
+        if local_rank():  # else the Trainer would clean up the first worker's folder too
             self.state.best_model_checkpoint = None
 
     def _save_checkpoint(self, *args: Any, **values: Any) -> None:
         if not local_rank():
             super()._save_checkpoint(*args, **values)
         elif self.args.load_best_model_at_end:
-            self.state.best_model_checkpoint = OF_FIRST  # so that Trainer loads one in the end
+            self.state.best_model_checkpoint = OF_FIRST  # so that the Trainer loads a best model at the end
 
 
 @cache
 def distributed(trainer: type) -> Any:
-    """The class `trainer`, transformers.Trainer or one that is derived from it, for the workers of a run."""
+    """Return a Trainer class for the workers of a run.
+
+    Args:
+        trainer: transformers.Trainer, or a class that is derived from it.
+    """
     return type(trainer.__name__, (InRun, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__})

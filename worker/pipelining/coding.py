@@ -1,10 +1,11 @@
-"""Tensors to the bytes between two stages and back. A head of HEAD_BYTES, or of several, says dtype and shape: both ends must
-have the same ones.
+"""Codes tensors to bytes for the channel between two stages, and back.
+
+A head of HEAD_BYTES, or of several times that, says dtype and shape. They must be the same at both ends.
 
 Rules
-- A row of EDGE_CODINGS has how activations are coded, and how their gradients are. int8 rounds activations to the nearest
-  value. It rounds gradients at random, so that what is lost of them has a mean of zero.
-- A tensor of another type than floating point travels as it is.
+- A row of EDGE_CODINGS has one coding for activations and one for their gradients. int8 rounds activations to the
+  nearest value. It rounds gradients at random, so that their rounding errors have mean zero.
+- A tensor that is not of floating point is not coded.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from narrows.protocols.errors import IncompatibleError, NarrowsError
 from narrows.protocols.messages import Buffer
 
 FORWARD, BACKWARD = 0, 1
-HEAD_BYTES = 64  # values behind it are aligned
+HEAD_BYTES = 64  # the values after the head are aligned
 
 
 def head(tensor: torch.Tensor) -> bytes:
-    """The number of its blocks of HEAD_BYTES, dtype and shape."""
+    """Return the head of a tensor: the number of blocks of HEAD_BYTES, dtype and shape."""
     told = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}".encode()
     blocks = len(told) // HEAD_BYTES + 1
     return bytes([blocks]) + told.ljust(blocks * HEAD_BYTES - 1)
 
 
 def framed(tensor: torch.Tensor, coding: ValueCoding, key: Key) -> Buffer:
-    """A head, and the bytes of the tensor. Raises as `encode` does."""
+    """Return the head and the coded bytes of a tensor. Raises as `encode` does."""
     return encode(tensor, coding, key, head(tensor))
 
 
 def opened(payload: Buffer, coding: ValueCoding, into: torch.Tensor, sender: str) -> None:
-    """Fill a tensor with what `framed` has made. Raises IncompatibleError where dtype, shape or bytes are others."""
+    """Decode a payload of `framed` into a tensor. Raises IncompatibleError for another dtype, shape or length."""
     view, expected = bytes_view(payload), head(into)
     length = HEAD_BYTES * int(view[0]) if len(view) else 0
     if (came := bytes(view[:length])) != expected:
@@ -49,8 +50,10 @@ def opened(payload: Buffer, coding: ValueCoding, into: torch.Tensor, sender: str
 
 
 def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key, before: bytes = b"") -> Buffer:
-    """`before`, and the bytes of a tensor, a copy. Raises NarrowsError for a value that is not finite, where the coding is
-    lossy."""
+    """Return `before` and the coded bytes of a tensor, as a copy.
+
+    Raises NarrowsError if the coding is lossy and a value is not finite.
+    """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if coding.lossless or not tensor.is_floating_point():
         return memoryview(bytearray(before) + flat.view(torch.uint8).numpy().data)
@@ -65,7 +68,7 @@ def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key, before: bytes = 
 
 
 def decode(payload: Buffer, coding: ValueCoding, into: torch.Tensor) -> None:
-    """Fill a tensor with what `encode` has made of one of its shape and dtype. Raises IncompatibleError for other bytes."""
+    """Decode the bytes of `encode` into a tensor of the same shape and dtype. Raises IncompatibleError for other bytes."""
     plain = coding.lossless or not into.is_floating_point()
     expected = into.numel() * into.element_size() if plain else coding.byte_count(into.numel())
     if len(payload) != expected:

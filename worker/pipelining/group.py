@@ -1,12 +1,15 @@
-"""A torch.distributed process group over our sockets, so that torch.distributed.pipelining runs unmodified.
+"""A torch.distributed process group over channels (protocols/pipeline_channels.py).
+
+On it torch.distributed.pipelining runs unmodified.
 
 Rules
-- It has what a pipeline needs: send, recv and barrier, between the stages of one replica. Rank i is stage i.
-- A tensor of a schedule of torch.distributed.pipelining to a later stage is an activation, one to an earlier stage a gradient.
-  The edge says how it is coded. What a script sends itself travels as it is, under tags of its own.
-- Parameters that two stages begin with alike are refused (ties.py), unless the script keeps them equal.
-- Every wait ends: with a tensor, after the group's timeout, or with a sentence once a stage is lost.
-- Nothing is unpickled. torch sends a pickle where PipelineStage has no input_args and output_args: that is refused.
+- The group has what a pipeline needs: send, recv and barrier, between the stages of one replica. Rank i is stage i.
+- A tensor that a schedule of torch.distributed.pipelining sends to a later stage is an activation; to an earlier stage,
+  a gradient. The edge says how it is coded. Tensors that the script sends itself are not coded, and have tags of their
+  own.
+- If two stages begin with the same parameter, the group refuses it (ties.py), unless the script keeps both equal.
+- Every wait ends: with a tensor, after the group's timeout, or with an error once a stage is lost.
+- Nothing is unpickled. Torch sends a pickle if PipelineStage has no input_args and output_args; the group refuses it.
 """
 
 from __future__ import annotations
@@ -28,18 +31,18 @@ from narrows.protocols.runtime.network.channel_runner import NO_STEP, ChannelRun
 from narrows.worker.pipelining import ties
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, framed, opened
 
-NAME = "narrows"  # of the backend
-BARRIER_TAG = 1 << 40  # no script has it
-SCHEDULE_TAG = 1 << 41  # and what a schedule sends has tags from here on
+NAME = "narrows"  # the name of torch's backend
+BARRIER_TAG = 1 << 40  # beyond any tag of a script
+SCHEDULE_TAG = 1 << 41  # tensors of a schedule have tags from here on
 SCHEDULES = "torch.distributed.pipelining"
-WAIT_LIMIT_S = 7200.0  # as in a group of one machine: longer than anything that one stage may wait for
+WAIT_LIMIT_S = 7200.0  # as in a group of one machine: longer than any wait of one stage
 PICKLED = (
     "PipelineStage needs input_args and output_args: without them torch sends pickles, and Narrows unpickles nothing"
 )
 
 
 class CompletedWork(dist.Work):
-    """Work that has been done already."""
+    """Work that was done before it is waited for."""
 
     def is_completed(self) -> bool:
         return True
@@ -49,7 +52,7 @@ class CompletedWork(dist.Work):
 
 
 def by_schedule() -> bool:
-    """Whether the newest frame that is neither ours nor torch.distributed's own is of a schedule of torch."""
+    """Return whether the call comes from a schedule of torch, rather than from the script."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -60,7 +63,7 @@ def by_schedule() -> bool:
 
 
 class ReceiveWork(CompletedWork):
-    """A tensor that is to come. Those of one peer and tag are filled in the order in which they were asked for."""
+    """The receipt of one tensor. Tensors of one peer and tag are filled in the order of their recv calls."""
 
     def __init__(self, group: PipelineGroup, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class ReceiveWork(CompletedWork):
         return self.filled
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises StageLostError where the peer is lost or the time is over."""
+        """Wait for the tensor. Raises StageLostError if the peer is lost or the time is over."""
         limit_s = timeout.total_seconds() if timeout else 0.0
         while not self.filled:
             self.group.fill_next(self.peer, self.tag, limit_s or self.group.limit_s)
@@ -81,8 +84,17 @@ class ReceiveWork(CompletedWork):
 
 
 class PipelineGroup(dist.ProcessGroup):
-    """The stages of one replica. `edges`: how tensors between stage i and the next are coded. `step`: of the run, which must be
-    the same at both ends of a tensor. `parameters`: of this stage, by name, that are compared with those of others."""
+    """The process group of the stages of one replica.
+
+    Args:
+        peers: the channels to the other stages.
+        rank: the number of this stage.
+        size: the number of stages.
+        edges: for each stage but the last, how tensors between it and the next stage are coded.
+        step: returns the step of the run. Sender and receiver of a tensor must be at the same step.
+        limit_s: the longest wait for a tensor, in seconds.
+        parameters: returns the named parameters of this stage, which are compared with those of other stages.
+    """
 
     def __init__(
         self,
@@ -100,13 +112,13 @@ class PipelineGroup(dist.ProcessGroup):
         self.peers, self.edges, self.step, self.limit_s = peers, list(edges), step, limit_s
         self.place = rank
         self._asked: dict[tuple[int, int], deque[ReceiveWork]] = {}
-        self._count = 0  # tensors that were sent: what is random follows from it
+        self._count = 0  # tensors that were sent; the seed of random rounding
 
     def getBackendName(self) -> str:
         return NAME
 
     def _coding(self, of: int, to: int, tag: int) -> ValueCoding:
-        """Between stages that are no neighbours nothing is coded, nor what a script sends itself."""
+        """Return the coding of a tensor: none between stages that are not neighbours, and for the script's tensors."""
         if abs(of - to) != 1 or not self.edges or tag < SCHEDULE_TAG:
             return FP32
         edge = self.edges[min(of, to)]

@@ -42,6 +42,6 @@ class ScheduleEager1F1B(Schedule1F1B):
             raise UsageError(
                 f"in_flight: {stage.num_stages} stages have {edges} edges, each with 0 or more micro-batches"
             )
-        # Torch's warm-up is `_num_stages` minus the index of the stage. It uses the number for nothing else from here on.
+        # Torch's warm-up is `_num_stages` minus the stage's index. It uses the number for nothing else from here on.
         self._num_stages += sum(in_flight[stage.stage_index :])
         self.warm_up = min(n_microbatches, self._num_stages - stage.stage_index)

@@ -1,5 +1,6 @@
-"""Keeps the writes of all stages in a fixed subspace of dimension D, so that an edge carries D numbers and an id for each token
-instead of the model's width.
+"""Keeps the writes of all stages in a fixed subspace of dimension D.
+
+An edge then carries D numbers and an id for each token, instead of as many numbers as the model is wide.
 
 This is the central idea of "Protocol Models" (Ramasinghe et al. 2025, 2506.01260). The residual stream of a transformer
 is the token's embedding plus the layers' writes. Let each layer write into one subspace S, and let an embedding be a
@@ -65,7 +66,7 @@ class Subspace(nn.Module):
 
 
 class Writer(nn.Module):
-    """Replaces an nn.Linear(inputs, width, bias=False) that adds to the residual stream, and writes into the subspace only.
+    """Replaces an nn.Linear(inputs, width, bias=False) that adds to the residual stream: writes into the subspace.
 
     Args:
         inputs: input features.
