@@ -149,8 +149,7 @@ def _say(text: str) -> None:
 
 
 def _towards(hosts: Sequence[str]) -> str:
-    """Return the address that this machine has towards the first of these hosts that it reaches; "" where it reaches
-    none."""
+    """Return this machine's address towards the first of these hosts that it reaches; "" where it reaches none."""
     from narrows.protocols.runtime.network.hosts import own_host
 
     for host in hosts:

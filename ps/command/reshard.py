@@ -1,5 +1,7 @@
 """Resharding on request of the user: `ps-serve shards N` cuts the keys of a running ps-serve on this machine anew.
 
+How it works
+
     ps-serve shards N --Unix socket--> ReshardRequest --"N" on stdin--> shard 0
                                               ^                            |
                       starts and ends shards  +---- shards, target, away --+

@@ -311,8 +311,7 @@ def original_of(
 
 
 def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name: str) -> None:
-    """Check that this server may trust the server at `address`, and that workers of other machines can dial this
-    server.
+    """Check that this server may trust the server at `address`, and that workers elsewhere can dial this server.
 
     Raises:
         UsageError: an address is beyond loopback and neither --keys nor --insecure is given, or this server binds a

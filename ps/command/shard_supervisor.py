@@ -93,8 +93,10 @@ class ShardSupervisor:
         self.moving = ReshardRequest(self)
 
     def follow(self, standby: str, original: dict[str, Any]) -> None:
-        """Make the shards copy the primary at the address `standby`. `original` is the primary's answer to its
-        standby."""
+        """Make the shards copy the primary at the address `standby`.
+
+        `original` is the primary's answer to its standby.
+        """
         host, _ = parse_address("--standby", standby)
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
         self.told |= {name: value for name, value in original.items() if name in self.told}
@@ -271,8 +273,7 @@ class ShardSupervisor:
 
     @property
     def end_s(self) -> float:
-        """Seconds that the shards have to end: END_S, or more where a shard said that a write to a slow disk takes
-        longer."""
+        """Seconds that the shards have to end: END_S, or more if a shard said that its write to a disk takes longer."""
         return max(END_S, *self.lives.within.values()) if self.lives.within else END_S
 
     @property

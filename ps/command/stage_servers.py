@@ -2,6 +2,13 @@
 
 Each server is a ps-serve process of its own.
 
+How it works
+
+1. `serve` reads the plan, and takes the servers that stand on this host. `watching` hands the flags of OF_ROOT to them.
+2. With --resume, `go_back` finds the newest clock of which all stages have a checkpoint, and drops later checkpoints.
+3. `StageServers.watch` starts the servers, prints their lines with their names, and passes signals on to them.
+4. When all have ended, `watch` returns the exit code of the first that failed.
+
 Rules
 - A server that does not reach its parent is started again, until MEET_S: the hosts of a plan begin in any order.
 - All stages resume from one clock. With --resume, before the servers start, the hosts tell each other the clocks of

@@ -10,7 +10,7 @@ NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
 
 
 class StandbyNotice:
-    """What the supervisor of one server knows of its standby."""
+    """The supervisor's knowledge of its server's standby."""
 
     def __init__(self) -> None:
         self.by = False  # the standby has a whole copy of this server

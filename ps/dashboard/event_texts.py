@@ -1,5 +1,4 @@
-"""The texts of events: a sentence for an event without a text of its own, and the characters that a terminal may
-show."""
+"""The texts of events: a sentence for an event without a text, and the characters that a terminal may show."""
 
 from __future__ import annotations
 
@@ -37,6 +36,5 @@ def sentence(name: str, event: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape each character that is not printable, except newlines, so that a host's name cannot control the
-    terminal."""
+    """Escape characters that are not printable, except newlines, so that a host's name cannot control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

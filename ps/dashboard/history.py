@@ -130,8 +130,10 @@ class RunHistory:
             self._say(name, str(text), -1 if name == "checkpoint" else member)
 
     def _say(self, name: str, text: str, member: Any = -1) -> None:
-        """Add an event. An event of REPEATED replaces the one of the same kind and member, and counts how often it
-        came."""
+        """Add an event.
+
+        An event of REPEATED replaces the one of the same kind and member, and counts how often it came.
+        """
         text, times = text[:TEXT], 0
         if name in REPEATED:
             before, times = self.repeated.pop((name, member), ([], 0))
@@ -269,8 +271,7 @@ class RunHistory:
 
     @property
     def loss(self) -> float | None:
-        """The mean of the newest losses of live workers, or of all workers where none is live; None where none has a
-        loss."""
+        """The mean of the newest losses of live workers, or of all where none is live; None where none has a loss."""
         found = [lane for lane in self.workers if lane.newest["loss"] is not None]
         found = [lane for lane in found if lane.live] or found
         return sum(lane.newest["loss"] / len(found) for lane in found) if found else None
@@ -298,14 +299,13 @@ class RunHistory:
 
     @property
     def samples_rate(self) -> float | None:
-        """Samples a second of all workers; None if no script has told the samples of a step."""
+        """Samples a second of all workers; None if no script has given the samples of a step."""
         told = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
         return sum(told) if told else None
 
     @property
     def left_seconds(self) -> float | None:
-        """Seconds until the slowest worker has made the steps that its script told record(); None: not told, or all
-        made."""
+        """Seconds until the slowest worker has made the steps that its script gave record(); None: not given, or made."""
         left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
         return max(left, default=0.0) or None
 

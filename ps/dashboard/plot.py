@@ -1,5 +1,4 @@
-"""The pictures of ps-plot: loss by steps, seconds and bytes; the time and the link of each member; several runs
-compared."""
+"""The pictures of ps-plot: loss by steps, seconds and bytes; time and link of each member; several runs compared."""
 
 from __future__ import annotations
 

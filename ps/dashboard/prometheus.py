@@ -32,6 +32,8 @@ def text(history: RunHistory, began: float) -> bytes:
 
 
 class _Collector:
+    """Makes the metrics of a history for each scrape."""
+
     def __init__(self, history: RunHistory, began: float) -> None:
         self.history, self.began = history, began
 

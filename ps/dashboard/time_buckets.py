@@ -31,8 +31,7 @@ class TimeBuckets:
             self.sums[:, half:] = 0
 
     def spread(self, begin_s: float, end_s: float, values: Sequence[float]) -> None:
-        """Add one value for each of ROWS, spread evenly over the buckets from `begin_s` to `end_s`, which they
-        cover."""
+        """Add one value for each of ROWS, spread evenly over the buckets from `begin_s` to `end_s`."""
         first, last = int(begin_s / self.width), min(int(end_s / self.width), CELLS - 1)
         gathered = np.asarray(values, np.float64)
         for index in range(first, last + 1):

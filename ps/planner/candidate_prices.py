@@ -1,4 +1,4 @@
-"""What the search over groupings keeps: the seconds of each group, and the costs of plans priced together. No I/O.
+"""The memory of the search over groupings: the seconds of each group, and the costs of plans priced together. No I/O.
 
 `partitions` and `changed` make new groupings; `undominated` drops ways that are nowhere better.
 """
@@ -40,8 +40,7 @@ class ClusterPrices:
         return np.fromiter((self.number[group] for group in groups), np.intp, len(groups))
 
     def of(self, below: ModeAndSpec, numbers: Indices) -> Array:
-        """Return (hosts,) seconds of a step of these groups, group after group, for each of its hosts as the
-        server's."""
+        """Return (hosts,) seconds of a step of these groups, group after group, for each host as the server's."""
         own_s = self.own_s.get(below, np.zeros(0))
         own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
         sizes, begins = np.diff(self.ends), self.ends[:-1]

@@ -100,6 +100,8 @@ class DeploymentChoice:
 
 
 class Chooser:
+    """The search for the cheapest plan of `work` on `network`."""
+
     def __init__(self, network: Network, work: TrainingWork) -> None:
         self.prices = StepPrices(network, work)
         self.hosts = range(len(network.hosts))
@@ -261,8 +263,7 @@ class Chooser:
         return [*dict.fromkeys(found)]
 
     def central(self) -> Indices:
-        """Return all hosts, the best connected first: by the number of hosts with a link, then by the mean time of a
-        message."""
+        """Return all hosts, the best connected first: by the number of links, then by the mean time of a message."""
         far_s = self.prices.network.delay_s + self.prices.sent_s(self.prices.work.parameters)
         near = np.isfinite(far_s).sum(0)
         mean_s = np.where(np.isfinite(far_s), far_s, 0.0).sum(0) / near
@@ -354,8 +355,7 @@ class Chooser:
                 yield [(host,), tuple(h for h in group if h != host)]
 
     def spreads(self, way: ModeAndSpec) -> Iterator[DeploymentChoice]:
-        """Yield plans without clusters whose server has shards on several hosts: those that are the best roots
-        alone."""
+        """Yield plans without clusters whose server has shards on several hosts: the hosts that are the best roots."""
         if way.mode.bound is None:  # a run without a bound does not reshard to other hosts
             return
         prices, table = self.prices, HostGroupings.of([self.alone], self.prices.place)

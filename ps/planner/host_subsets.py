@@ -1,5 +1,6 @@
-"""The choice of the hosts of a data parallel run. A straggler, or a city behind a long link, may cost more than it
-adds.
+"""The choice of the hosts of a data parallel run.
+
+A straggler, or a city behind a long link, may cost more than it adds.
 
 No I/O.
 
@@ -66,8 +67,7 @@ class HostSubsets:
         return tuple(range(len(self.network.hosts)))
 
     def least(self, hosts: Hosts) -> float:
-        """Return a lower bound of the cost, in which only computing takes time; inf if there are fewer samples than
-        hosts."""
+        """Return a lower bound of the cost: only computing takes time; inf if there are fewer samples than hosts."""
         if self.work.batch and self.work.batch < len(hosts):
             return math.inf
         network, work = restricted(self.network, self.work, hosts)
@@ -155,8 +155,10 @@ class HostSubsets:
 
 @dataclass(frozen=True, slots=True)
 class ChosenHosts:
-    """The hosts that the plan uses, and the costs of other choices. A cost is the seconds of a step times steps to a
-    loss."""
+    """The hosts that the plan uses, and the costs of other choices.
+
+    A cost is the seconds of a step times steps to a loss.
+    """
 
     hosts: Hosts
     plans: list[DeploymentChoice]  # on these hosts, as `choices` returns them

@@ -1,5 +1,6 @@
-"""The modes and SPECs that a plan may give to a level, and how many more steps each takes to a loss. docs/planning.md
-has both.
+"""The modes and SPECs that a plan may give to a level, and how many more steps each takes to a loss.
+
+docs/planning.md has both.
 
 Rules
 - Each row is a mode that docs/results.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of a server.
@@ -35,8 +36,10 @@ class ModeAndSpec:
     local_steps: int = -1  # -1: the mode's default
 
     def flags(self, updates: bool = False) -> dict[str, Any]:
-        """Return the flags of ps-serve, as Settings names them. `updates` is true where the server's children are
-        clusters."""
+        """Return the flags of ps-serve, as Settings names them.
+
+        `updates` is true where the server's children are clusters.
+        """
         given = {"sync": self.sync, "staleness": self.staleness, "local_steps": self.local_steps}
         given |= {"compress": self.compress if self.compress != "dense" else -1}
         given |= {"push": "update" if updates and self.sync == "bsp" else -1}
@@ -56,8 +59,10 @@ class ModeAndSpec:
         return self.mode.window if self.compress != "dense" else 1
 
     def steps(self, children: int) -> float:
-        """Return the steps to a loss as a multiple of bsp's. Between two of COUNTS the loss is linear in the
-        logarithm."""
+        """Return the steps to a loss as a multiple of bsp's.
+
+        Between two of COUNTS the loss is linear in the logarithm.
+        """
         if children < 2 or self.sync == "bsp":
             return 1.0
         rest = len(self.over) - 1

@@ -178,8 +178,10 @@ def _named_places(value: Any, hosts: Sequence[str]) -> dict[str, tuple[int, ...]
 
 
 def _wires(value: Any, places: Mapping[str, tuple[int, ...]], n: int) -> Array | None:
-    """Return (n, n) bytes a second of the wires that network.json names, inf elsewhere. Raise UsageError for a wrong
-    row."""
+    """Return (n, n) bytes a second of the wires that network.json names, inf elsewhere.
+
+    Raise UsageError for a wrong row.
+    """
     if value is None:
         return None
     found = np.full((n, n), np.inf)

@@ -316,8 +316,7 @@ class StepPrices:
         return hops
 
     def _place_rate(self, level: int, sender: int, receiver: int, message_bytes: float) -> float:
-        """Return the bytes a second of the wire between two places: as network.json says, else those of its fastest
-        link."""
+        """Return the bytes a second of the wire between two places: as network.json says, else of its fastest link."""
         key = level, sender, receiver, message_bytes
         if key not in self._between:
             place, wires = self.place[level], self.network.wires
@@ -414,8 +413,10 @@ class StepPrices:
         return np.where(inside > 1, coded.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, inside), found)
 
     def inside_s(self, way: ModeAndSpec, clusters: Indices) -> Array:
-        """Return (g, m) seconds of a step inside g clusters of m hosts, for each host as the server's. `way` has a
-        bound."""
+        """Return (g, m) seconds of a step inside g clusters of m hosts, for each host as the server's.
+
+        `way` has a bound.
+        """
         rows, servers = clusters[:, :, None], clusters[:, None, :]
         share = [(place[rows] == place[servers]).sum(2)[:, :, None] for place in self.place]
         up, down, trip = self.roads(way, rows, servers, clusters.shape[1], share)
@@ -509,8 +510,7 @@ class StepPrices:
         return float(step_s[best]), int(roots[best]), tuple(servers)
 
     def spread_s(self, way: ModeAndSpec, servers: Sequence[int]) -> float:
-        """Return the seconds of a step where one server has a shard on each of these hosts and every host is a
-        worker."""
+        """Return the seconds of a step where a server has shards on each of these hosts and every host is a worker."""
         n, at = len(self.hosts), np.array(servers)
         share = [np.bincount(place)[place][:, None] for place in self.place]
         slowest = [part.max(1)[:, None] for part in self.roads(way, self.hosts[:, None], at, n, share, len(at))]

@@ -42,8 +42,10 @@ def arrival_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
 
 
 def passed_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
-    """Send `size` bytes over these wires now; return when the last wire has passed them. Each is busy for its own
-    time."""
+    """Send `size` bytes over these wires now; return when the last wire has passed them.
+
+    Each is busy for its own time.
+    """
     end_ns = now_ns
     for wire in wires:
         free_ns = wire.free_ns

@@ -230,8 +230,10 @@ class ProbeDirector:
         return sum(flow.figures.get("sent_bytes", 0.0) for each in self.found for flow in each.flows)
 
     def links(self) -> dict[tuple[str, str], MeasuredLink]:
-        """Return the measured links by (sender, receiver). Of a shared path, each link has the rate that it has
-        alone."""
+        """Return the measured links by (sender, receiver).
+
+        Of a shared path, each link has the rate that it has alone.
+        """
         number = {machine.join.name: at for at, machine in enumerate(self.machines)}
         before: dict[Pair, MeasuredLink] = {}
         made: dict[Pair, MeasuredLink] = {}
@@ -245,8 +247,10 @@ class ProbeDirector:
         return {(self.name(a), self.name(b)): link for (a, b), link in made.items()}
 
     def _alone(self) -> list[list[Pair]]:
-        """Return the rounds of pairs to measure once more, alone. They are made once, when all other rounds are
-        over."""
+        """Return the rounds of pairs to measure once more, alone.
+
+        They are made once, when all other rounds are over.
+        """
         if self.shared is not None:
             return []
         links, machines = self.links(), range(self.count)

@@ -129,10 +129,9 @@ def stream_rate(figures: Mapping[str, float]) -> float:
 
 
 def by_size(marks: Marks) -> dict[int, float]:
-    """Return the bit/s of a message of each of SIZES that this stream has reached, because a message begins like a
-    stream.
+    """Return the bit/s of a message of each of SIZES that this stream has reached.
 
-    The time begins with the first byte, so it does not contain the delay of the link.
+    A message begins like a stream. The time begins with the first byte, so it does not contain the delay of the link.
     """
     found = {}
     for size in SIZES:

@@ -1,5 +1,4 @@
-"""The messages between the director of ps-probe and its machines. On the wire each is its name and its fields, in
-msgpack."""
+"""The messages between the director of ps-probe and its machines. A message is its name and its fields, in msgpack."""
 
 from __future__ import annotations
 

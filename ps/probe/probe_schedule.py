@@ -63,6 +63,5 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
 
 
 def again(count: int) -> int:
-    """Return how many pairs may be measured once more; 0 for fewer than four machines, which two pairs of a round
-    take."""
+    """Return how many pairs may be measured once more; 0 below four machines, which two pairs of a round take."""
     return count if count > 3 else 0

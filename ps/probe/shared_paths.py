@@ -64,8 +64,10 @@ def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, fl
 
 
 def rounds_alone(all_shared: Sequence[SharedPath], most: int) -> list[list[Pair]]:
-    """Return rounds of the first pair of each path, `most` pairs at most. No two pairs of a round have a place in
-    common."""
+    """Return rounds of the first pair of each path, `most` pairs at most.
+
+    No two pairs of a round have a place in common.
+    """
     made: list[tuple[set[int], list[Pair]]] = []
     for each in all_shared[:most]:
         free = next((row for row in made if not row[0].intersection(each.places)), None)

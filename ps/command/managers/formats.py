@@ -38,8 +38,7 @@ from narrows.ps.dashboard.run_watch import site_address
 
 
 def slurm(recipe: RunCommands) -> str:
-    """Return a heterogeneous job: the server on the node of the batch script, the workers as a step of the second
-    component."""
+    """Return a heterogeneous job: the server on the batch script's node, the workers as a step of component two."""
     serve = recipe.serve(ShellWord("$folder"), ShellWord("$SLURM_JOB_ID"), "--ready-file", ShellWord("$folder.ready"))
     work = recipe.work(ShellWord("$server"), ShellWord("$folder"), script=[ShellWord("$@")], told=True)
     return filled(

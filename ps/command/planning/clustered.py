@@ -105,8 +105,7 @@ def described(names: Sequence[str], plan: DeploymentChoice) -> str:
 
 
 def differing(names: Sequence[str], plan: DeploymentChoice, other: DeploymentChoice) -> str:
-    """Describe how `plan` differs from `other`, which has the same description: by its clusters, or by its servers'
-    hosts."""
+    """Describe how `plan` differs from `other` of the same description: by its clusters, or by its servers' hosts."""
     groups = [group for _, group in plan.clusters]
     if groups != [group for _, group in other.clusters]:
         return f" ({'; '.join(', '.join(names[host] for host in group) for group in groups)})"

@@ -166,8 +166,7 @@ Planner = Callable[..., tuple[Deployment, list[str]]]  # the plan, and lines tha
 
 
 def _planner(stages: int | None) -> Planner:
-    """Return the planner. Raise UsageError where a pipeline is asked for and SciPy, which only pipelines need, is
-    missing."""
+    """Return the planner. Raise UsageError for a pipeline if SciPy, which only pipelines need, is missing."""
     if not stages:
         from narrows.ps.command.planning import clustered
 

@@ -158,8 +158,7 @@ def fastest(
     failed = list[UsageError]()
 
     def cost(count: int) -> float:
-        """Return the price of a step over the number of replicas, in the layout that the search finds; inf if none
-        fits."""
+        """Return the price of a step, over the number of replicas, in the layout that a search finds; inf for none."""
         if count not in known:
             try:
                 job = model.job(stages, count, coding)

@@ -69,8 +69,7 @@ def step_seconds(record: str, script: str, stop: threading.Event) -> float:
 
 
 def of_script(script: str, stop: threading.Event) -> list[float]:
-    """Run SCRIPT ARGS as one worker alone, until it has made STEPS steps or `stop` is set; return the seconds of its
-    steps.
+    """Run SCRIPT ARGS as one worker alone, until it has made STEPS steps or `stop` is set; return their seconds.
 
     Raises:
         NarrowsError: the script made no step.

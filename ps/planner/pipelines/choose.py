@@ -145,8 +145,7 @@ class StagedPlanner:
         return self.covered(layout, [StageEdge(coding(edge, FORWARD), coding(edge, BACKWARD)) for edge in every])
 
     def fastest(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return all (edge, direction), the fastest first, by the seconds of a dense tensor between their slowest
-        pair."""
+        """Return all (edge, direction), the fastest first, by the seconds of a dense tensor on their slowest link."""
         sent_s = self.network.transfer_s(self.model.cut_bytes)
         found = []
         for edge, (here, there) in enumerate(pairwise(layout.grid)):

@@ -69,8 +69,7 @@ def shortest_path(between: Array) -> list[int]:
 
 @lru_cache(maxsize=EXACT_MAX)
 def _subsets(count: int) -> list[tuple[Indices, Indices]]:
-    """Return, for each size from 2 on, the subsets of `count` as sums of bits, once for each member, and that
-    member."""
+    """Return, for each size from 2 on, the subsets of `count` as sums of bits with each member, and that member."""
     subsets, members = np.nonzero((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)
     sizes = np.bincount(subsets)[subsets]
     return [(subsets[sizes == size], members[sizes == size]) for size in range(2, count + 1)]

@@ -88,6 +88,8 @@ def partitions(hosts: Sequence[int], stages: int, replicas: int) -> Iterator[lis
 
 
 class LayoutSearch:
+    """One search: its population, the evaluations spent, and the best layout so far."""
+
     def __init__(self, costs: Costs, seed: int, evaluations: int) -> None:
         if evaluations < 1:
             raise UsageError("a search needs one evaluation or more")
@@ -124,8 +126,7 @@ class LayoutSearch:
         return FoundLayout(layout, prediction, tuple(int(host) for host in spare), self.evaluations, found_at)
 
     def near(self) -> list[Indices]:
-        """Return two orders from a walk to the nearest unvisited host: neighbours in one group, neighbours in one
-        pipeline."""
+        """Return two orders from a walk to nearest unvisited hosts: neighbours in a group, neighbours in a pipeline."""
         job, links = self.costs.job, self.costs.links.copy()
         order = [int(self.random.integers(len(links)))]
         for _ in links[1:]:

@@ -116,8 +116,7 @@ def covered(network: Network, layout: Layout, model: PipelineModel, edges: Seque
 
 
 def contiguous(network: Network, job: Job) -> Layout:
-    """Return the layout that a user would write by hand: hosts in the order of the network, and depths as even as
-    possible."""
+    """Return the layout that a user would write by hand: hosts in the network's order, depths as even as possible."""
     grid = np.arange(job.stages * job.replicas).reshape(job.stages, job.replicas)
     return Layout(grid, np.array([len(layers) for layers in even(job.layers, job.stages)]))
 
@@ -128,8 +127,7 @@ def fits(network: Network, model: PipelineModel, layout: Layout) -> bool:
 
 
 def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tuple[int, float] | None:
-    """Return the fastest host with memory for all layers, and its seconds for a whole step; None if no host has the
-    memory."""
+    """Return the fastest host with memory for all layers, and its seconds for a whole step; None if there is none."""
     able = np.flatnonzero(network.memory_bytes >= model.layers * model.layer_memory_bytes)
     if not able.size:
         return None
