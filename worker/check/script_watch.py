@@ -1,14 +1,16 @@
-"""The first steps of a script under `ps-worker --check`, as its process sees them. ps-worker compares the workers
-(worker/check/findings.py).
+"""Watches the first steps of a script under `ps-worker --check`, in the worker's process, and reports facts to ps-worker.
+
+ps-worker compares the facts of its workers (worker/check/findings.py).
 
 Rules
-- Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
-- After STEPS steps the script ends where it would take another one, by a SystemExit: `finally` blocks run, `except
-  Exception` does not see it.
-- It looks at one process, that of a worker. Others that are forked from the one that has imported torch, such as a server's
-  shards, and those that a worker forks have its hooks too, and pass through them.
-- Hooks of torch see an optimizer that DistributedOptimizer does not wrap, so a script that has none is told too.
-- torch.autograd.backward and DataLoader.__iter__ are replaced until the check ends: there it sees losses, and what is shuffled.
+- Each fact is an event "check", sent at once. So of a worker that hangs or fails the earlier facts are known.
+- After STEPS steps the next step ends the script by a SystemExit: `finally` blocks run, `except Exception` does not
+  catch it.
+- Only the worker's process is watched. Processes that are forked from the one that has imported torch, such as a
+  server's shards, and processes that a worker forks have the hooks too; there the hooks do nothing.
+- Torch's hooks also see optimizers that DistributedOptimizer does not wrap, so a script without it is reported too.
+- torch.autograd.backward and DataLoader.__iter__ are replaced until the check ends, to see losses and shuffled
+  datasets.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ Tell = Callable[..., None]
 
 
 class CheckedScript(SystemExit):
-    """The check has seen enough of this script."""
+    """Ends the script, because the check has all facts."""
 
 
 class ScriptWatch:
-    """The watch of this process. `tell(event, **values)`: one line to ps-worker."""
+    """Watches this process. `specs` are SPECs to encode an update with; `tell(event, **values)` sends a line to ps-worker."""
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell

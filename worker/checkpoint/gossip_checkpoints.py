@@ -1,4 +1,4 @@
-"""Checkpoints of a gossip worker: it writes its own model to files, because no server has it, and --resume begins with them.
+"""Checkpoints of a gossip worker: files of its own model, which no server has, and with which --resume begins.
 
 How it works
 1. A worker writes its model after each round whose number is a multiple of `every`. `every` is a power of two: about as
@@ -85,7 +85,7 @@ class GossipCheckpoints:
         return model
 
     def begin(self, number: int) -> None:
-        """The run begins at this round. At 0 it is another one than that of the files that were there before this worker."""
+        """Begin at this round. At round 0 the run is new, and files from before this worker's start are renamed."""
         self.began_s, self.begun = time.monotonic(), number
         there = [*self.folder.iterdir()] if self.keeps and not number and self.folder.is_dir() else []
         for path in (path for path in there if ROUND.fullmatch(path.name)):

@@ -1,6 +1,6 @@
-"""Shows the lines of the workers of ps-worker as they come, and how far the run is.
+"""The console of ps-worker: shows the lines of its workers as they arrive, and the progress of the run.
 
-On a terminal the latter is one live line under the others; elsewhere a plain line every few seconds.
+On a terminal the progress is one live line under the others; elsewhere it is a plain line every few seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""ps-worker at work: it launches N copies of a script against a server, its own embedded one when none is named.
+"""The launcher of ps-worker: starts N copies of a script against a server, or against an embedded server if none is named.
 
-It owns the child processes. Exit codes: docs/reference.md. Rules
-- Nothing outlives us, however we end: the embedded server ends with its stdin, a worker with NARROWS_PARENT_FD.
-- A child that ended well may leave behind what it likes.
+It owns the child processes. docs/reference.md lists the exit codes.
+
+Rules
+- No child outlives ps-worker, however ps-worker ends: the embedded server ends with its stdin, a worker with the pipe
+  of NARROWS_PARENT_FD.
+- A worker that ended without error may leave processes of its own running.
 """
 
 from __future__ import annotations

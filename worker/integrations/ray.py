@@ -1,10 +1,13 @@
 """Train on a Ray cluster: `train` starts the server and the workers of a run as actors, and waits for the model.
 
 Rules
-- Each actor keeps one command of ours running on its node: ray_actor.py.
-- Ray starts an actor again that died, alone or with its node. The others go on. A server goes on from its newest checkpoint.
-- A worker whose server is lost asks its actor where it is now. So it may be on another node.
-- Nothing is pickled but arguments of actors, by Ray. A function is called by its name in its file, which each node must have.
+- Each actor keeps one command, ps-serve or ps-worker, running on its node (ray_actor.py).
+- If an actor dies, alone or with its node, Ray starts it again, and the others go on. A server resumes from its newest
+  checkpoint.
+- If a worker loses its server, it asks the server's actor for the present address. So the server may move to another
+  node.
+- Ray pickles the arguments of actors, and nothing else is pickled. A function is called by its name in its file, which
+  each node must have.
 """
 
 from __future__ import annotations
@@ -31,26 +34,35 @@ from narrows.worker.integrations.ray_actor import END_S, THREADS, WAITERS, Comma
 from narrows.worker.integrations.ray_cities import Bounds, RayLimits, cities_of, command_of, run_flags
 
 LOOPBACK = ("127.", "localhost", "[::1]")
-ANSWER_S = 0.5  # for how far the actors are, each time
-PART_BYTES = 1 << 26  # of a model that is copied
-LAST_S = 10.0  # the same, once the run is over: nobody asks again
+ANSWER_S = 0.5  # wait for the actors' facts, each time they are asked
+PART_BYTES = 1 << 26  # part of a model that is copied at a time
+LAST_S = 10.0  # wait for the last facts, once the run is over
 SILENT_S = 30.0  # an actor that does not answer for so long has no node
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run is. `workers`, `servers`: those that answered, by index. `values`: means of what was recorded last."""
+    """The progress of the run, for `report`.
+
+    Attributes:
+        seconds: time since train() began.
+        clock: the clock of the run.
+        workers: facts of the workers that have answered, by index.
+        servers: facts of the servers that have answered, by index.
+        values: means of the newest recorded values over the workers.
+        nodeless: workers for which no node has room yet.
+    """
 
     seconds: float
     clock: int
     workers: Mapping[int, NodeFacts]
     servers: Mapping[int, NodeFacts]
     values: Mapping[str, float]
-    nodeless: int = 0  # workers that no node has room for so far
+    nodeless: int = 0
 
     @property
     def waits(self) -> str:
-        """For whom the run waits, a clause; "": for nobody."""
+        """A clause that says for which workers the run waits; "": none."""
         said = dict.fromkeys(facts.waits for facts in self.servers.values() if facts.waits)
         without = (
             [f"{self.nodeless} worker{'s have' if self.nodeless > 1 else ' has'} no node"] if self.nodeless else []
@@ -65,7 +77,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """`model`: path of model.safetensors in `checkpoint_dir`."""
+    """What train() returns. `model` is the path of model.safetensors in `checkpoint_dir`."""
 
     model: str
     checkpoint_dir: str
@@ -76,14 +88,17 @@ class Result:
 
 @dataclass(eq=False)
 class KeptActor:
-    """The actor of one command. `ends` and `asked` are references of Ray: to how its command ends, and to how far it is."""
+    """The actor of one command.
 
-    who: str  # as errors name it
+    `ends` and `asked` are references of Ray: to the result of the command, and to the answer to the newest question.
+    """
+
+    who: str  # its name in errors
     actor: Any
     city: int = 0
     ends: Any = field(init=False)
     asked: Any = None
-    asked_s: float = 0.0  # when
+    asked_s: float = 0.0  # time of that question
 
     def __post_init__(self) -> None:
         self.ends = self.actor.run.remote()
@@ -93,39 +108,42 @@ class KeptActor:
             self.asked, self.asked_s = self.actor.facts.remote(), now
 
     def owes_s(self, now: float) -> float:
-        """Return the seconds for which it has owed an answer."""
+        """Return for how many seconds the actor has not answered."""
         return 0.0 if self.asked is None else now - self.asked_s
 
     def silent(self, now: float) -> bool:
-        """It has no node, and may never have one."""
+        """Return whether the actor counts as one without a node."""
         return self.owes_s(now) > SILENT_S
 
     def ended(self) -> tuple[int, str] | None:
-        """Return the exit code of its command and its last lines, None while it has not ended for good."""
+        """Return exit code and last lines of the command; None until the command has ended for good."""
         ended: tuple[int, str] | None = ray.get(self.ends) if ray.wait([self.ends], timeout=0)[0] else None
         return ended
 
 
 @dataclass
 class Actors:
-    """All of a run, each at the index that it has in Progress: servers, that of the run first, and workers over all cities.
+    """All actors of a run: servers, the root first, and workers of all clusters. Progress has the same indices.
 
-    lows: by city, as many of its workers must not fail.
+    Attributes:
+        lows: for each cluster, the number of workers that must not fail.
     """
 
     lows: Sequence[int]
     servers: list[KeptActor] = field(default_factory=list)
     workers: list[KeptActor] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # placement groups
-    folder: str = ""  # of the checkpoints
+    folder: str = ""  # folder of the checkpoints
 
     def at_work(self, now: float) -> list[KeptActor]:
-        """Workers whose scripts go on."""
+        """Return the workers whose scripts still run."""
         return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
 
     def check(self, now: float, room_s: float) -> None:
-        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer are left than must be. An actor
-        that has had no node for `room_s` has failed too."""
+        """Raise NarrowsError if a server has failed, or so many workers of a cluster that fewer than its low are left.
+
+        An actor without a node for `room_s` seconds counts as failed.
+        """
         failed: dict[KeptActor, str] = {}
         for kept in (*self.servers, *self.workers):
             if ended := kept.ended():
@@ -194,32 +212,39 @@ def train(
     after_s: float = 600.0,
     **run: Any,
 ) -> Result:
-    """Train `script`, a path or a function, and return where the model is.
+    """Train a script on a Ray cluster, and return where the model is.
 
-    workers: how many, or (low, high): the run starts with low, and takes in more as there is room for them. With clusters, of
-    each that does not say.
-    shards, run: flags of ps-serve, such as sync and compress, and journal. None is one that is not given.
-    clusters: {"labels": a label selector of Ray, "workers": how many, or (low, high)}, one a cluster; both may be left out.
-    Each has a server that runs bsp and is a worker of the one above, which has the flags. labels: the selector of the server
-    above, and without clusters of all.
-    resources: of each worker, as Ray names them, {"CPU": 1} by default. strategy: of the placement group of a cluster's first
-    workers.
-    checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has
-    its optimizer's state from there. A run that has ended there is refused, but for one that has made fewer than `steps` steps.
-    Where the node of the server has another disk, a line on stderr says so at the start, and the model is copied from there at
-    the end.
-    keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so on.
-    host: where servers listen, the address of the node by default.
-    restarts: how often a script that failed is started again.
-    report: called with a Progress every `every_s` seconds.
-    room_s: seconds that a server, or one of the `low` workers of a cluster, may be without a node, at the start or later. A
-    cluster that makes nodes as they are asked for needs as long as that takes. A server whose caller of train was killed ends
-    after as many seconds, with a checkpoint; so `report` must not take that long.
-    after_s: seconds that scripts have, after the server above has ended, to evaluate and save. Then a script that goes on is
-    ended, a line on stderr names its worker, and train returns: the model is written by then.
+    If a worker's script fails, the run goes on without that worker as long as `low` workers are left.
 
-    Raises UsageError, and NarrowsError with the last lines of what failed. A worker whose script fails is done without while
-    `low` are left.
+    Args:
+        script: a path, or a function.
+        workers: the number of workers, or (low, high): the run starts with low workers, and admits more as nodes have
+            room for them. With `clusters` it holds for each cluster without a number of its own.
+        shards, run: flags of ps-serve, such as sync and compress, and journal. None: not given.
+        clusters: one {"labels": a label selector of Ray, "workers": a number, or (low, high)} for each cluster; both
+            entries may be left out. Each cluster has a server that runs bsp, and is a worker of the root, which has the
+            flags.
+        labels: the label selector of the root; without clusters, of all actors.
+        resources: the resources of each worker, as Ray names them; {"CPU": 1} by default.
+        strategy: the strategy of the placement group of a cluster's first workers.
+        checkpoint_dir: a folder on a disk of all nodes. A lost server resumes from it, and a restarted worker takes its
+            optimizer's state from it. If a run has ended there, train() refuses it, unless that run has taken fewer
+            than `steps` steps. If the server's node has another disk, a line on stderr says so at the start, and the
+            model is copied at the end.
+        keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so
+            on.
+        host: the address on which servers listen; by default that of their node.
+        restarts: how often a failed script is started again.
+        report: called with a Progress every `every_s` seconds.
+        room_s: seconds that a server, or one of the `low` workers of a cluster, may be without a node. A cluster that
+            creates nodes on demand needs as long as that takes. If the caller of train() is killed, the server ends
+            after as many seconds, with a checkpoint; so `report` must not take that long.
+        after_s: seconds that scripts have to evaluate and save after the root has ended. After that, scripts that still
+            run are ended, a line on stderr names their workers, and train() returns: the model is written by then.
+
+    Raises:
+        UsageError: an argument is wrong.
+        NarrowsError: a server or too many workers have failed; it has their last lines.
     """
     cities, limits = cities_of(clusters, workers, labels), RayLimits(every_s, room_s, after_s)
     words = run_flags(run, workers=len(clusters) or cities[0].low, shards=shards)

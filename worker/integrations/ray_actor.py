@@ -52,8 +52,10 @@ class NodeFacts:
 
 
 class CommandActor:
-    """An actor that keeps one command running on its node, until that ends for good. Its methods run in threads of their
-    own."""
+    """An actor that keeps one command running on its node until the command ends for good.
+
+    Ray runs its methods in threads of their own.
+    """
 
     def __init__(
         self,
@@ -66,10 +68,18 @@ class CommandActor:
         alone_s: float = math.inf,
         mark: str = "",
     ) -> None:
-        """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
-        `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
-        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long. mark: a file of its
-        folder, where that is on the disk of whoever asks."""
+        """Make the actor; `run` starts the command.
+
+        Args:
+            words: "serve" or "work", and the command's flags and arguments.
+            flag: the flag for the address of the server of actor `follows`.
+            follows: the actor of the server, if this command needs one.
+            label: the tag of this actor's metrics.
+            folder: the folder of a server's checkpoints.
+            host: the address on which a server listens; "": that of the node.
+            alone_s: seconds after which the actor ends if its facts are not asked for.
+            mark: a file that exists if the folder is on the same disk as the caller of train().
+        """
         self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
         self.host = ray.util.get_node_ip_address() if host == "" else host
         self.shares = not mark or Path(mark).exists()
@@ -92,7 +102,7 @@ class CommandActor:
             threading.Thread(target=self._until_alone, args=(alone_s,), daemon=True).start()
 
     def _until_alone(self, alone_s: float) -> None:
-        """End with whoever called train: Ray ends the workers with it, and no detached actor."""
+        """End after the caller of train() has died. Ray ends the workers with the caller, but not detached actors."""
         while (left_s := self.heard_s + alone_s - time.monotonic()) > 0:
             time.sleep(left_s)
         self.stop()

@@ -42,7 +42,7 @@ SHUFFLES = {"random": True, "sequential": False}  # Trainer's sampling strategie
 
 
 class Share(RunSampler):
-    """This worker's share of a Trainer's data; empty once the run is over, so that the Trainer takes no further step."""
+    """This worker's share of a Trainer's data; empty once the run is over, so that no further step is taken."""
 
     def __init__(self, trainer: Any, dataset: Any) -> None:
         args, self.trainer = trainer.args, trainer
@@ -180,7 +180,7 @@ class InRun(Base):  # type: ignore[misc]
         self.add_callback(Follows(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
-        """Train. Raises UsageError for a checkpoint of the Trainer in a run, which resumes from the servers' checkpoints."""
+        """Train. Raises UsageError for a Trainer's checkpoint in a run, which resumes from the servers' own."""
         if current().link is None:
             made = self.shared if self.shared is not None else self.optimizer
             if isinstance(made, DistributedOptimizer):  # a new one counts from step 0 anyway

@@ -68,7 +68,7 @@ def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key, before: bytes = 
 
 
 def decode(payload: Buffer, coding: ValueCoding, into: torch.Tensor) -> None:
-    """Decode the bytes of `encode` into a tensor of the same shape and dtype. Raises IncompatibleError for other bytes."""
+    """Decode bytes of `encode` into a tensor of the same shape and dtype. Raises IncompatibleError for others."""
     plain = coding.lossless or not into.is_floating_point()
     expected = into.numel() * into.element_size() if plain else coding.byte_count(into.numel())
     if len(payload) != expected:
