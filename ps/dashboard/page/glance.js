@@ -1,5 +1,6 @@
-// The page of a run. It shows the newest frame (ps/dashboard/history.py) and keeps nothing: a page that is opened late shows the same.
-// Names come from members: they reach the page as text, never as markup.
+// The page of a run. The page shows the newest frame (ps/dashboard/history.py) and keeps nothing, so a page that is opened late
+// shows the same.
+// Members choose their names, so names reach the page as text, never as markup.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -52,7 +53,7 @@ function showRun(frame) {
     ["pulled", bytes(frame.bytes_down)],
     ["less than fp32", frame.ratio ? `${frame.ratio >= 10 ? frame.ratio.toFixed(0) : frame.ratio.toPrecision(2)}×` : "–"],
   ];
-  // Above a tree the number of workers that this server waits for is that of its clusters.
+  // In a tree, run.workers counts this server's clusters, and frame.live all workers: show the latter alone.
   if (frame.members.some((member) => member.runs)) tiles[3][1] = String(frame.live);
   tiles.forEach(([name, value], index) => {
     const tile = $("tiles").children[index] || element("div", $("tiles"));
@@ -70,8 +71,8 @@ function showRun(frame) {
 
 // Its members.
 
-const rows = new Map(); // path -> what is on the page of it
-const strips = new Map(); // canvas -> the strip that it shows
+const rows = new Map(); // by path, the elements of a member's row
+const strips = new Map(); // by canvas, the strip on it
 const visible = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     strips.get(target).seen = isIntersecting;
@@ -124,7 +125,8 @@ function showMember(member, frame) {
   if (strip.seen) draw(cell.canvas);
 }
 
-// One column for each stretch of time: its height is how many steps were taken beside the fastest, its colours what their time went to.
+// Draw a column for each time bucket. Its height is the member's steps beside those of the fastest member; its colours are the
+// shares of computing, encoding and waiting.
 function draw(canvas) {
   const { strip, first, cells } = strips.get(canvas);
   const ratio = devicePixelRatio, width = canvas.clientWidth * ratio, height = canvas.clientHeight * ratio;
