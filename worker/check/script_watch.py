@@ -1,4 +1,4 @@
-"""Watches the first steps of a script under `ps-worker --check`, in the worker's process, and reports facts to ps-worker.
+"""Watches the first steps of a script under `ps-worker --check`, in the worker's process, and reports facts.
 
 ps-worker compares the facts of its workers (worker/check/findings.py).
 
@@ -49,24 +49,24 @@ class CheckedScript(SystemExit):
 
 
 class ScriptWatch:
-    """Watches this process. `specs` are SPECs to encode an update with; `tell(event, **values)` sends a line to ps-worker."""
+    """Watches this process. An update is encoded with `specs`; `tell(event, **values)` sends a fact to ps-worker."""
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell
-        self.process = os.getpid(), True  # and whether it is looked at
+        self.process = os.getpid(), True  # the watched pid, and whether it is a worker's
         self.wrapper: torch.optim.Optimizer | None = None
         self.model = torch.nn.Module()
-        self.parts: tuple[torch.optim.Optimizer, ...] = ()  # that the wrapper has
+        self.parts: tuple[torch.optim.Optimizer, ...] = ()  # the wrapped optimizers
         self.steps = self.beside = 0
-        self.within = False  # a step of the wrapper
+        self.within = False  # inside a step of the wrapper
         self.over = False
         self.known: dict[int, torch.Tensor] = {}  # parameters of the model when it was wrapped
         self.absent: set[str] = set()  # parameters that have had no gradient yet
         self.before: FloatArray | None = None  # the weights before the first step
-        self.lost_s = 0.0  # on looking, since the step before
-        self.loss: float | None = None  # that a backward pass since the step before began at, where it is not finite
-        self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
-        self.follows = set[str]()  # what of the script follows the run: session.follows
+        self.lost_s = 0.0  # seconds that the check itself took since the last step
+        self.loss: float | None = None  # the first loss since the last step that is not finite
+        self.rows: list[tuple[int, Any]] = []  # by table: all rows, and those of the newest step
+        self.follows = set[str]()  # what of the script follows the run (session.follows)
         self.forward = WatchedForward()
         self.replaced = torch.autograd.backward, DataLoader.__iter__
         torch.autograd.backward = self._backward
@@ -97,7 +97,7 @@ class ScriptWatch:
         self.tell("check", what=what, **values)
 
     def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        """A DistributedOptimizer is made; it has not joined yet."""
+        """Begin with a DistributedOptimizer that is being made and has not joined yet."""
         if not self.here:
             return
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
@@ -212,12 +212,12 @@ class ScriptWatch:
         self.lost_s, self.loss = 0.0, None
 
     def _scheduled(self) -> bool:
-        """Whether a scheduler of torch was made on an optimizer of the run: it wraps step()."""
+        """Return whether a torch scheduler was made on an optimizer of the run: a scheduler wraps step()."""
         every = [self.wrapper, getattr(self.wrapper, "inner", None), *self.parts]
         return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in every)
 
     def _beside(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that is not shared."""
+        """Report a step of an optimizer that DistributedOptimizer has not taken."""
         wrapped = any(optimizer is part for part in self.parts)
         self.beside += 1
         self._say("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
@@ -226,7 +226,7 @@ class ScriptWatch:
             raise CheckedScript(0)
 
     def _encoded(self) -> dict[str, list[float]]:
-        """By SPEC: bytes of an update of this model, and the seconds that it takes to encode it."""
+        """Return, by SPEC, the bytes of an update of this model and the seconds for encoding it."""
         engine = getattr(self.wrapper, "_engine", None)
         if engine is None or self.before is None:
             return {}
@@ -301,7 +301,7 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _sample(flat: FlatModel) -> FloatArray:
-    """A copy of the first weights, at most SAMPLE of them."""
+    """Return a copy of the first weights, at most SAMPLE values."""
     out = np.empty(min(flat.size, SAMPLE), np.float32)
     flat.read_keys(flat.begin, out)
     return out

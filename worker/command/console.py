@@ -39,7 +39,7 @@ class Console:
             )
 
     def out(self, line: str, of: str = "") -> None:
-        """A line of a script's stdout. `of`: whose, which a terminal is shown; a pipe or a file gets the line as it is."""
+        """Print a line of a script's stdout. A terminal also shows `of`, the name of its worker; a pipe or file does not."""
         self.stdout.line(of + line if _is_terminal(sys.stdout) else line)
 
     def err(self, line: str) -> None:
@@ -65,7 +65,7 @@ class Console:
             self.progress(text)
 
     def progress(self, line: str) -> None:
-        """Show how far the run is, unless that was just shown."""
+        """Show the progress of the run, unless it was just shown."""
         now = time.monotonic()
         if now < self.due or self.quiet:
             return

@@ -1,4 +1,4 @@
-"""The launcher of ps-worker: starts N copies of a script against a server, or against an embedded server if none is named.
+"""The launcher of ps-worker: starts N copies of a script, and an embedded server if no server is named.
 
 It owns the child processes. docs/reference.md lists the exit codes.
 
@@ -65,16 +65,16 @@ def _cores(sharing: int) -> int:
 
 @dataclass
 class LaunchedGroup:
-    """Processes that are one worker of the run: they start and end together."""
+    """The processes of one worker of the run. They start and end together."""
 
     members: range
-    lives: int  # how often it may be started again, -1: it has ended for good
+    lives: int  # restarts that are left; -1: the worker has ended for good
     token: str = ""
     port: int = 0  # where the processes meet
 
 
 class Launcher:
-    """One ps-worker: its children, and what they tell."""
+    """One ps-worker: its children and their events."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options = options
@@ -88,8 +88,8 @@ class Launcher:
             if options.group
             else [LaunchedGroup(range(i, i + 1), lives) for i in range(count)]
         )
-        self.codes: dict[int, int] = {}  # of children that have ended
-        self.felled: set[int] = set()  # that we ended, because another of their group had
+        self.codes: dict[int, int] = {}  # exit codes of children that have ended
+        self.felled: set[int] = set()  # children that were ended because another of their group had
         self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
         self.joined: set[int] = set()  # workers
         self.needs = [] if options.fresh else [*NEEDS]  # that are not imported yet
@@ -245,7 +245,7 @@ class Launcher:
 
     @property
     def _running(self) -> bool:
-        """Some worker has not ended."""
+        """True while a worker has not ended."""
         return len(self.codes.keys() - {SERVER}) < self.options.nproc
 
     def _take(self, timeout_s: float) -> None:
@@ -334,7 +334,7 @@ class Launcher:
         self.console.say(sentence)
 
     def _tell_left(self, index: int, token: str) -> None:
-        """Tell the coordinator that a child died, so that nobody waits for its lease."""
+        """Tell the coordinator that a child died, so that no worker waits for its lease to expire."""
         from narrows.protocols.runtime.network.key_files import member_key
         from narrows.worker.runtime.member_link import tell_left
 

@@ -320,7 +320,7 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
 
 
 def _marked(folder: str, name: str) -> str:
-    """Make the folder, and a file in it by which a server sees whether its node has the same disk. Raises UsageError."""
+    """Make the folder, and a file in it by which a server checks that its node has the same disk. Raises UsageError."""
     mark = Path(folder) / f".{name}"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)

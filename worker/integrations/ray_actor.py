@@ -39,16 +39,25 @@ LINES_MAX = 20  # of stderr, that an error shows
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what a worker
-    recorded last, in its newest step or after it; of one that made no step, what its script recorded."""
+    """The present state of one actor.
+
+    Attributes:
+        pid: the pid of the actor.
+        process: the pid of its command; 0: no command runs.
+        node: the id of its node in Ray.
+        starts: starts of the command by this actor.
+        last: the values that a worker recorded last.
+        waits: of a server, a clause that says for which members its run waits.
+        shares: the folder is on the same disk as the caller of train().
+    """
 
     pid: int
     process: int
     node: str
     starts: int
     last: Mapping[str, float] = field(default_factory=dict)
-    waits: str = ""  # of a server: for which members its run waits, a clause
-    shares: bool = True  # the disk of its folder with whoever called train
+    waits: str = ""
+    shares: bool = True
 
 
 class CommandActor:
@@ -138,7 +147,7 @@ class CommandActor:
             self.process.stdin.close()
 
     def without_server(self) -> None:
-        """The server has ended for good: end a worker that has not joined, which would ask for it until its time is over."""
+        """End a worker that has not joined: its server has ended for good, and it would dial until its limit."""
         if not self.joined:
             self.needless = True
             self._end()
@@ -217,7 +226,7 @@ class CommandActor:
         return code
 
     def _locked(self) -> int:
-        """A descriptor that holds the folder of checkpoints for this server: while another one lives, nobody reads it."""
+        """Lock the folder of checkpoints for this server, and return the descriptor of the lock."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         lock = os.open(Path(self.folder) / ".lock", os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + LOCK_S
