@@ -1,6 +1,10 @@
-"""The flags of a run, once: ps-serve takes them, and ps-worker for the server it embeds. Each has NARROWS_<FLAG>.
+"""The flags of a run, for ps-serve and for the server that ps-worker embeds. Each has a variable NARROWS_<FLAG>.
 
-`run` is the one way out of both commands: an error is one sentence on stderr and its exit code.
+How it works
+1. `RUN_FLAGS` has a row for each flag. `run_flags` makes click options of them, for both commands.
+2. `given` picks the flags that the user gave. `Settings` (protocols/config/settings.py) checks their values.
+3. A Python call with keywords goes through `as_given`; `words` makes a command line of flags.
+4. `run` ends both commands: an error becomes one sentence on stderr and an exit code.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.cli import output
 
-# How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
-# of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
+# Settings of glibc's allocator in processes that ps-serve and ps-worker start, unless the user sets them. Messages of a
+# few MiB come and go at every step. Giving their pages back to the kernel each time costs more than copying them.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk or a terminal that takes nothing
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # of a disk or terminal that takes no data
 
 DASHBOARD = "127.0.0.1:5550"
 
@@ -104,7 +108,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
 
 
 def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add every run flag to a click command; one that was not given arrives as None."""
+    """Add every run flag to a click command. A flag that the user does not give arrives as None."""
     for name, kind, default, text in reversed(RUN_FLAGS):
         flag = "--" + name.replace("_", "-")
         function = click.option(flag, name, type=kind, default=None, help=f"{text} [{default}]")(function)
@@ -120,13 +124,13 @@ dashboard_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.optio
 
 
 def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags of those who look at a run: "" where one was not given."""
+    """Add --dashboard and --metrics to a click command. A flag that the user does not give arrives as ""."""
     text = "serve figures of the run for Prometheus there, on loopback where no host is named; elsewhere as --dashboard [off]"
     return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
 
 
 class Bare(click.Command):
-    """A command whose --dashboard may stand alone, before words that are no address."""
+    """A command whose --dashboard may stand without a value, before words that are not an address."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         takes = {
@@ -142,11 +146,11 @@ class Bare(click.Command):
 
 
 class BareGroup(Bare, click.Group):
-    """The same, of a command with others below it."""
+    """The same for a command with subcommands."""
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
-    """The words of these flags on a command line. None was not given; True and False are --NAME and --no-NAME."""
+    """Return the words of these flags on a command line. None: leave out; True and False: --NAME and --no-NAME."""
     found = list[str]()
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -158,8 +162,15 @@ def words(values: Mapping[str, Any]) -> list[str]:
 
 
 def as_given(values: Mapping[str, Any], switches: Collection[str] = ()) -> dict[str, Any]:
-    """Those of `values`, keywords of a function, that are not None, each as its run flag takes it. `switches`: other flags,
-    which are True or False. Raises UsageError for a name that is no flag's, and for a value that its flag does not take."""
+    """Return the keywords of a function that are not None, each converted as its run flag converts it.
+
+    Args:
+        values: the keywords.
+        switches: names of further flags, which are True or False.
+
+    Raises:
+        UsageError: no flag has this name, or the flag does not take this value.
+    """
     kinds = {name: kind for name, kind, *_ in RUN_FLAGS}
     found = dict[str, Any]()
     for name, value in values.items():
@@ -180,9 +191,11 @@ def as_given(values: Mapping[str, Any], switches: Collection[str] = ()) -> dict[
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are run flags and were given.
+    """Return the run flags that the user gave.
 
-    Raises UsageError for -1 where Settings has -1 for a flag that was not given: the run would take its default in silence.
+    Raises:
+        UsageError: the user gave -1 to a flag for which Settings uses -1 as "not given": the run would silently take
+            the default.
     """
     unset = {field.name for field in fields(Settings) if field.default == NOT_GIVEN}
     found = {name: values[name] for name, *_ in RUN_FLAGS if values.get(name) is not None}

@@ -1,4 +1,4 @@
-"""plan.json on disk, and which host of it this machine is."""
+"""The file plan.json, and the host of the plan that is this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from narrows.protocols.errors import UsageError
 
 
 def read(file: str) -> Deployment:
-    """Raises UsageError, one sentence that names what is wrong."""
+    """Read a plan. Raises UsageError, one sentence that names the fault."""
     try:
         return parse(Path(file).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -18,14 +18,22 @@ def read(file: str) -> Deployment:
 
 
 def this_host(layout: Deployment, host: str) -> str:
-    """The name in the plan of this machine: what --host says, or its hostname. Raises UsageError where the plan lacks it."""
+    """Return the plan's name of this machine: `host` (--host), or the hostname.
+
+    Raises:
+        UsageError: the plan has no such host.
+    """
     name = host or socket.gethostname()
     layout.known(name)
     return name
 
 
 def key_file(path: str, flag: str) -> str:
-    """The file of a key of a plan: where `ps-serve keys add` has made it, or its name in this folder. Raises UsageError."""
+    """Return the file of a key of a plan: `path`, where `ps-serve keys add` made it, or its name in this folder.
+
+    Raises:
+        UsageError: neither file exists.
+    """
     given = Path(path)
     for each in (given, Path(given.name)):
         if each.exists():

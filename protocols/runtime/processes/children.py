@@ -1,14 +1,21 @@
-"""The child processes of a command, and what they say, in one bounded queue.
+"""The child processes of a command. All that they write comes to the command in one bounded queue of events.
+
+How it works
+1. `prepare` starts a fork server (fork_server.py), or takes the one that was forked with this command.
+2. `start` makes pipes for the child. The fork server forks the child, or if it cannot, `subprocess` starts one.
+3. A thread for each pipe reads lines and puts an event for each into `events`. The command takes them with `next`.
+4. A thread for each child waits for its end, then for the end of its pipes, and puts the event "exit".
 
 Rules
-- A child leads a process group: Ctrl-C reaches it through us, once, and what it started can be ended with it.
-- An event is (index of the child, kind, value). A line of a pipe of kind "event" is a JSON object: its "event" is the kind, and
-  it the value. A line of any other pipe is the value, with the kind of the pipe.
-- "exit" is the last event of a child, with its code: it comes once its pipes are read.
-- Children are forked by a nursery (fork_server.py) from its first event "ready" on. Before that, and where that says
-  why there is no fork, each is an interpreter of its own. The nursery's "say" is what it does meanwhile.
-- A nursery that dies takes no child along: the system makes the command their parent (`PR_SET_CHILD_SUBREAPER`). Another
-  nursery imports the same in silence; until it is ready, each child is an interpreter of its own.
+- A child leads a process group. So Ctrl-C reaches it through the command, once, and its own children can be killed with
+  it.
+- An event is (index of the child, kind, value). A line of a pipe of kind "event" is a JSON object: the event's kind is
+  its field "event", and its value the object. A line of any other pipe is a value, with the kind of the pipe.
+- "exit" is the last event of a child, with its exit code: it comes once the child's pipes are read.
+- The fork server forks from its first event "ready" on. Before that, and if "ready" says why it cannot fork, each child
+  is an interpreter of its own. The event "say" tells what the fork server is doing.
+- The death of a fork server ends no child: the system makes the command their parent (`PR_SET_CHILD_SUBREAPER`). A new
+  fork server imports the same, without events. Until it is ready, each child is an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -31,16 +38,16 @@ from typing import Any
 from narrows.protocols.runtime.cli.output import text_of
 from narrows.protocols.runtime.processes import fork_server, signals
 
-EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
-PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
-FORK_S = 30.0  # a fork takes milliseconds, and on a machine that swaps longer
-NURSERY = -9  # in place of a child's index
-STARTED_BY = (
-    "NARROWS_STARTED_BY"  # who may be the parent of a child, after commas: of what that starts in turn, others are
-)
+EVENTS_MAX = 100_000  # lines in the queue; with more, the children that write them wait
+PIPES_END_S = 2.0  # limit of reading an ended child's pipes: a process that it left behind may keep them open for ever
+FORK_S = 30.0  # limit of a fork: it takes milliseconds, and longer on a machine that swaps
+NURSERY = -9  # the fork server's index, in place of a child's
+# Variable of a child: the pids that may be its parent, separated by commas. A process whose parent is another one was
+# started by the child in turn.
+STARTED_BY = "NARROWS_STARTED_BY"
 GONE = "the process that forks them has ended"
-NURSERIES_MAX = 20  # that take the place of one that died
-NURSERY_END_S = 5.0  # a process whose socket has ended is gone within milliseconds
+NURSERIES_MAX = 20  # fork servers started in place of one that died
+NURSERY_END_S = 5.0  # limit of waiting for a fork server whose socket has ended: it dies within milliseconds
 PR_SET_CHILD_SUBREAPER = 36
 
 Event = tuple[int, str, Any]
@@ -51,7 +58,7 @@ class StartedChild:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stdin = -1  # where its stdin is ours
+        self.stdin = -1  # the command's end of the child's stdin; -1: the command has none
         self.code: int | None = None  # once it has ended; negative: by this signal
         self._over = threading.Event()
 
@@ -60,12 +67,12 @@ class StartedChild:
         self._over.set()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit code, or None after `timeout_s`."""
+        """Wait for the child's end. Returns its exit code, or None after `timeout_s`."""
         self._over.wait(timeout_s)
         return self.code
 
     def reap(self) -> int:
-        """Wait for it where it is our own; returns its exit code."""
+        """Wait for a child of this very process. Returns its exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def signal(self, number: int) -> None:
@@ -74,7 +81,7 @@ class StartedChild:
                 os.kill(self.pid, number)
 
     def pass_on(self, number: int) -> None:
-        """Send this signal where the process handles it, else SIGINT: Python then leaves `with` and `finally` in order."""
+        """Send this signal if the process handles it, else SIGINT: Python then leaves `with` and `finally` in order."""
         self.signal(number if self._handles(number) else signal.SIGINT)
 
     def _handles(self, number: int) -> bool:
@@ -86,14 +93,14 @@ class StartedChild:
         return bool(int(caught, 16) >> (number - 1) & 1)
 
     def kill(self) -> None:
-        """It and whatever it started. A nursery that was given to us leads no group."""
+        """Kill the child and all processes of its group. A fork server that was forked with this command leads none."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             self.signal(signal.SIGKILL)
 
     def write(self, line: str) -> None:
-        """Give it a line, if it is still there."""
+        """Write a line to the child's stdin, if the child still reads."""
         with contextlib.suppress(BrokenPipeError):
             if self.stdin >= 0:
                 os.write(self.stdin, line.encode() + b"\n")
@@ -105,26 +112,31 @@ class StartedChild:
 
 
 class ChildProcesses:
-    """Starts children, and hears them."""
+    """Starts children, and collects their events."""
 
     def __init__(self) -> None:
         self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
         self.given = fork_server.ForkedEnvironment.take()
         self.hash_seed = (self.given and self.given.hash_seed) or str(secrets.randbelow(1 << 32))
         self.nursery: StartedChild | None = None
-        self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
-        self.nurseries = 0  # that took the place of one that died
-        self.needs: list[tuple[str, str]] = []  # of all nurseries
+        self.why: str | None = None  # why the fork server does not fork; "": it does; None: it is not ready yet
+        self.nurseries = 0  # fork servers started in place of one that died
+        self.needs: list[tuple[str, str]] = []  # imports and calls of every fork server
         self.closing = False
-        self.forked: dict[int, StartedChild] = {}  # by it, that have not ended
-        self.answers: queue.Queue[StartedChild | str] = queue.Queue()  # of the nursery: a child, or why there is none
+        self.forked: dict[int, StartedChild] = {}  # pid -> child of the fork server that has not ended
+        self.answers: queue.Queue[StartedChild | str] = queue.Queue()  # a forked child, or why there is none
 
     @property
     def forks(self) -> bool:
         return self.why == ""
 
     def prepare(self, env: Mapping[str, str], needs: Sequence[tuple[str, str]]) -> None:
-        """Have a nursery, in the environment that all children share; `needs` as in fork_server.py. "ready" is to come."""
+        """Start a fork server. The event "ready" comes later.
+
+        Args:
+            env: the environment that all children share.
+            needs: modules to import and functions to call, as in fork_server.py.
+        """
         if not fork_server.POSSIBLE:
             self._ready("they can be forked on Linux only")
             return
@@ -135,30 +147,30 @@ class ChildProcesses:
         threading.Thread(target=self._hear_nursery, daemon=True).start()
 
     def need(self, needs: Sequence[tuple[str, str]]) -> None:
-        """Let the nursery import more, and say "ready" again; until then it forks nothing."""
+        """Have the fork server import more. It forks nothing until it says "ready" again."""
         self.needs += needs
         self._ask(needs)
 
     def _ask(self, needs: Sequence[tuple[str, str]]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and whoever hears it says so
+        with contextlib.suppress(OSError):  # the fork server has ended; the thread that reads its messages handles that
             self.port.send(json.dumps(["need", [*needs]]).encode())
 
     def _given(self, env: Mapping[str, str]) -> socket.socket | None:
-        """The socket of the nursery that was forked with this command, if its children may have that one's hash seed."""
+        """Return the socket of the fork server that was forked with this command, if its hash seed suits."""
         if (given := self.given) is None:
             return None
         nursery = StartedChild(given.pid)
         threading.Thread(target=self._wait, args=(NURSERY, nursery, nursery.reap, ()), daemon=True).start()
         if env.get("PYTHONHASHSEED", given.hash_seed) != given.hash_seed:
-            given.port.close()  # which ends it
+            given.port.close()  # this ends the fork server
             return None
         self.nursery = nursery
         return given.port
 
     def _own(self, env: Mapping[str, str]) -> socket.socket:
         port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The hash seed is known, so that a command among the children can tell it. OpenBLAS makes its threads when it is
-        # loaded: a child asks for more.
+        # The hash seed is set, so that a command among the children knows it. OpenBLAS makes its threads when it is
+        # loaded: one here, and a child asks for more.
         env = {"PYTHONHASHSEED": self.hash_seed, **env, "OPENBLAS_NUM_THREADS": "1"}
         passed = {fork_server.SOCKET: theirs.fileno()}
         self.nursery = self.start(NURSERY, fork_server.WORDS, env, listens={1: "err", 2: "err"}, passed=passed)
@@ -166,7 +178,7 @@ class ChildProcesses:
         return port
 
     def close(self) -> None:
-        """End the nursery."""
+        """End the fork server."""
         self.closing = True
         if self.nursery is not None:
             self.nursery.kill()
@@ -185,11 +197,18 @@ class ChildProcesses:
         name: str = "",
         nests: bool = False,
     ) -> StartedChild:
-        """Start python with these words.
+        """Start a Python process.
 
-        listens: the kind of what comes on a descriptor (1, 2), or on one whose number is in a variable. stdin: it gets a pipe.
-        passed: descriptors of ours, by the variable that names them to the child. name: as `top` shows it, where it is forked.
-        nests: it is a command, which has children of its own.
+        Args:
+            index: of the child, in its events.
+            words: the words that follow `python`.
+            env: its environment.
+            listens: the descriptors to read, each with the kind of its events. A descriptor is 1 or 2, or a new one
+                whose number the child finds in this variable.
+            stdin: the child's stdin is a pipe, for `StartedChild.write`.
+            passed: descriptors of this process for the child, each by the variable that names its number.
+            name: of the process, as `top` shows it, if it is forked.
+            nests: the child is a command, and has children of its own.
         """
         standard, handed = [os.open(os.devnull, os.O_RDWR), 1, 2], dict(passed or {})
         pipes: list[tuple[str, int]] = []
@@ -240,8 +259,8 @@ class ChildProcesses:
         standard: Sequence[int],
         handed: Mapping[str, int],
     ) -> tuple[StartedChild, Callable[[], int | None]] | None:
-        """A child of the nursery, or None where it does not fork."""
-        # As exec hands them down.
+        """Have the fork server fork a child. Returns the child and a function that waits for it; None: no fork."""
+        # The child ignores the signals that this process ignores, as after exec.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
         assert self.nursery is not None
         own = {**env, STARTED_BY: f"{self.nursery.pid},{os.getpid()}"}
@@ -257,7 +276,7 @@ class ChildProcesses:
         return None
 
     def _ready(self, why: str) -> None:
-        if not self.why:  # it is said once
+        if not self.why:  # the event comes once
             self.why = why
             self.events.put((NURSERY, "ready", {"why": why}))
 
@@ -269,7 +288,7 @@ class ChildProcesses:
                 if kind == "pid":
                     forked[values[0]] = child = StartedChild(values[0])
                     if not self.forks:
-                        child.kill()  # it came too late: another one was started in its place
+                        child.kill()  # the answer came too late: another child was started in its place
                     answers.put(child)
                 elif kind == "ended":
                     forked.pop(values[0]).ended(values[1])
@@ -288,7 +307,7 @@ class ChildProcesses:
         else:
             self._ready(GONE)
         answers.put(GONE)
-        nursery.wait(NURSERY_END_S)  # then its children are ours
+        nursery.wait(NURSERY_END_S)  # after its end, its children are children of this process
         for child in forked.values():
             threading.Thread(target=self._adopt, args=(child,), daemon=True).start()
         if goes_on and self.nurseries < NURSERIES_MAX:
@@ -299,7 +318,7 @@ class ChildProcesses:
             self._hear_nursery()
 
     def _adopt(self, child: StartedChild) -> None:
-        """Wait for a child of a nursery that has died."""
+        """Wait for a child of a fork server that has died."""
         try:
             if self.closing or not self.adopts:
                 raise ChildProcessError
@@ -310,7 +329,7 @@ class ChildProcesses:
         child.ended(code)
 
     def next(self, timeout_s: float) -> Event | None:
-        """The next event, or None after `timeout_s`."""
+        """Return the next event, or None after `timeout_s`."""
         try:
             return self.events.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -320,10 +339,10 @@ class ChildProcesses:
         with open(fd, "rb") as stream:
             for line in stream:
                 if kind != "event":
-                    # A progress bar is written over and over: what it ended with is the line.
+                    # A progress bar overwrites its line many times: only its last text counts.
                     text = text_of(line).rstrip("\n")
                     self.events.put((index, kind, text.rstrip("\r").rpartition("\r")[2]))
-                elif line.endswith(b"\n"):  # else the last line of one that was killed while it wrote it
+                elif line.endswith(b"\n"):  # without it: the half line of a child that was killed in the middle
                     self.events.put((index, *event_of(line.decode(errors="replace").rstrip("\n"))))
 
     def _wait(
@@ -338,8 +357,11 @@ class ChildProcesses:
 
 
 def _adopt_orphans(on: bool) -> bool:
-    """Become the parent of descendants whose parent dies from now on, in place of the system's first process, or do so no
-    more. False: the kernel refuses."""
+    """Become the parent of descendants whose parent dies, in place of the system's first process, or stop being so.
+
+    Returns:
+        False if the kernel refuses.
+    """
     try:
         return int(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)) == 0
     except (OSError, AttributeError):
@@ -347,7 +369,7 @@ def _adopt_orphans(on: bool) -> bool:
 
 
 def event_of(text: str) -> tuple[str, Any]:
-    """Return kind and value of the event that a line holds: ("err", the line) where a library has written to the pipe too."""
+    """Return kind and value of the event in a line; ("err", the line) for the text of a library on the same pipe."""
     try:
         event = json.loads(text)
         return event["event"], event

@@ -1,15 +1,25 @@
-"""The nursery: a process that imports what children of a command need, once, and forks each of them.
+"""The fork server: a process that imports once what the children of a command need, and forks each child.
+
+How it works
+
+    command                                     fork server                              child
+    ["need", needs]              ---------->    imports, calls
+                                 <----------    ["say", text], ["ready", why not]
+    ["fork"] + descriptors       ---------->    forks              ------------------>   becomes `python WORDS`
+                                 <----------    ["pid", number] or ["refused", why]
+                                 <----------    ["ended", pid, code]                     ends
+
+All messages are JSON lists on a Unix socket. Beside "fork" come descriptors. The first is of memory with the fields of
+a `ForkRequest` as JSON: an environment may be longer than any message of a socket.
 
 Rules
-- It forks while it has one thread and no device, and else says why not: then each child is an interpreter of its own.
-- The command names what is imported, and called. None of it may start a pool of threads or open a device.
-- It ends with the socket to its command. Its children end by their own pipes.
-- A child that is a command with children of its own gets a nursery too, which is forked from it as it begins: what is imported
-  is imported once for all of them.
-- Its command says JSON lists to it: ["need", needs], ["fork"]. Beside "fork" come descriptors. The first is of memory with
-  the fields of a Request as JSON: an environment may be longer than any message of a socket.
-- It says JSON lists to its command: ["say", text], ["ready", why not], ["pid", number], ["refused", why],
-  ["ended", pid, code].
+- The fork server forks only while it has one thread and no open device. Otherwise it says why not, and the command
+  starts each child as an interpreter of its own.
+- The command names the modules to import and the functions to call. None of them may start a pool of threads or open a
+  device.
+- The fork server ends when the socket to its command ends. Its children end by their own pipes.
+- A child that is a command with children of its own gets a fork server too, forked from the child as it begins. So all
+  of them share one import.
 """
 
 from __future__ import annotations
@@ -30,17 +40,17 @@ from typing import Any
 
 from narrows.protocols.runtime.processes import interpreter, signals
 
-# It leaves no name in __main__, which becomes that of a script, and no folder that a script has not on its path.
+# These words leave no name in __main__, which becomes a script's, and no folder on sys.path that a script lacks.
 WORDS = [
     "-c",
     "__import__('sys').flags.safe_path or __import__('sys').path.pop(0);"
     "__import__('narrows.protocols.runtime.processes.fork_server', fromlist=['main']).main()",
 ]
 SOCKET = "NARROWS_NURSERY_FD"
-GIVEN = "NARROWS_NURSERY"  # to a command that was forked: socket, pid and hash seed of its nursery
+GIVEN = "NARROWS_NURSERY"  # variable of a command that was forked: socket, pid and hash seed of its fork server
 _told = os.environ.get("PYTHONHASHSEED", "")
-HASH_SEED = _told if _told.isdigit() else ""  # that this interpreter began with, where it is known
-MESSAGE_BYTES_MAX = 1 << 16  # of a line between a nursery and its command; the kernel's buffer holds one of them
+HASH_SEED = _told if _told.isdigit() else ""  # with which this interpreter began; "": unknown
+MESSAGE_BYTES_MAX = 1 << 16  # of a message between a fork server and its command; the kernel's buffer holds one
 REQUEST_BYTES_MAX = 1 << 26  # exec takes 6 MB of words and environment at most, and a character is 6 in JSON
 DESCRIPTORS_MAX = 17
 POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
@@ -48,7 +58,7 @@ DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def unfit() -> str:
-    """Why this process must not be forked, "" where it may be."""
+    """Return why this process must not fork; "" if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"{threads} threads are alive after the imports"
@@ -66,18 +76,18 @@ def unfit() -> str:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A child that is to be started, with descriptors beside: stdin, stdout, stderr, and those of `handed`."""
+    """The request for a child. Descriptors travel beside it: stdin, stdout, stderr, and those of `handed`."""
 
-    words: Sequence[str]  # what follows `python`
+    words: Sequence[str]  # the words that follow `python`
     env: dict[str, str]
-    folder: str  # where it begins
-    name: str
-    handed: Sequence[str]  # variables that are to hold the numbers of descriptors
-    ignored: Sequence[int]  # signals
-    nests: bool  # it is a command, and has children of its own
+    folder: str  # the child's working directory
+    name: str  # of the process, as `top` shows it
+    handed: Sequence[str]  # variables that get the numbers of the further descriptors
+    ignored: Sequence[int]  # signals that the child ignores
+    nests: bool  # the child is a command, and has children of its own
 
     def send(self, port: socket.socket, fds: Sequence[int]) -> None:
-        """Ask the nursery at the other end of `port`. `fds`: see above. Raises OSError."""
+        """Send the request to the fork server at the other end of `port`, with the descriptors. Raises OSError."""
         with open(os.memfd_create("narrows-request"), "w+b") as memory:
             memory.write(json.dumps(asdict(self)).encode())
             memory.seek(0)
@@ -85,26 +95,26 @@ class ForkRequest:
 
     @staticmethod
     def taken(fd: int) -> ForkRequest:
-        """The request in this memory, which is closed."""
+        """Read the request from this memory, and close the descriptor."""
         with open(fd, "rb") as memory:
             return ForkRequest(**json.loads(memory.read(REQUEST_BYTES_MAX)))
 
 
-Begins = Callable[[], Any]  # what a child is to do; it returns the same of a child of its own, or None
+Begins = Callable[[], Any]  # the task of a child; returns the task of a child that it forked itself, or None
 
 
 class ForkServer:
-    """One command's nursery, at the other end of `port`."""
+    """The fork server of one command; the command is at the other end of `port`."""
 
     def __init__(self, port: socket.socket) -> None:
         self.port = port
         self.poll = select.poll()
         self.poll.register(port, select.POLLIN)
         signals.leave_to_parent()
-        self.running: dict[int, int] = {}  # children that have not ended, by their pidfd
+        self.running: dict[int, int] = {}  # pidfd -> pid of each child that has not ended
 
     def run(self) -> Begins:
-        """Import and fork on request. Returns in a child only, with what it is to do."""
+        """Import and fork on request. Returns only in a child, with the child's task."""
         with contextlib.suppress(ConnectionError):
             while True:
                 for fd, _ in self.poll.poll():
@@ -161,7 +171,7 @@ class ForkServer:
                     os.close(fd)
                 return self._begins(fds, request)
             os.close(led)
-            os.read(leads, 1)  # its end: the child leads its group, so that it can be ended
+            os.read(leads, 1)  # returns at the pipe's end: the child leads its group now, so killing the group works
             os.close(leads)
             watched = os.pidfd_open(pid)
             self.running[watched] = pid
@@ -190,7 +200,14 @@ class ForkServer:
 
 
 def _nest(fds: Sequence[int]) -> ForkServer | None:
-    """Fork a nursery from a command that begins; returns it there. `fds`: those of the command alone."""
+    """Fork a fork server from a command that begins.
+
+    Args:
+        fds: descriptors that only the command keeps.
+
+    Returns:
+        None in the command; the fork server in the new process.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if pid := os.fork():
         theirs.close()
@@ -208,15 +225,15 @@ def _nest(fds: Sequence[int]) -> ForkServer | None:
 
 @dataclass(frozen=True)
 class ForkedEnvironment:
-    """The nursery that was forked with this command, at the other end of `port`."""
+    """The fork server that was forked with this command, at the other end of `port`."""
 
     port: socket.socket
     pid: int
-    hash_seed: str  # "": nobody knows it
+    hash_seed: str  # "": unknown
 
     @staticmethod
     def take() -> ForkedEnvironment | None:
-        """Return it where there is one, once. Nothing that this process starts hears of it."""
+        """Return it at the first call, if there is one. Processes that this command starts do not inherit it."""
         fd, pid, hash_seed = os.environ.pop(GIVEN, "  ").split(" ")
         if not fd:
             return None

@@ -1,8 +1,9 @@
-"""Makes a forked process what a fresh interpreter is that was started as `python WORDS`.
+"""Makes a forked process equal to a fresh interpreter that was started as `python WORDS`.
 
 Rules
-- A fresh interpreter does what cannot be the same here: the process becomes one.
-- Nothing of ours is in a traceback, and the interpreter itself ends the process: exit code, exit handlers, threads, signals.
+- If something cannot be equal in a forked process, the process becomes a fresh interpreter (exec).
+- No frame of Narrows is in a traceback. The interpreter itself ends the process: exit code, exit handlers, threads,
+  signals.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, TracebackType
 
-WORKER = "NARROWS_RECORD_FD"  # a worker has it until its session is there, which then sees to Ctrl-C itself
-COMM_CHARACTERS = 15  # what Linux keeps of a process's name
+WORKER = "NARROWS_RECORD_FD"  # a worker has this variable until its session has begun; the session handles Ctrl-C then
+COMM_CHARACTERS = 15  # of a process's name, at most (Linux)
 BLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")]
 
 
 def begin(name: str, env: Mapping[str, str]) -> None:
-    """Take this environment, and give up what no two processes share."""
+    """Take this environment, and renew what no two processes may share, such as random seeds."""
     forked = dict(os.environ)
     os.environ.clear()
     os.environ.update(env)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:COMM_CHARACTERS])
-    # Python's own generator is seeded anew at a fork. On a device torch begins with the same seed in every process.
+    # Python seeds its own generator anew at a fork. On a device torch begins with the same seed in every process.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    tempfile.tempdir = None  # looked up again, by the variables of now
+    tempfile.tempdir = None  # tempfile looks it up again, in the new environment
     changed = {key: int(env[key]) for key in THREADS if env.get(key, "").isdigit() and env[key] != forked.get(key)}
     for key, count in changed.items():
         THREADS[key](count)
@@ -49,7 +50,7 @@ def _torch_threads(count: int) -> None:
 
 
 def _blas_threads(count: int) -> None:
-    """NumPy's OpenBLAS makes its threads when it is loaded, and no more than there are cores."""
+    """Set the threads of NumPy's OpenBLAS, which reads its variable when loaded; at most one for each core."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "openblas" in line}
     for path in paths:
@@ -70,7 +71,7 @@ def run(words: list[str]) -> None:
     folders = [] if os.environ.get("PYTHONSAFEPATH") else [folder]
     path = os.path.join(os.getcwd(), words[0])
     code = None if module else _code(path)
-    # A module that is imported already would run a second time, with a warning.
+    # exec, because a module that is imported already would run a second time, with a warning.
     if any(map(_shadows, folders)) or (module in sys.modules if module else code is None):
         os.execv(sys.executable, [sys.executable, *words])
     sys.orig_argv = [sys.executable, *words]
@@ -80,7 +81,7 @@ def run(words: list[str]) -> None:
         if code is None:
             runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what the interpreter itself calls
         else:
-            main = sys.modules["__main__"]  # as the interpreter made it: what called us left no name in it
+            main = sys.modules["__main__"]  # as the interpreter made it: the fork server left no name in it
             main.__dict__.update(__file__=path, __cached__=None)
             main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
             exec(code, main.__dict__)
@@ -92,7 +93,7 @@ def run(words: list[str]) -> None:
 
 
 def _code(path: str) -> CodeType | None:
-    """The code of a script; None for what is none: an option, a folder, a zip file, what is no Python."""
+    """Return the code of a script; None for anything else: an option, a folder, a zip file, text that is not Python."""
     try:
         with io.open_code(path) as file:
             return compile(importlib.util.decode_source(file.read()), path, "exec", dont_inherit=True)
@@ -101,7 +102,7 @@ def _code(path: str) -> CodeType | None:
 
 
 def _shadows(folder: str) -> bool:
-    """Whether a module beside the script has the name of one that was imported already, and that `import` would give it."""
+    """True if a module beside the script has the name of a module that the fork server has imported already."""
     suffixes = tuple(importlib.machinery.all_suffixes())
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return any(
@@ -113,7 +114,7 @@ def _shadows(folder: str) -> bool:
 
 
 def _hide_our_frames() -> None:
-    """Let the interpreter show the error that is under way without the frames of this package."""
+    """Have the interpreter show the error that is being raised without the frames of this package."""
     shows = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
