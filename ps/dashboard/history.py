@@ -305,7 +305,7 @@ class RunHistory:
 
     @property
     def left_seconds(self) -> float | None:
-        """Seconds until the slowest worker has made the steps that its script announced; None: none are left."""
+        """Seconds until the slowest worker has made the steps that its script announced; None: none known."""
         left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
         return max(left, default=0.0) or None
 

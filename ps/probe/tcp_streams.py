@@ -1,5 +1,15 @@
 """Plain TCP streams for a measurement: the sending end and the receiving end.
 
+How it works
+
+    SendingStream.run                        ReceivingStream.run
+      | ---- zeros, in chunks -------------> |    first byte: the end of all streams of the phase is set
+      |   marks: bytes delivered, by TcpInfo |    marks: bytes received
+      | <------------------------- reset --- |    at that end; or the sender has sent all its bytes and stops
+
+Each end then makes figures of its marks (flows.py). `figures` has those of a sender, `received_figures` those of all
+receivers of a phase.
+
 Rules
 - Buffers have a fixed size, and every wait ends with the measurement (`MeasurementTime`).
 - The receiver ends a stream by a reset, because at 1 Mbit/s the buffered bytes would take seconds. A sender stops after

@@ -4,6 +4,17 @@ The upper level has a population of balanced partitions of the hosts into groups
 and mutated. The lower level, `Costs.arrange`, finds the order of groups and the matchings between them. Between the two
 levels `gains.descend` moves hosts by gains, and only its result is priced. Each layout that is priced is one
 evaluation, good or not. The same arguments give the same plan.
+
+How it works
+
+1. `plan` counts the partitions. If they are few, it prices each one, and is done.
+2. `LayoutSearch.run` fills a population with partitions. Each is random, or on many hosts a walk to near hosts, and is
+   `settled`: moved by gains until no move gains.
+3. Then two partitions are crossed, the child is mutated and settled, and replaces the worse parent if it is no worse.
+
+       two of the population -> crossed -> mutated -> settled -> the worse of the two
+
+4. The search ends when its evaluations are spent.
 """
 
 from __future__ import annotations
