@@ -1,9 +1,17 @@
-"""Keys on the wire (CURVE): by which pair of keys a socket speaks, whom it answers, and what a failed handshake means.
+"""Keys on the wire (CURVE): the keys of a socket, the keys that it admits, and the reasons of a failed handshake.
+
+How it works
+1. `listens` gives a listening socket the server's keys. `dials` gives a dialling socket its own keys, and the public
+   key that the other end must have.
+2. `CurveAuthenticator` runs a thread (ZAP). For each new connection it asks `CurveKeys.admits` about the public key.
+3. `ListenerMonitor` runs a thread for a listening socket: it reports failed handshakes and ended connections, and ends
+   strangers (connections.py).
+4. `HandshakeMonitor` watches one dialled connection. Its owner polls it and asks `take` why a handshake has failed.
 
 Rules
-- A public key is written as 64 hex digits. Both ends of a connection know the other's before it carries anything.
-- Who may dial is asked once for each connection, on a thread of its own (ZAP), and by whoever reads its messages again.
-- A handshake that fails says why to whoever dials, as far as ZeroMQ tells it: see `HandshakeMonitor`.
+- A public key is written as 64 hex digits. Each end of a connection knows the other's key before any message passes.
+- `admits` is asked once for each connection. The reader of the messages checks each sender again.
+- A dialler learns why its handshake failed, as far as ZeroMQ tells: see `HandshakeMonitor`.
 """
 
 from __future__ import annotations
@@ -27,17 +35,17 @@ from narrows.protocols.addresses import parted
 from narrows.protocols.runtime.network.connections import Connections
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-EVENT = struct.Struct("=Hi")  # what a monitor tells: its kind, and a value
-PROBE_S = 1.0  # a greeting comes at once, or not at all
+EVENT = struct.Struct("=Hi")  # an event of a monitor: its kind, and a value
+PROBE_S = 1.0  # limit of waiting for a greeting: it comes at once, or not at all
 GREETING_BEGINS = b"\xff" + bytes(8) + b"\x7f\x03"  # ZMTP 3: signature and version
 GREETING_BYTES, GREETING_NAMES = 64, slice(12, 32)  # how long it is, and where it has the name of the mechanism
-LOOK_S = 0.25  # between two looks at what strangers have sent
+LOOK_S = 0.25  # interval of checking how much strangers have sent
 NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
 STRANGE_MAX = (
     4  # handshakes that end without a reason with one who greets as we do, over so many seconds: once may be chance
 )
 STRANGE_S = 0.5
-FAULTS_MAX = 1000  # library errors in a row, with nothing read between them: no connection causes these
+FAULTS_MAX = 1000  # library errors in a row, without a successful read between them: no single connection causes these
 LIBRARY = (zmq.ZMQError, OSError, ValueError, struct.error)  # what pyzmq and the modules below it raise while they read
 
 
@@ -55,7 +63,7 @@ class LibraryFaults:
         self._row = 0
 
     def add(self, what: str, error: Exception) -> None:
-        """Counts `error`, which was raised while the thread read `what`."""
+        """Count `error`, which was raised while the thread read `what`."""
         known = isinstance(error, (zmq.ZMQError, OSError))  # other texts may hold what a stranger sent
         text = f"{what} could not be read ({error if known else type(error).__name__})"
         self.counts[text] += 1
@@ -66,13 +74,13 @@ class LibraryFaults:
             self.broken = error
 
     def well(self) -> None:
-        """A read has succeeded: the row ends."""
+        """Note a successful read: the row of errors ends."""
         self._row = 0
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """32 bytes each, as hex digits."""
+    """A pair of CURVE keys, 32 bytes each, as 64 hex digits."""
 
     public: str
     secret: str
@@ -89,23 +97,21 @@ def public_of(secret: str) -> str:
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """own: the pair by which those who dial us know us; None: we listen in the open. dials: for an address our pair there, and
-    the public key that must answer; None: it is dialled in the open. admits: whether the owner of a public key may dial us;
-    any thread asks."""
+    """The keys of one process."""
 
-    own: KeyPair | None
-    dials: Callable[[str], tuple[KeyPair, str] | None]
-    admits: Callable[[str], bool]
+    own: KeyPair | None  # of the listening socket; None: it listens without encryption
+    dials: Callable[[str], tuple[KeyPair, str] | None]  # address -> own pair, public key there; None: no encryption
+    admits: Callable[[str], bool]  # True if the owner of a public key may dial this process; any thread calls this
 
 
 class DiallerId(bytes):
-    """The routing id of a peer that has proved to have the secret of `key`."""
+    """The routing id of a peer that has proved that it has the secret of the public key `key`."""
 
     key: str
 
     @staticmethod
     def of(frame: zmq.Frame) -> DiallerId:
-        """Returns the sender of a message by its first frame. Raises an error of LIBRARY where the frame names no key."""
+        """Return the sender of a message by its first frame. Raises an error of LIBRARY if the frame names no key."""
         made = DiallerId(frame.bytes)
         made.key = z85.decode(str(frame.get("User-Id"))).hex()
         return made
@@ -120,21 +126,27 @@ class HandshakeFailure(Enum):
 
 
 class HandshakeMonitor:
-    """The failures of one socket that dials `address`: its monitor, to be polled, and what each failure means."""
+    """Finds why handshakes of one dialling socket fail. The owner polls `monitor` and calls `take`.
+
+    Args:
+        watched: the socket.
+        address: that it dials.
+        clock: seconds.
+    """
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.watched, self.address, self.clock = watched, address, clock
         ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor: Any = watched.get_monitor_socket(FAILURES | ends)
-        self.strange = 0
-        self.since = 0.0  # the first of these
-        self.met = False  # a handshake has succeeded: who is there has the key
-        self.anew = False  # another one has, since this was looked at
-        self.cut = False  # a connection of ours has ended, since this was looked at
-        self.refused = False  # nothing that was sent will leave
+        self.strange = 0  # handshakes that ended without a reason, with a peer that greets by the same mechanism
+        self.since = 0.0  # time of the first of these
+        self.met = False  # a handshake has succeeded: the peer has the key
+        self.anew = False  # a further one has succeeded, since the owner reset this
+        self.cut = False  # a connection has ended, since the owner reset this
+        self.refused = False  # a handshake has failed for good: no message will leave
 
     def take(self) -> list[HandshakeFailure]:
-        """Return the failures since the last call, by what they mean."""
+        """Return the reasons of the failures since the last call."""
         found = []
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
@@ -153,8 +165,11 @@ class HandshakeMonitor:
         return found
 
     def _hung_up(self) -> list[HandshakeFailure]:
-        """Without a word. Where one has keys and the other has none, either may hang up before the other has read why. A tunnel
-        hangs up as long as nobody is behind it: that one does not greet."""
+        """Return the reason of a handshake that the peer ended without giving one; [] if it is not certain.
+
+        If only one side has keys, either side may hang up before the other has read the reason: then the greeting tells.
+        A tunnel hangs up while no process listens behind it: a tunnel does not greet.
+        """
         greeted = mechanism(self.address)
         if greeted != self._own():
             return [HandshakeFailure.KEYLESS] if greeted else []
@@ -172,7 +187,7 @@ class HandshakeMonitor:
 
 
 def mechanism(address: str) -> bytes:
-    """By what handshake those there are let in who dial it, as its greeting says; b"" where none comes within PROBE_S."""
+    """Return the handshake mechanism that the greeting at an address names; b"" if none comes within PROBE_S."""
     endpoint = parted(address)[0]
     with suppress(OSError, ValueError):
         if endpoint.startswith("ipc://@"):
@@ -187,26 +202,26 @@ def mechanism(address: str) -> bytes:
 
 
 def _greeted(probe: socket.socket) -> bytes:
-    """The mechanism that the greeting of the other end names. It says all of that once it knows our version."""
+    """Return the mechanism in the other end's greeting. The other end sends all of it once it knows our version."""
     heard = b""
     probe.sendall(GREETING_BEGINS)
     while len(heard) < GREETING_BYTES and (piece := probe.recv(GREETING_BYTES - len(heard))):
         heard += piece
     if heard[:1] != GREETING_BEGINS[:1] or heard[9:10] != GREETING_BEGINS[9:10]:
-        return b""  # a web server, or something else
+        return b""  # not ZeroMQ: a web server, or something else
     return heard[GREETING_NAMES].rstrip(b"\0")
 
 
 def _meant(value: int) -> HandshakeFailure:
-    """By a failure of the protocol."""
+    """Return the reason of a protocol failure with this event value."""
     return HandshakeFailure.KEYLESS if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else HandshakeFailure.STRANGE
 
 
 class ListenerMonitor:
-    """The thread that hears of those who dial a listening socket, and are not let in, say nothing, or are gone.
+    """The thread that takes the events of a listening socket: refused handshakes, new and ended connections.
 
-    It does nothing else: events that nobody takes would stop the thread of ZeroMQ that makes them, and they come as fast as
-    others dial.
+    The thread does nothing else. Events come as fast as strangers dial, and events that are not taken would stop the
+    thread of ZeroMQ that makes them.
     """
 
     def __init__(
@@ -242,8 +257,8 @@ class ListenerMonitor:
         self.monitor.close()
 
     def _take(self, event: int, value: int, endpoint: bytes) -> None:
-        # The door knows more of a key that was refused. Who lives on this machine asks first whether there is a Unix
-        # socket, by a connection that says nothing.
+        # CurveAuthenticator reports refused keys itself. A dialler on this machine first tests the Unix socket, with a
+        # connection that sends nothing: no failure.
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self.refused(_meant(value))
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not endpoint.startswith(b"ipc:"):
@@ -266,7 +281,7 @@ class CurveAuthenticator:
     def __init__(
         self, context: zmq.Context[Any], curve: CurveKeys, refused: Callable[[HandshakeFailure, str], None]
     ) -> None:
-        from zmq.auth.thread import ThreadAuthenticator  # and asyncio, which others do without
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio: not without keys
 
         self.curve, self.refused = curve, refused
         self.thread = ThreadAuthenticator(context)
@@ -274,7 +289,7 @@ class CurveAuthenticator:
         self.thread.configure_curve_callback(domain="*", credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq with the key in z85. An error here would end the thread, and with it all handshakes to come."""
+        """Decide about a key (z85). pyzmq calls this: an error here would end the thread, and all later handshakes."""
         try:
             public = z85.decode(key).hex()
             admitted = self.curve.admits(public)
@@ -289,13 +304,13 @@ class CurveAuthenticator:
 
 
 def listens(made: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Have a socket that others dial answer with our key, and nobody in the open."""
+    """Give a listening socket its keys. It then refuses peers without encryption."""
     made.setsockopt(zmq.CURVE_SERVER, 1)
     made.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(own.secret))
 
 
 def dials(made: zmq.Socket[bytes], pair: KeyPair, there: str) -> None:
-    """Have a socket dial with `pair` whoever has the public key `there`."""
+    """Give a dialling socket its own `pair`, and the public key `there` that the other end must have."""
     made.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(there))
     made.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(pair.public))
     made.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(pair.secret))

@@ -1,12 +1,12 @@
-"""Keys on disk: the folder of a ps-serve, with its own key and the list of those that it lets in; and the file of a member.
+"""Keys on disk: the folder of a ps-serve, with its own key and the list of admitted keys; and the file of a member.
 
     DIR/server.key          name, public, secret; 0600
-    DIR/members/NAME.json   name, role, public; one for each key that is let in
+    DIR/members/NAME.json   name, role, public; one for each admitted key
     DIR/NAME.key            the one file for NAME: name, role, public, secret, and the server's public key; 0600
 
 Rules
-- A secret that others can read is refused.
-- The list is read again when the folder changes, so `add` and `revoke` hold in a running server within `LIST_S`.
+- A secret that other users can read is refused.
+- The server reads the list again when the folder changes, so `add` and `revoke` take effect within `LIST_S`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure, KeyPair, new_pair, public_of
 
-LIST_S = 0.5  # the list is at most so old
+LIST_S = 0.5  # the largest age of the list
 ROLES = ("worker", "cluster")  # that a key is made for
 SERVER = "server"  # the role of a server's own key: its shards have it
 HEX = re.compile(r"[0-9a-f]{64}")
@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Identity:
-    """Who has a key."""
+    """The owner of an admitted key."""
 
     name: str
     role: str
@@ -40,13 +40,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Secret:
-    """A file with a secret in it. `server`: public key of the server that a member dials, "" in the server's own."""
+    """A key file with a secret."""
 
     name: str
-    role: str
+    role: str  # one of ROLES, or SERVER
     public: str
     secret: str
-    server: str = ""
+    server: str = ""  # public key of the server that a member dials; "" in the server's own file
 
     @property
     def pair(self) -> KeyPair:
@@ -54,7 +54,7 @@ class Secret:
 
 
 def _write(path: Path, values: dict[str, str]) -> None:
-    """A new file that nobody else can read. Raises UsageError where there is one."""
+    """Write a new file that only its owner can read. Raises UsageError if the file exists."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(json.dumps(values, indent=1) + "\n")
@@ -84,8 +84,11 @@ def _read(path: Path, flag: str) -> Secret:
 
 
 def _others(path: Path) -> bool:
-    """True if others can read a secret, and its owner can see to that. A manager mounts secrets for a group of the process
-    (fsGroup of Kubernetes: 0440), in a place where nobody can change their mode, or as another user's. Raises OSError."""
+    """True if other users can read a secret file, and its owner can change that. Raises OSError.
+
+    A manager mounts secrets for a group of the process (fsGroup of Kubernetes: 0440), on a read-only disk or as another
+    user's file. Such a file is allowed.
+    """
     found = path.stat()
     if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP):
         return True
@@ -94,7 +97,7 @@ def _others(path: Path) -> bool:
 
 
 def member_key(path: str, flag: str) -> Secret:
-    """The file that `ps-serve keys add` made. Raises UsageError."""
+    """Read the file that `ps-serve keys add` made. Raises UsageError."""
     secret = _read(Path(path), flag)
     if secret.role not in ROLES or not HEX.fullmatch(secret.server):
         raise UsageError(f"{flag} {path}: this is the key of a server; give the file that ps-serve keys add printed")
@@ -102,7 +105,7 @@ def member_key(path: str, flag: str) -> Secret:
 
 
 def server_key(folder: str) -> Secret:
-    """The key of the ps-serve that has this folder. Raises UsageError."""
+    """Read the key of the ps-serve that has this folder. Raises UsageError."""
     if not (Path(folder) / "server.key").exists():
         raise UsageError(f"--keys {folder}: there are no keys of a server; ps-serve keys init {folder} makes them")
     secret = _read(Path(folder) / "server.key", "--keys")
@@ -126,7 +129,7 @@ def make(folder: str) -> Path:
 
 
 def add(folder: str, name: str, role: str) -> Path:
-    """Make a key that the server of this folder lets in; return the one file to hand over. Raises UsageError."""
+    """Make a key that the server of this folder admits. Returns the one file to hand over. Raises UsageError."""
     server = server_key(folder)
     if not NAME.fullmatch(name) or name == SERVER:
         raise UsageError(f"{name}: a name has letters, digits, '.', '-' and '_', begins with one of the first two, and is not "
@@ -152,13 +155,13 @@ def revoke(folder: str, name: str) -> None:
         raise UsageError(f"{name} is not on the list of {folder}: it has {', '.join(listed(folder)) or 'nobody'}")
     own, file = public_key(folder, name), Path(folder) / f"{name}.key"
     path.unlink()
-    with contextlib.suppress(UsageError):  # there is none, or it is no key: not ours to remove
+    with contextlib.suppress(UsageError):  # no such file, or another kind of file: leave it
         if _read(file, "keys").public == own:
             file.unlink()
 
 
 def public_key(folder: str, name: str) -> str:
-    """The public key of one that is let in. Raises UsageError."""
+    """Return the public key of an admitted member. Raises UsageError."""
     try:
         return str(json.loads((Path(folder) / "members" / f"{name}.json").read_text())["public"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -169,12 +172,12 @@ def public_key(folder: str, name: str) -> str:
 
 
 def listed(folder: str) -> list[str]:
-    """Names of those that are let in."""
+    """Return the names of the admitted members."""
     return sorted(path.stem for path in (Path(folder) / "members").glob("*.json"))
 
 
 class Guard:
-    """Whom the server of a folder lets in. Any thread may ask."""
+    """The keys that the server of a folder admits. Any thread may ask."""
 
     def __init__(self, folder: str) -> None:
         self.own = server_key(folder)
@@ -183,7 +186,7 @@ class Guard:
         self.members: dict[str, Identity] = {}
 
     def who(self, public: str) -> Identity | None:
-        """The owner of a key that is let in."""
+        """Return the owner of a public key; None if the key is not admitted."""
         if public == self.own.public:
             return Identity(SERVER, SERVER)
         now = time.monotonic()
@@ -193,11 +196,11 @@ class Guard:
         return self.members.get(public)
 
     def _read_again(self) -> None:
-        """A file that cannot be read lets nobody in, and is tried again."""
+        """Read the list again if the folder has changed. A file that cannot be read admits no key and is tried again."""
         try:
             stamp = self.folder.stat().st_mtime_ns
         except OSError:
-            return  # as it was
+            return  # the list stays as it was
         if stamp == self.stamp:
             return
         found = {}
@@ -212,12 +215,12 @@ class Guard:
 
 
 def keyed(address: str, own: Secret | None) -> str:
-    """An address as peers are told it."""
+    """Return an address as it is sent to peers, with the own public key if there is one."""
     return f"{address}/{own.public}" if own is not None else address
 
 
 def refusal(why: HandshakeFailure, key: Secret | None, flag: str) -> str:
-    """Return what the owner of a process is told that a server did not let in; "" where nothing is sure yet."""
+    """Return a sentence for the user of a process that a server has refused; "" if the reason is not certain yet."""
     if why is HandshakeFailure.REFUSED and key is not None:
         return f"the server does not let in the key of {key.name}: its owner lists it with ps-serve keys add"
     if why is HandshakeFailure.KEYLESS and key is None:
