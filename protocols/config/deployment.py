@@ -1,5 +1,5 @@
-"""plan.json: which server and which process stands on which host, and with which flags. A model that is not cut is one
-stage, and its server is the root.
+"""plan.json: the host and the flags of each server and process. A model that is not cut is one stage; its server is the
+root.
 
     {"version": 1,
      "hosts": {"leipzig": "10.0.0.1", "oslo": "10.0.0.2"},
@@ -9,8 +9,13 @@ stage, and its server is the root.
      "processes": [{"stage": 0, "replica": 0, "host": "leipzig", "port": 6000}, ...],
      "lease": 10.0, "checkpoint_clocks": 100, "insecure": false}
 
-docs/planning.md has the fields. Everybody reads the same file: stages compare its digest with each other, members of a run with
-their server (`settings.contradiction`).
+docs/planning.md describes the fields. All processes read the same file: stages compare its digest with each other, and
+members of a run with their server (`settings.contradiction`).
+
+How it works
+1. `parse` reads the JSON text into a `Deployment` and checks it: fields, types, addresses, flags, keys.
+2. `servers` lists each server to start, with its command line. ps-serve starts those of its host (`served`).
+3. ps-worker starts the processes of its host (`on`); `server_of` and `key_of` tell where each joins.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from narrows.protocols.pipeline_channels import IN_FLIGHT_MAX
 
 VERSION = 1
 PROCESSES_MAX = 1 << 12
-CODINGS = ("dense", "fp16", "int8")  # of what travels between stages
+CODINGS = ("dense", "fp16", "int8")  # of tensors between stages
 KEY = re.compile(r"|[0-9a-f]{64}")
 OURS = (
     "workers",
@@ -40,14 +45,14 @@ OURS = (
     "lease",
     "checkpoint_clocks",
     "plan_number",
-)  # flags that follow from the rest of a plan, or that no run of one can have
+)  # flags that follow from the rest of a plan, or that no run of a plan can have
 
 
 @dataclass(frozen=True)
 class StageEdge:
     """How tensors are coded between a stage and the next: activations forward, their gradients backward.
 
-    in_flight: of ScheduleEager1F1B, micro-batches that are on their way there and back while the stages compute.
+    in_flight: for ScheduleEager1F1B, the micro-batches under way, there and back, while the stages compute.
     """
 
     forward: str = "dense"
@@ -59,8 +64,8 @@ class StageEdge:
 class StageServer:
     """The server of one stage.
 
-    flags: of ps-serve, as they are named in Settings. layers: how many of the model the stage has; where all stages have 0, the
-    cut is even.
+    flags: of ps-serve, by their names in Settings. layers: number of the model's layers in this stage; if all stages
+    have 0, the cut is even.
     """
 
     host: str
@@ -78,20 +83,19 @@ class ClusterServer(StageServer):
 
 @dataclass(frozen=True)
 class ServerStart:
-    """One ps-serve, as `flags` start it. name: "stage 0". above: the address of who must be there before it, "" for none.
-    children: the name and the role of each key that it lets in. keys: the folder of these, "" without."""
+    """One ps-serve to start."""
 
-    name: str
+    name: str  # such as "stage 0"
     place: StageServer
-    above: str
-    children: list[tuple[str, str]]
-    keys: str
-    flags: list[str]
+    above: str  # address of the server that must be there before; "": none
+    children: list[tuple[str, str]]  # name and role of each key that the server admits
+    keys: str  # folder of these keys; "": no keys
+    flags: list[str]  # of the command line
 
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """One process of one pipeline, or a worker. port: where the others dial it. key: its public key, "" without keys."""
+    """One process of a pipeline, or a worker. port: where the others dial it. key: its public key, "" without keys."""
 
     stage: int
     replica: int
@@ -102,8 +106,11 @@ class WorkerProcess:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A plan, checked. hosts: name -> address. guests: servers that have shards of the root. samples: of a step, by replica.
-    keys: the folder of the root's keys, or of each stage's. Beside it is a folder for each cluster."""
+    """A checked plan.
+
+    hosts: name -> address. guests: servers with remote shards of the root. samples: of a step, by replica. keys: the
+    folder of the root's keys, or of each stage's; beside it is a folder for each cluster.
+    """
 
     hosts: dict[str, str]
     stages: list[StageServer]
@@ -124,21 +131,21 @@ class Deployment:
 
     @property
     def digest(self) -> int:
-        """Alike where plans are: 56 bits."""
+        """A number of 56 bits, the same for equal plans."""
         return int(sha256(self.text().encode()).hexdigest()[:14], 16)
 
     def text(self) -> str:
-        """As JSON. Fields that say nothing are left out."""
+        """Return the plan as JSON, without empty fields."""
         return (
             json.dumps({name: value for name, value in asdict(self).items() if value not in ([], "")}, indent=1) + "\n"
         )
 
     def pipeline(self, replica: int) -> list[WorkerProcess]:
-        """By stage."""
+        """Return the processes of one replica, by stage."""
         return sorted((p for p in self.processes if p.replica == replica), key=lambda p: p.stage)
 
     def layers(self, total: int) -> list[range]:
-        """Which layers of a model of `total` each stage has. Raises UsageError where they are not the plan's."""
+        """Return the layers of each stage, for a model of `total` layers. Raises UsageError if the plan does not fit."""
         depths = [stage.layers for stage in self.stages]
         cuts = pairwise([0, *accumulate(depths)]) if any(depths) else None
         found = even(total, len(depths)) if cuts is None else [range(*cut) for cut in cuts]
@@ -148,12 +155,12 @@ class Deployment:
         return found
 
     def on(self, host: str) -> list[WorkerProcess]:
-        """The processes of a host, by replica and stage. Raises UsageError for one that the plan does not name."""
+        """Return the processes of a host, by replica and stage. Raises UsageError if the plan has no such host."""
         self.known(host)
         return sorted((p for p in self.processes if p.host == host), key=lambda p: (p.replica, p.stage))
 
     def served(self, host: str) -> list[int]:
-        """The stages whose servers are on this host. Raises UsageError for one that the plan does not name."""
+        """Return the stages whose servers are on this host. Raises UsageError if the plan has no such host."""
         self.known(host)
         return [index for index, stage in enumerate(self.stages) if stage.host == host]
 
@@ -165,28 +172,31 @@ class Deployment:
         return f"tcp://{self.hosts[place.host]}:{place.port}"
 
     def server_of(self, process: WorkerProcess) -> StageServer:
-        """That of its cluster, else of its stage."""
+        """Return the server of a process: that of its cluster, else that of its stage."""
         return next((c for c in self.clusters if process.replica in c.replicas), self.stages[process.stage])
 
     def key_of(self, process: WorkerProcess) -> str:
-        """The file of the key of a process, in the folder of the server that lets it in; "" without keys."""
+        """Return the key file of a process, in the folder of the server that admits it; "" without keys."""
         at = self.server_of(process)
         folder = self.keys_of(self.clusters.index(at), self.keys) if isinstance(at, ClusterServer) else self.keys
         return f"{folder}/{process.host}.key" if self.keys else ""
 
     def cluster_name(self, index: int) -> str:
-        """The name of a cluster's key in the folder of the root, by the host of its server."""
+        """Return the name of a cluster's key in the folder of the root, made of the host of its server."""
         host = self.clusters[index].host
         before = sum(cluster.host == host for cluster in self.clusters[:index])
         return f"{host}-cluster{before + 1 if before else ''}"
 
     def keys_of(self, index: int, keys: str) -> str:
-        """The folder of a cluster's keys, where `keys` is the root's. Each cluster has its own: hosts may share a home."""
+        """Return the folder of a cluster's keys; `keys` is the root's. Each has its own: hosts may share a home."""
         return f"{keys}-{self.cluster_name(index)}"
 
     def handed_over(self) -> list[tuple[str, str, str]]:
-        """Return (path, from host, to host) of the keys that are needed on another host than that of their server. A guest
-        needs the whole folder. Keys of a pipeline are made before the plan: by "", and each server needs the folder."""
+        """Return (path, from host, to host) of the keys that a host needs and the host of their server has.
+
+        A remote shard host needs the whole folder. Keys of a pipeline are made before the plan: from host "", and each
+        server needs the folder.
+        """
         found, cut, root = list[tuple[str, str, str]](), len(self.stages) > 1, self.stages[0]
         for server in self.servers() if self.keys else ():
             owner, here = ("", "") if cut else (server.place.host, root.host)
@@ -204,18 +214,18 @@ class Deployment:
         ]
 
     def with_flags(self, flags: dict[str, Any]) -> Deployment:
-        """The plan in which every run has these flags, too; a guest takes the root's."""
+        """Return the plan with these flags added to every run. A remote shard host takes the root's."""
         stages = [replace(stage, flags=stage.flags | flags) for stage in self.stages]
         clusters = [replace(cluster, flags=cluster.flags | flags) for cluster in self.clusters]
         return replace(self, stages=stages, clusters=clusters)
 
     def settings(self, place: StageServer, children: int) -> dict[str, Any]:
-        """The flags of the run of this server."""
+        """Return the flags of the run of this server."""
         ours = {"workers": children, "lease": self.lease, "checkpoint_clocks": self.checkpoint_clocks}
         return place.flags | ours
 
     def servers(self, keys: str = "") -> Iterator[ServerStart]:
-        """All, those above first. `keys`: in place of the plan's own."""
+        """Yield all servers, parents first. `keys`: a folder in place of the plan's."""
         keys, root = keys or self.keys, self.address(self.stages[0])
         below = [(self.cluster_name(index), "cluster") for index in range(len(self.clusters))]
         for index, stage in enumerate(self.stages):
@@ -248,7 +258,7 @@ class Deployment:
 
 
 def even(total: int, count: int) -> list[range]:
-    """`total` layers in `count` stages, as even as they go."""
+    """Cut `total` layers into `count` stages whose sizes differ by at most one."""
     return [range(total * index // count, total * (index + 1) // count) for index in range(count)]
 
 
@@ -263,7 +273,7 @@ Row = TypeVar("Row")
 
 
 def _row(kind: type[Row], what: str, value: Any) -> Row:
-    """One dataclass of a JSON object. Raises UsageError."""
+    """Make a dataclass of a JSON object. Raises UsageError."""
     known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(value, dict) or not value.keys() <= known.keys():
         raise UsageError(f"--plan: {what} has the fields {', '.join(known)}, and no others")
@@ -278,7 +288,7 @@ def _row(kind: type[Row], what: str, value: Any) -> Row:
 
 
 def parse(text: str) -> Deployment:
-    """Raises UsageError, one sentence that names what is wrong."""
+    """Read and check the text of a plan. Raises UsageError, one sentence that names the fault."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -346,7 +356,7 @@ def _check(plan: Deployment) -> None:
 
 
 def _check_tree(plan: Deployment) -> None:
-    """Clusters, guests and samples."""
+    """Check clusters, remote shard hosts and samples."""
     inside = [replica for cluster in plan.clusters for replica in cluster.replicas]
     if (plan.clusters or plan.guests) and len(plan.stages) > 1:
         raise UsageError("--plan: a model that is cut into stages has no clusters and no guests; leave them out")

@@ -1,4 +1,12 @@
-"""The model as a worker declares it: tensors in registration order, its optimizer, and the module buffers beside them."""
+"""The model as a worker declares it: tensors in registration order, the optimizer, and the module buffers.
+
+How it works
+1. A worker makes a `ModelSpec` of its module and optimizer, and sends it `packed` in Declare.
+2. The coordinator reads it (`unpacked`), which checks every field. The first worker's spec is that of the run; a later
+   worker's must equal it (`check_same`).
+3. `offsets` places the tensors in the flat key space, in order. `pieces` gives a shard's part of each tensor.
+4. Module buffers travel beside the keys, as named arrays (`pack_arrays`, `unpack_arrays`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +20,8 @@ from narrows.protocols.wire import FIELDS_BYTES_MAX, HEADER_BYTES_MAX, pack, unp
 
 KEYS_MAX = 1 << 40  # parameters of one model
 NAME_MAX = 1024  # characters of a tensor's name
-BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model, packed: a Ready has room for them
-EXTENTS_MAX = 64  # torch has no tensor of more dimensions
+BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model's buffers, packed: a Ready has room for them
+EXTENTS_MAX = 64  # dimensions of a tensor, as in torch
 
 
 class Dtype(NamedTuple):
@@ -36,7 +44,7 @@ class Dtype(NamedTuple):
     rounded: bool = False
 
 
-# By torch's name. All else is refused for a trained parameter; a buffer of it stays on its worker.
+# By torch's name. A trained parameter of another dtype is refused; a buffer of another dtype stays on its worker.
 DTYPES = {
     "bool": Dtype(1, "BOOL"),
     "uint8": Dtype(1, "U8"),
@@ -83,38 +91,31 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The declaration of a worker: its tensors in order, and its optimizer as plain values.
-
-    `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
-    in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
-    further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
-    the gradient, from 0 (AdamW) to 1 (SGD). `tables` are beside the tensors: their rows are no keys. `frozen` are parameters
-    that no worker trains, each with a digest of its values: they do not travel, so all must have the same.
-    """
+    """The declaration of a worker: its tensors in order, and its optimizer as plain values."""
 
     tensors: tuple[TensorSpec, ...]
-    optimizer: str
-    groups: tuple[tuple[int, ...], ...]
-    max_grad_norm: float = 0.0
-    aliases: tuple[tuple[str, int], ...] = ()
-    degree: float = 1.0
-    tables: tuple[TableSpec, ...] = ()
-    frozen: tuple[tuple[str, str], ...] = ()
+    optimizer: str  # class name in torch.optim; "": the server needs none (pushed updates)
+    groups: tuple[tuple[int, ...], ...]  # tensor indices of each parameter group; each tensor is in one group
+    max_grad_norm: float = 0.0  # <= 0: none
+    aliases: tuple[tuple[str, int], ...] = ()  # further names of shared tensors, with the index; checkpoints have all
+    degree: float = 1.0  # how an update grows with the gradient, from 0 (AdamW) to 1 (SGD)
+    tables: tuple[TableSpec, ...] = ()  # embedding tables; their rows are not keys
+    frozen: tuple[tuple[str, str], ...] = ()  # name, digest of values: not trained, not sent, so alike on all workers
 
     @property
     def size(self) -> int:
-        """Keys of the flat space."""
+        """Number of keys of the flat space."""
         return sum(tensor.key_count for tensor in self.tensors)
 
     def offsets(self) -> list[int]:
-        """Begin of each tensor in the flat space, and the end of the last."""
+        """Return the first key of each tensor in the flat space, and the end of the last."""
         offsets = [0]
         for tensor in self.tensors:
             offsets.append(offsets[-1] + tensor.key_count)
         return offsets
 
     def pieces(self, begin: int, end: int) -> list[list[tuple[int, int, int]]]:
-        """By group: tensor, begin and end of each piece that a shard of these keys has of it."""
+        """Return the pieces of tensors in keys [begin, end): for each group, (tensor, begin, end) of each piece."""
         offsets = self.offsets()
         cut = [[(t, max(offsets[t], begin), min(offsets[t + 1], end)) for t in group] for group in self.groups]
         return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
@@ -129,7 +130,7 @@ class ModelSpec:
 
     @staticmethod
     def unpacked(packed: bytes) -> ModelSpec:
-        """Raises RemoteProtocolError where `packed` is no plan."""
+        """Read and check a packed spec. Raises RemoteProtocolError if it is not valid."""
         value: Any = unpack(packed)
         try:
             tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
@@ -170,7 +171,7 @@ class ModelSpec:
         return plan
 
     def check_same(self, other: ModelSpec) -> None:
-        """Raise IncompatibleError naming the first thing in which `other`, a joiner's plan, differs from this run's."""
+        """Raise IncompatibleError if `other`, the spec of a worker that joins, differs; names the first difference."""
         for ours, theirs in zip(self.tensors, other.tensors, strict=False):
             if ours != theirs:
                 raise IncompatibleError(
@@ -202,12 +203,12 @@ class ModelSpec:
 
 
 def pack_arrays(arrays: dict[str, NamedArray]) -> bytes:
-    """Named small arrays (module buffers) as bytes: name -> dtype, shape, raw little-endian values."""
+    """Pack named small arrays (module buffers): name -> dtype, shape, raw little-endian values."""
     return pack({name: [dtype, list(shape), raw] for name, (dtype, shape, raw) in arrays.items()})
 
 
 def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
-    """The inverse of `pack_arrays`; empty for no bytes. Raises RemoteProtocolError."""
+    """Return the arrays that `pack_arrays` packed; {} for b"". Raises RemoteProtocolError if they are not valid."""
     if len(packed) > BUFFERS_BYTES_MAX:
         raise RemoteProtocolError(f"module buffers have {len(packed)} bytes, more than {BUFFERS_BYTES_MAX}")
     value: Any = unpack(packed, rows=True) if packed else {}
