@@ -1,10 +1,11 @@
-"""What a process writes: lines of the console, events for its parent, the file of a record, and files in the place of earlier
-ones, which are kept.
+"""The output of a process: lines of the console, events for its parent, the record file, and files that replace others.
+
+A file that is replaced is kept under another name.
 
 Rules
-- A disk that is full and a reader that has gone end no run. A stream that refuses a line is named once, on stderr, and again
-  once it takes lines. Until then each line is tried, so a disk that gets room goes on.
-- Text that the encoding of a console does not have is shown by escapes. Bytes that a script wrote pass as they are.
+- Neither a full disk nor a reader that has ended stops a run. A stream that refuses a line is reported once, on stderr,
+  and again once it takes lines. Until then each line is tried, so the stream goes on when the disk has room.
+- Text that a console's encoding lacks is shown by escapes. Bytes that a script wrote pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 
 from narrows.protocols.errors import UsageError
 
-KEPT_MAX = 1000  # earlier files of one name beside a new one
+KEPT_MAX = 1000  # kept earlier files of one name
 BUFFER_BYTES = 1 << 20  # of a record: a line that fits is written whole or, on a full disk, not at all
 
 
@@ -103,7 +104,7 @@ def text_of(raw: bytes) -> str:
     return raw.decode(getattr(sys.stdout, "encoding", None) or "utf-8", "surrogateescape")
 
 
-STDERR = Output("stderr", lambda: sys.stderr, lambda text: None)  # nobody is left to be told
+STDERR = Output("stderr", lambda: sys.stderr, lambda text: None)  # no stream is left to report its failure on
 
 
 def stdout(tell: Callable[[str], None]) -> Output:
@@ -134,7 +135,7 @@ def open_standard_descriptors() -> None:
 
 
 def end() -> None:
-    """Flush stdout and stderr. What a stream does not take is lost, so that the interpreter does not fail on it at its end."""
+    """Flush stdout and stderr. Text that a stream refuses is lost, so that the interpreter does not fail at its end."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream is not None:
@@ -171,7 +172,7 @@ def set_aside(path: str | os.PathLike[str], flag: str = "") -> str:
 
 
 def replace_text(path: str, text: str, flag: str) -> str:
-    """Write a file at once or not at all. One of that name with another text is set aside first.
+    """Write a file whole or not at all. A file of that name with another text is set aside first.
 
     Returns:
         The name under which the earlier file is kept; "" where there was none.
@@ -193,8 +194,11 @@ def replace_text(path: str, text: str, flag: str) -> str:
 
 
 def open_record(path: str, say: Callable[[str], None]) -> Output:
-    """Open `path` for a run. A file that has something is renamed to PATH.1 first, or the next number that is free: counters
-    and seconds of a record begin with its run. Raises UsageError."""
+    """Open the record file of a run. Raises UsageError.
+
+    A file with content is first renamed to PATH.1, or the next free number: counters and seconds of a record begin with
+    its run.
+    """
     try:
         if kept := set_aside(path, "--record"):
             say(f"the record of an earlier run is kept as {kept}")
