@@ -168,8 +168,9 @@ class StageServers:
                 for child in self.started.values():
                     child.signal(number)
             told = len(self.heard)
-        failed = [abs(code) + 128 * (code < 0) for code in self.codes.values()]
-        failed = [code for code in failed if code and code != 128 + signal.SIGINT]
+        by_signal = {128 + number for number in (*self.heard, signal.SIGINT)}  # servers that end so have not failed
+        codes = [abs(code) + 128 * (code < 0) for code in self.codes.values()]
+        failed = [code for code in codes if code and code not in by_signal]
         return failed[0] if failed else 128 + self.heard[0] if self.heard else 0
 
     def _start(self, index: int) -> None:

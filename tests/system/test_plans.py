@@ -219,7 +219,9 @@ sys.exit(servers.watch())
 """
 
 
-@pytest.mark.parametrize(("codes", "code"), [(("143", "6"), 143), (("6", "6"), 143), (("143", "7"), 7)])
+@pytest.mark.parametrize(
+    ("codes", "code"), [(("143", "6"), 143), (("6", "6"), 143), (("143", "7"), 7), (("7", "143"), 7)]
+)
 def test_a_server_that_a_signal_leaves_without_its_parent_has_not_failed(codes: tuple[str, ...], code: int) -> None:
     """One that could not save its model has."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED, *codes], capture_output=True, text=True, timeout=LIMIT_S)
