@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -37,6 +38,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the commands of a failed test printed: pytest cuts the text of an assertion to 240 characters."""
+    report = yield
+    if (processes := sys.modules.get("kit.processes")) is not None:
+        if report.failed:
+            report.sections += [("output of a command", text) for text in processes.ENDED]
+        if report.when == "teardown":
+            processes.ENDED.clear()
+    return report
 
 
 @pytest.fixture(scope="module")

@@ -65,17 +65,20 @@ class CheckpointSchedule(Decision):
         """The round that a resumed gossip run goes on from, and which workers give the models of it.
 
         Returns:
-            The newest round that a majority of the workers can give a model of, -1: none; and pairs (worker, rank): the
-            worker gives the model of this rank. Workers that share a folder have the same files; each gives one at
-            most.
+            The newest round that a majority of the workers have reached, -1: none; and pairs (worker, rank): the worker
+            gives the oldest model of this rank that is of this round or a newer one. Workers that are stopped write
+            models of different rounds, so a round of which all have a model may be old or missing. Workers that share a
+            folder have the same files; each gives one at most.
         """
         seats = self.run.declared
         if not self.resumes or self.run.started or len(seats) < self.needed:
             return -1, ()
         for number in sorted({number for seat in seats for _, number in seat.models}, reverse=True):
             given = dict[int, int]()  # worker -> rank
-            for rank in sorted({rank for seat in seats for rank, of in seat.models if of == number}):
-                able = [seat for seat in seats if (rank, number) in seat.models and seat.worker not in given]
+            for rank in sorted({rank for seat in seats for rank, of in seat.models if of >= number}):
+                able = [
+                    s for s in seats if s.worker not in given and any(r == rank and of >= number for r, of in s.models)
+                ]
                 if able:
                     given[min(able, key=lambda seat: (seat.rank != rank, seat.rank)).worker] = rank
             if 2 * len(given) > len(seats):

@@ -36,6 +36,8 @@ LIMIT_S = 60.0  # for what takes a few seconds on an idle machine
 GONE_S = 15.0  # a busy machine included: in which nothing may be left of a command
 FOREIGN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} | {manager.there for manager in MANAGERS}
 
+ENDED: list[str] = []  # what each command of the current test printed; conftest.py shows it where the test fails
+
 # Trains until it has made argv[1] steps, or for ever; %s may do something in each.
 SCRIPT = """
 import os, sys, subprocess, time, torch
@@ -121,6 +123,7 @@ class Command:
         if self.process.poll() is None:
             kill_all(self.pid)
         self.process.wait()
+        ENDED.append(str(self))
         for file in self.files:
             file.close()
 

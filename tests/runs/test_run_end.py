@@ -451,6 +451,23 @@ def test_a_run_of_gossip_goes_on_with_the_mean_of_the_newest_round_that_a_majori
     assert texts == ["the run goes on from round 8, with the mean of the models of 2 workers"]
 
 
+def test_workers_that_are_stopped_in_different_rounds_give_the_models_that_they_have(tmp_path: Path) -> None:
+    """Two of three have reached round 9. The first has no model of it, and gives that of round 10."""
+    gossiped(tmp_path, Cluster(SPARSELY), 9, drop)
+    models = kept(tmp_path)[8]
+    for (number, rank_), model in {(10, 0): models[0] + 1, (9, 1): models[1], (6, 2): models[2]}.items():
+        content = torch.load(tmp_path / round_file(rank_, 8)) | {"round": number, "model": torch.from_numpy(model)}
+        torch.save(content, tmp_path / round_file(rank_, number))
+    for rank_ in (1, 2):
+        for number in (4, 8):
+            (tmp_path / round_file(rank_, number)).unlink()
+    cluster = resuming(SPARSELY)
+    begun_ = gossiped(tmp_path, cluster, 4, drop)
+    for first, at in begun_:
+        assert at == 9
+        np.testing.assert_allclose(first, np.mean([models[0] + 1, models[1]], axis=0), atol=1e-6)
+
+
 def kept_but(folder: Path, number: int, without: set[int]) -> dict[int, Array]:
     paths = {rank_: folder / round_file(rank_, number) for rank_ in range(3) if rank_ not in without}
     return {rank_: torch.load(path)["model"].numpy() for rank_, path in paths.items()}

@@ -6,8 +6,8 @@ How it works
    writes every second, fourth, ... of another's.
 2. It keeps the newest files, and the newest of a multiple of `SPARSE * every`, which slower workers have too.
 3. A worker that joins tells the coordinator which models are in its folder. In a run that is resumed, the coordinator
-   takes the newest round of which a majority has models (ps/coordinator/checkpoint_schedule.py), and the shards average
-   these.
+   takes the newest round that a majority has reached (ps/coordinator/checkpoint_schedule.py). Of each of these workers
+   the shards average the oldest model that is of this round or a newer one.
 4. A run that begins at round 0 is a new one: files of an earlier run are renamed.
 
 A thread writes the files. A worker that is stopped or ends waits for the thread.
@@ -67,10 +67,18 @@ class GossipCheckpoints:
 
     def models(self) -> tuple[tuple[int, int], ...]:
         """Return rank and round of each model in the folder, of all ranks: a worker may have had another rank."""
-        names = [path.name for path in self.folder.iterdir()] if self.keeps and self.folder.is_dir() else []
-        found = sorted((int(match[2]), int(match[1])) for name in names if (match := ROUND.fullmatch(name)))
-        whole = [(rank, number) for number, rank in found if self.read(rank, number) is not None]
+        whole = [(rank, number) for number, rank in self._files() if self.read(rank, number) is not None]
         return tuple(whole[-MODELS_MAX:])
+
+    def _files(self) -> list[tuple[int, int]]:
+        """Return round and rank of each file in the folder, sorted."""
+        names = [path.name for path in self.folder.iterdir()] if self.keeps and self.folder.is_dir() else []
+        return sorted((int(match[2]), int(match[1])) for name in names if (match := ROUND.fullmatch(name)))
+
+    def reached(self, rank: int, number: int) -> FloatArray | None:
+        """Read the rank's oldest model of round `number` or a newer one, float32[size]; None without such a file."""
+        models = (self.read(rank, found) for found, of in self._files() if of == rank and found >= number)
+        return next((model for model in models if model is not None), None)
 
     def read(self, rank: int, number: int) -> FloatArray | None:
         """Read the model of a round, float32[size]; None without such a file, or if it is of another model."""
@@ -126,8 +134,9 @@ class GossipCheckpoints:
         """Begin to write the model of a round; `model` is this method's from now on."""
         if self.keeps:
             self.end()
-            self.thread = threading.Thread(target=self._write, args=(number, model), daemon=True)
-            self.thread.start()
+            thread = threading.Thread(target=self._write, args=(number, model), daemon=True)
+            thread.start()
+            self.thread = thread  # a KeyboardInterrupt before this line leaves no thread that end() cannot join
 
     def _write(self, number: int, model: FloatArray) -> None:
         began = time.monotonic()

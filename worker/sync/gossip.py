@@ -201,8 +201,8 @@ class GossipStep:
             member.models = self.checkpoints.models()
 
     def _give_weights(self, event: e.GiveWeights) -> None:
-        """Send a shard its keys of the model that this worker has in a file, as of a round of the earlier run."""
-        model = self.checkpoints.read(event.rank, event.round) if self.checkpoints is not None else None
+        """Send a shard its keys of the model that this worker has in a file, of a round of the earlier run or a newer one."""
+        model = self.checkpoints.reached(event.rank, event.round) if self.checkpoints is not None else None
         if model is None:
             raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
         exchange = self.shards.exchanges[event.shard]

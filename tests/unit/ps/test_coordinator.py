@@ -907,11 +907,12 @@ def test_each_member_is_told_with_its_heartbeats() -> None:
     assert link.member.waits == "1 of 3 workers joined; waiting for 2"
 
 
-def test_a_run_of_gossip_goes_on_with_the_newest_round_of_a_majority() -> None:
+def test_a_run_of_gossip_goes_on_with_the_newest_round_that_a_majority_has_reached() -> None:
     every = ((0, 8), (1, 8), (2, 8))
     for models, found in (
         ([((0, 8), (0, 12)), ((1, 8),), ((2, 12), (2, 8))], (12, ((0, 0), (2, 2)))),
-        ([((0, 12),), ((1, 8),), ((2, 8),)], (8, ((1, 1), (2, 2)))),
+        ([((0, 12),), ((1, 8),), ((2, 8),)], (8, ((0, 0), (1, 1), (2, 2)))),
+        ([((0, 13),), ((1, 12), (1, 4)), ((2, 9),)], (12, ((0, 0), (1, 1)))),  # stopped in different rounds
         ([((2, 8),), (), ((0, 8),)], (8, ((0, 2), (2, 0)))),  # ranks are other ones now
         ([every, every, every], (8, ((0, 0), (1, 1), (2, 2)))),  # one folder
         ([((2, 8),), ((2, 8),), ((2, 8),)], (-1, ())),  # the same file three times
