@@ -17,7 +17,7 @@ from narrows.compression.errors import SpecError
 from narrows.compression.predict import clock_s
 from narrows.compression.spec import parse
 
-FLOOR = 0.004  # of fp32's bytes, unless auto:FLOOR says another: docs/results.md says what 1/210 costs
+FLOOR = 0.004  # of fp32's bytes, unless auto:FLOOR says another: docs/archive/results-0.1.md says what 1/210 costs
 LEAST = 0.001  # the lowest FLOOR
 WHOLE = 0.25  # pushed gradients go no lower: every value as int8
 NEAR = 0.05  # a clock so little longer than the shortest is as good: the bytes are worth more

@@ -19,7 +19,7 @@ ELEMENTWISE = (
 
 
 # Rate and momentum of the outer optimizer, for rounds of at least LONG_ROUND inner steps. A round of few AdamW steps
-# differs little from one step: outer momentum would double AdamW's own. docs/results.md has 4 to 50 steps at five
+# differs little from one step: outer momentum would double AdamW's own. docs/archive/results-0.1.md has 4 to 50 steps at five
 # settings; DiLoCo (2311.08105) has momentum 0.9 for 500 steps and long runs.
 LONG_ROUND = 8
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6

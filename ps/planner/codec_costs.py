@@ -9,7 +9,7 @@ from narrows.ps.planner.modes_and_specs import WAYS
 from narrows.ps.planner.step_prices import CodecCost
 
 # Nanoseconds a parameter that a server spends on one child: it receives and folds an update, and sends a state
-# (docs/results.md). Dense: what a second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3
+# (docs/archive/results-0.1.md). Dense: what a second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3
 # (bench/speed/transport.py). Other SPECs: the fold of int4, the slowest of them, 6.2 GB/s (bench/speed/compressors.py).
 SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
 

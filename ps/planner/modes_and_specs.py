@@ -3,7 +3,8 @@
 docs/planning.md has both.
 
 Rules
-- Each row is a mode that docs/results.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of a server.
+- Each row is a mode that docs/archive/results-0.1.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of
+  a server.
 - A level with one child costs no steps, because no updates are averaged there.
 """
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from narrows.worker.sync.engine import Engine
 
 # Unit: updates, as the length of the residual over that of one update. Of the runs that are known to train, a GPT holds
-# back 17 (docs/results.md). The digits of README hold back 20, and 60 at their end, where the learning rate falls and
-# updates are short.
+# back 17 (docs/archive/results-0.1.md). The digits of README hold back 20, and 60 at their end, where the learning rate
+# falls and updates are short.
 HELD_BACK_MAX = 100.0
 HELD_BACK_OF = 64  # pushes of which the median is taken: a single update may be short
 SHOWN = ("loss", "total_steps")  # the values of record() that a summary carries

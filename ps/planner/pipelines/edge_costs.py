@@ -8,7 +8,8 @@ from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.ps.planner.pipelines.stages import EdgeCost
 
 BLOCK = 1 << 16  # values; a multiple of every coding's block of values with one scale
-# GB/s of float32 that one thread encodes and decodes (docs/results.md, bench/speed/compressors.py). Others only copy.
+# GB/s of float32 that one thread encodes and decodes (docs/archive/results-0.1.md, bench/speed/compressors.py).
+# Others only copy.
 GBPS = {"fp16": (12.4, 23.3), "int8": (17.7, 24.9), "int8:stochastic": (9.9, 25.3)}
 
 

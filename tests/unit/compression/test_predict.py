@@ -1,4 +1,4 @@
-"""compression/predict.py: its closed forms, and what docs/results.md measured."""
+"""compression/predict.py: its closed forms, and what docs/archive/results-0.1.md measured."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_bound_that_hides_a_link(compute_s: float, delay_s: float) -> None:
 OWN_S = 0.110  # of a step with its encoding, where the link is 1 Gbit/s
 
 
-# docs/results.md, the byte GPT of 1.32 M parameters at 20 Mbit/s and 60 ms: kB a step each way, updates in flight, local
-# steps, ms a step.
+# docs/archive/results-0.1.md, the byte GPT of 1.32 M parameters at 20 Mbit/s and 60 ms: kB a step each way, updates in
+# flight, local steps, ms a step.
 @pytest.mark.parametrize(("kilobytes", "window", "local_steps", "ms"), [
     (5594, 1, 1, 5455),  # bsp, dense
     (120, 2, 1, 185),  # ssp, s = 1, topk:0.05+int8
