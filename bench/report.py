@@ -1,0 +1,169 @@
+"""Makes docs/results.md and the table of results in README.md from the lines in bench/results/.
+
+    python -m bench.report                              # write both pages
+    python -m bench.report bench/speed/compressors.py   # run that bench with its arguments, then write both pages
+    python -m bench.report --check                      # exit code 1 where a page is not what the data gives
+
+How it works
+- Each file in bench/results/ is a section: what its script measures and how to run it again, from the script's docstring,
+  then a table for each heading that its lines name (bench/lab/record.py).
+- A row of README's table is a contender of bench/contenders/wan.py: its lines with seed 0 and all steps, at the rate with
+  the lowest loss. A figure that was measured at another rate says so; a time of a busy machine is not taken.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from lab import record
+from lab.record import NOT_TOLD, RESULTS, ROOT, Line, RecordError, shown
+
+PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+HEAD = """# Results
+
+`python -m bench.report` makes this page and the table of README.md from the lines in `bench/results/`. To add a result, run
+one command in the repository's root; it runs a bench, appends a line for each run and writes both pages anew:
+
+    python -m bench.report bench/speed/compressors.py   # any script below, with its arguments
+
+- A row is the median of its lines, with the least and the greatest in brackets; lines of one row differ in their seed, or are
+  repeated. *over X* is the first figure of the row, compared with that of run X.
+- A *busy machine* had a load above half of its cores as the bench began. Its seconds mean little. Losses and bytes do not
+  depend on the load.
+- The lines say more than the tables: machine, date, versions and arguments of each run. Rows of version 0.1 are from
+  [the archive](archive/results-0.1.md), which has all tables of that version. `-` and *load not told*: it does not say.
+"""
+ORDER = ("contenders", "loss", "speed", "faults", "planning", "gpu")  # of the sections
+
+# README's rows: name, run in wan.jsonl, inner optimizer.
+ROWS = (
+    ("PyTorch DDP over gloo", "ddp", "adamw"),
+    ("DDP with PowerSGD, rank 4", "ddp powersgd-4", "adamw"),
+    ("torchft 0.2.0, DiLoCo, 50 local steps", "torchft diloco H=50", "adamw"),
+    ("Narrows, local, 50 local steps", "diloco H=50", "adamw"),
+    ("Narrows, ssp, s = 2, `topk:0.11+sign`", "ssp topk:0.11+sign staleness 2", "adamw"),
+    ("Narrows, ssp, s = 2, `cycle:0.15+sign`", "ssp cycle:0.15+sign staleness 2", "adamw"),
+    ("Narrows, ssp, s = 2, `topk:0.11+sign`, Muon", "ssp topk:0.11+sign staleness 2", "muon"),
+    ("Narrows, ssp, s = 2, `cycle:0.15+sign`, Muon", "ssp cycle:0.15+sign staleness 2", "muon"),
+)
+LINK = {"mbit_per_s": 20.0, "delay_ms": 60.0}
+STEPS = 400
+# README's columns: name, figure, whether the learning rate changes it.
+COLUMNS = (
+    ("ms a step: median", "step", False),
+    ("mean", "mean step", False),
+    ("kB a step up", "up", False),
+    ("loss", "loss", True),
+    ("seconds to loss 2.1", "time to 2.1", True),
+)
+
+
+def sections(folder: Path) -> dict[str, list[Line]]:
+    """The lines of each bench that has some, in the order of the page. Raises RecordError."""
+    found: dict[str, list[Line]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in record.read(path):
+            found.setdefault(line.bench, []).append(line)
+    place = {name: number for number, name in enumerate(ORDER)}
+    return dict(sorted(found.items(), key=lambda each: (place.get(each[0].split("/")[0], len(ORDER)), each[0])))
+
+
+def introduction(bench: str) -> str:
+    """What a script measures, and its commands, from its docstring."""
+    script = ROOT / "bench" / f"{bench}.py"
+    if not script.exists():
+        return f"The script `bench/{bench}.py` is gone. Its question is answered; CHANGELOG.md says how."
+    paragraphs = (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").split("\n\n")
+    commands = next((each for each in paragraphs if each.startswith("    ")), f"    python bench/{bench}.py")
+    return f"{' '.join(paragraphs[0].split())}\n\n{commands}"
+
+
+def page(found: dict[str, list[Line]]) -> str:
+    parts = [HEAD]
+    for bench, lines in found.items():
+        parts += [f"## {bench.split('/')[-1]}", introduction(bench)]
+        for title, own in record.by_table(lines).items():
+            parts += [f"### {title}"] * bool(title) + [record.markdown(own)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def readme_row(name: str, lines: Sequence[Line]) -> str:
+    """The cells of one contender; dashes where nothing is known."""
+    at_the_end = [line for line in lines if "loss" in line.figures]
+    best = min(at_the_end, key=lambda line: line.figures["loss"].value).arguments.get("rate") if at_the_end else None
+    cells = [name, record.cell(best)]
+    for _, figure, by_rate in COLUMNS:
+        have = [line for line in lines if figure in line.figures and (line.link or figure == "loss")]
+        have = [line for line in have if not (line.busy and line.figures[figure].timed)]
+        line = next((line for line in reversed(have) if line.arguments.get("rate") == best), have[-1] if have else None)
+        if line is None:
+            cells.append(NOT_TOLD)
+            continue
+        rate, note = line.arguments.get("rate"), line.figures[figure].note
+        notes = [note] * bool(note) + [f"at {rate}"] * (by_rate and rate != best)
+        cells.append(
+            shown(line.figures[figure].value, line.figures[figure].unit) + f" ({', '.join(notes)})" * bool(notes)
+        )
+    return f"| {' | '.join(cells)} |"
+
+
+def readme_table(found: dict[str, list[Line]]) -> str:
+    head = ("run", "best rate", *(name for name, _, _ in COLUMNS))
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = [
+        line
+        for line in found.get("contenders/wan", [])
+        if line.link in (None, LINK) and line.seed in (None, 0) and line.arguments.get("steps", STEPS) == STEPS
+    ]
+    for name, run, optimizer in ROWS:
+        own = [line for line in lines if line.run == run and line.arguments.get("optimizer") == optimizer]
+        table.append(readme_row(name, own))
+    return "\n".join(table)
+
+
+def with_table(readme: str, table: str) -> str:
+    """README with the table between its two markers. Raises ValueError."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no table of results: it stands between {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+
+
+def pages(folder: Path, readme: str) -> dict[Path, str]:
+    """Each page and its text. Raises RecordError, ValueError."""
+    found = sections(folder)
+    return {PAGE: page(found), README: with_table(readme, readme_table(found))}
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--check", is_flag=True, help="write nothing; exit code 1 where a page is not what the data gives")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+def main(check: bool, script: tuple[str, ...]) -> None:
+    """Write the pages of results from bench/results/; with SCRIPT [ARGS...], run that bench first."""
+    if script and (code := subprocess.run([sys.executable, *script], cwd=ROOT, check=False).returncode):
+        raise click.ClickException(f"{script[0]} ended with {code}; the pages are as they were")
+    try:
+        wanted = pages(RESULTS, README.read_text("utf-8"))
+    except (RecordError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    for path, text in wanted.items():
+        if path.read_text("utf-8") == text:
+            continue
+        if check:
+            raise click.ClickException(f"{path.name} is not what bench/results/ gives: run python -m bench.report")
+        path.write_text(text, "utf-8")
+        click.echo(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
