@@ -15,7 +15,7 @@ from narrows.compression.index_codings import EVERY_INDEX, CodedIndices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, Header
-from narrows.compression.reducers import DENSE_COUNT_MAX, Memory, Reduced, Reducer
+from narrows.compression.reducers import DENSE_COUNT_MAX, Memory, ReducedValues, Reducer
 from narrows.compression.value_codings import FP32, ValueCoding, non_finite
 
 
@@ -100,7 +100,7 @@ class Chain:
             # An empty memoryview cannot be cast, and an empty part would be an empty frame to a transport.
             body: Parts = [values.data.cast("B")] if values.size else []
             return [self._header(values.size, values.size, ALL, PLAIN_BYTES).pack(), *body]
-        reduced = Reduced(values, ALL)
+        reduced = ReducedValues(values, ALL)
         if self.reducer is not None:
             if values.size > DENSE_COUNT_MAX:
                 reduced = self.reducer.reduce(values, memory)
@@ -125,7 +125,7 @@ class Chain:
     def _header(self, count: int, kept: int, indices: CodedIndices, byte_coding: int) -> Header:
         return Header(indices.wire_id, self.value_coding.wire_id, byte_coding, count, kept, indices.parameter)
 
-    def _payload(self, count: int, reduced: Reduced, memory: Memory) -> ByteArray:
+    def _payload(self, count: int, reduced: ReducedValues, memory: Memory) -> ByteArray:
         """The whole payload, the byte coding aside."""
         values, indices = reduced
         value_end = HEADER_BYTES + self.value_coding.byte_count(values.size)

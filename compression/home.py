@@ -121,7 +121,7 @@ class Home(Protocol[A]):
         """Their payload, by itself: what it does not carry is nobody's. Raises NonFiniteError."""
 
 
-class Landed(NamedTuple):
+class LandedPayload(NamedTuple):
     """A Landing that is done."""
 
     def done(self) -> bool:
@@ -190,7 +190,7 @@ class HostHome:
 
     def land(self, values: FloatArray, out: FloatArray) -> Landing:
         np.copyto(out, values)
-        return Landed()
+        return LandedPayload()
 
     def load(self, values: FloatArray, out: FloatArray) -> None:
         np.copyto(out, values)

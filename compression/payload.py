@@ -68,7 +68,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class CheckedPayload:
     """A payload in which everything was checked; borrows the payload's memory (but not with lz4). Good for one reading."""
 
     header: Header
@@ -136,7 +136,7 @@ def _read_header(data: ByteArray, count: int) -> Header:
     return header
 
 
-def open_payload(payload: Payload, count: int) -> Opened:
+def open_payload(payload: Payload, count: int) -> CheckedPayload:
     data = bytes_view(payload)
     header = _read_header(data, count)
     body = data[HEADER_BYTES:]
@@ -154,8 +154,10 @@ def open_payload(payload: Payload, count: int) -> Opened:
     values = value_coding.open(body[:value_bytes], header.kept)
     index_part = body[value_bytes:]
     if index_coding is None:
-        return Opened(header, values, index_part, None)
-    return Opened(header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count))
+        return CheckedPayload(header, values, index_part, None)
+    return CheckedPayload(
+        header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count)
+    )
 
 
 def check(payload: Payload, count: int, *, finite: bool = False) -> float:

@@ -10,7 +10,7 @@ from narrows.compression.value_codings import Key
 DENSE_COUNT_MAX = 64  # up to here all values are sent: indices and headers would outweigh what is left out
 
 
-class Reduced(NamedTuple):
+class ReducedValues(NamedTuple):
     """values: float32[kept], read-only, good until this thread reduces again. indices: which, as the payload says it."""
 
     values: FloatArray
@@ -52,5 +52,5 @@ class Reducer(Protocol):
     def index_bytes_max(self, count: int) -> int:
         """A bound on the index section."""
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         """From float32[count], read-only, count > DENSE_COUNT_MAX; NonFiniteError if any of them is NaN or infinite."""

@@ -24,7 +24,7 @@ from narrows.compression.index_codings import (
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.reducers import Memory, Reduced
+from narrows.compression.reducers import Memory, ReducedValues
 from narrows.compression.selection import pairs, select_top
 from narrows.compression.value_codings import non_finite
 
@@ -34,12 +34,12 @@ def kept_of(density: float, count: int) -> int:
     return min(count, max(1, round(density * count)))
 
 
-def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> Reduced:
+def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> ReducedValues:
     # NaN and infinity have the largest keys: if there are any, some were selected.
     if cpu.largest_key(kept) >= INFINITY_KEY:
         raise non_finite(values)
     coded = encode_indices(indices, values.size) if indices.size else NOTHING
-    return Reduced(kept, coded)
+    return ReducedValues(kept, coded)
 
 
 NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
@@ -79,7 +79,7 @@ class TopK(_Selecting):
     def kept_max(self, count: int) -> int:
         return kept_of(self.density, count)
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         return _selected(values, *select_top(values, self.kept_max(values.size), self.dropped_bits))
 
 
@@ -104,7 +104,7 @@ class BlockTopK(_Selecting):
         whole, rest = divmod(count, self.block)
         return whole * self.k + -(-self.k * rest // self.block)
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         bits = values.view(np.uint32)
         places, keys = scratch("places", self.block), scratch("keys", self.block)
         indices, kept = pairs(self.kept_max(values.size))
@@ -140,7 +140,7 @@ class RandomK(_Selecting):
     def index_bytes_max(self, count: int) -> int:
         return 0
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         if cpu.largest_key(values) >= INFINITY_KEY:
             raise non_finite(values)
         count, kept = values.size, self.kept_max(values.size)
@@ -158,7 +158,7 @@ class RandomK(_Selecting):
                 raise NonFiniteError(
                     "a value times the share of values that it stands for is above the largest float32"
                 )
-        return Reduced(read_only(chosen), CodedIndices(STRATA.wire_id, seed, np.empty(0, np.uint8)))
+        return ReducedValues(read_only(chosen), CodedIndices(STRATA.wire_id, seed, np.empty(0, np.uint8)))
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,11 @@ class Cycle(_Selecting):
     def index_bytes_max(self, count: int) -> int:
         return 0
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         if cpu.largest_key(values) >= INFINITY_KEY:
             raise non_finite(values)
         indices = self.indices(values.size, memory)
-        return Reduced(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
+        return ReducedValues(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
 
     def indices(self, count: int, memory: Memory) -> CodedIndices:
         """The indices that this step takes; where arrays are shorter than a cycle, maybe none."""
@@ -223,7 +223,7 @@ class CycleTop(Cycle):
     def index_bytes_max(self, count: int) -> int:
         return STRIDED_RICE.bytes_max(self.kept_max(count), super().kept_max(count))
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         if cpu.largest_key(values) >= INFINITY_KEY:
             raise non_finite(values)
         phase = memory.step % self.stride
@@ -231,11 +231,11 @@ class CycleTop(Cycle):
         strided = scratch("strided", places).view(np.float32)
         np.copyto(strided, values[phase :: self.stride])
         if not places:
-            return Reduced(strided, NOTHING)
+            return ReducedValues(strided, NOTHING)
         positions, kept = select_top(read_only(strided), kept_of(self.share, places))
         if not positions.size:
-            return Reduced(kept, NOTHING)
-        return Reduced(kept, STRIDED_RICE.encode(positions, phase, self.stride, values.size))
+            return ReducedValues(kept, NOTHING)
+        return ReducedValues(kept, STRIDED_RICE.encode(positions, phase, self.stride, values.size))
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Threshold(_Selecting):
     def kept_max(self, count: int) -> int:
         return count
 
-    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
         bits = values.view(np.uint32)
         below = int(np.float32(self.threshold).view(np.uint32)) - 1
         indices, kept = pairs(cpu.count_above(bits, below))

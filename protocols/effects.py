@@ -6,8 +6,8 @@ How it works
 3. The runner carries the effects out in their order: it sends messages, writes files, ends the process.
 
 Which effect goes where
-- Send, SendToPeer, Log, Checkpoint, Load, Serve, Stop: a server machine or a standby asks its runner (`ServerEffect`,
-  `CopyEffect`).
+- Send, SendToPeer, Log, WriteCheckpoint, LoadCheckpoint, StartServing, StopProcess: a server machine or a standby asks
+  its runner (`ServerEffect`, `CopyEffect`).
 - "Member:" classes: a `Member` gives them to its owner, the engine of a worker or the server of a cluster
   (`MemberEffect`). Those of `OfRun` are about the place in the run, those of `OfShard` come from a `Session` and go to
   the `Exchange` with that shard, those of `OfPeers` come from `GossipPeers` and go to `GossipDriver`.
@@ -40,14 +40,14 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class WriteCheckpoint:
     """Write the store to disk now, as the state of `clock`."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadCheckpoint:
     """Go back to the checkpoint of `clock` before the next message is handled.
 
     The runner reads the checkpoint into the store and deletes all later ones, which are of an earlier generation.
@@ -58,7 +58,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopProcess:
     """End the process once all messages are sent: the run is over, or failed."""
 
     code: int = 0  # exit code; 0: the run is over
@@ -66,7 +66,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
+class StartServing:
     """This server serves from now on. The runner reports it to the machine as an event."""
 
     view: int  # in which it serves
@@ -74,7 +74,7 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class ServerChanged:
     """Member: the standby serves from now on. Its shards listen on `ports`, on the host of `address`."""
 
     address: str
@@ -82,7 +82,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class MemberWelcomed:
     """Member: the coordinator has answered Hello with a Welcome."""
 
     rank: int
@@ -93,7 +93,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class MemberStarted:
     """Member: this member has a place in the run, and computes from `clock` on."""
 
     worker: int
@@ -102,19 +102,19 @@ class Started:
     ranges: tuple[tuple[int, int], ...]  # keys [begin, end) of each shard
     buffers: bytes  # newest module buffers of the run, packed, or b""
     again: bool  # the member has rejoined: begin anew
-    settings: bytes = b""  # of the run now, as in Joined
+    settings: bytes = b""  # of the run now, as in MemberWelcomed
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PushesPaused:
     """Member: push no update from clock `at` on. Keys or plan change next."""
 
     at: int  # -1: the change is off, push as before
-    number: int = 0  # of the Move
+    number: int = 0  # of the Reshard
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MemberResharded:
     """Member: the keys are cut anew, or the run has another plan. The member goes on with these shards in a new epoch.
 
     The shards have all updates before `clock`. The residuals and the clock of the member stay.
@@ -165,7 +165,7 @@ class MasterArrived:
 
 @dataclass(frozen=True, slots=True)
 class RowsArrived:
-    """Member: the rows that RowsAsk `request` asked for, float32[rows, dim] as bytes."""
+    """Member: the rows that RowsRequest `request` asked for, float32[rows, dim] as bytes."""
 
     shard: int
     request: int
@@ -174,7 +174,7 @@ class RowsArrived:
 
 @dataclass(frozen=True, slots=True)
 class MomentsArrived:
-    """Member: the answer to MomentsAsk `request`. `clock` and `payload` as in `Moments`."""
+    """Member: the answer to MomentsRequest `request`. `clock` and `payload` as in `MomentsAnswer`."""
 
     shard: int
     request: int
@@ -191,7 +191,7 @@ class PushSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSeen:
+class LinkMeasured:
     """Member: what its messages show of the link since the last reading. 0 bytes: no message was timed that way."""
 
     round_trip_ns: int
@@ -202,20 +202,20 @@ class LinkSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class BuffersWanted:
+class BuffersRequested:
     """Member: the coordinator asks for the module's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
-class BuffersTold:
+class BuffersArrived:
     """Member: the module's buffers of the run, packed; b"": this worker's own are those of the run."""
 
     packed: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class RangeTold:
-    """Member: the answer to RangeAsk `number`. `index` and `over` as in `Range`."""
+class RangeArrived:
+    """Member: the answer to RangeRequest `number`. `index` and `over` as in `RangeAnswer`."""
 
     number: int
     index: int
@@ -228,15 +228,15 @@ class ServerStops:
 
 
 @dataclass(frozen=True, slots=True)
-class AgreedTold:
-    """Member: the answer to AgreeAsk `number`: the value that all workers get."""
+class AgreementArrived:
+    """Member: the answer to AgreeRequest `number`: the value that all workers get."""
 
     number: int
     value: float
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class MemberFailed:
     """Member: the session is over, with an error."""
 
     code: int  # a `RefuseCode`
@@ -244,7 +244,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class MemberLeft:
     """Member: this member has left the run. The coordinator has acknowledged its Leave, if there is a server."""
 
 
@@ -257,7 +257,7 @@ class SendToPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class RosterNews:
+class RosterChanged:
     """Member: a new roster: the peers that may mix from now on."""
 
     roster: Roster
@@ -272,7 +272,7 @@ class OfferArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptAsked:
+class ModelRequested:
     """Member: a new peer asks for the whole model."""
 
     peer: int
@@ -311,48 +311,48 @@ class SendOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class AskModel:
+class RequestModel:
     """Driver: ask this peer for its whole model."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class SayEnded:
-    """Driver: the last step is done. Tell all peers, again and again, until SayOver."""
+class AnnounceEnd:
+    """Driver: the last step is done. Tell all peers, again and again, until EndAnnouncement."""
 
 
 @dataclass(frozen=True, slots=True)
-class SayOver:
+class EndAnnouncement:
     """Driver: the last round is mixed. Await no peer any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropPeer:
     """Driver: drop all further messages of this peer."""
 
     peer: int
 
 
-ServerEffect = Send | SendToPeer | Log | Checkpoint | Load | Stop
-CopyEffect = Send | SendToPeer | Log | Serve | Stop
+ServerEffect = Send | SendToPeer | Log | WriteCheckpoint | LoadCheckpoint | StopProcess
+CopyEffect = Send | SendToPeer | Log | StartServing | StopProcess
 OfRun = (
-    Joined
-    | Started
-    | Turned
-    | Held
-    | Moved
-    | BuffersWanted
-    | BuffersTold
-    | RangeTold
-    | AgreedTold
+    MemberWelcomed
+    | MemberStarted
+    | ServerChanged
+    | PushesPaused
+    | MemberResharded
+    | BuffersRequested
+    | BuffersArrived
+    | RangeArrived
+    | AgreementArrived
     | ServerStops
-    | LinkSeen
+    | LinkMeasured
     | ServerGone
-    | Failed
-    | Left
+    | MemberFailed
+    | MemberLeft
 )
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | MomentsArrived | PushSettled
-OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
+OfPeers = RosterChanged | OfferArrived | ModelRequested | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | SendToPeer | OfRun | OfShard | OfPeers
-PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop
+PeerSay = SendOffer | RequestModel | AnnounceEnd | EndAnnouncement | DropPeer

@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Failed
+from narrows.protocols.effects import NS, MemberFailed
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, StageLostError, UnreachableError
 
 IN_FLIGHT_MAX = 256  # tensors to one peer that its script has not taken: neither end keeps more
@@ -65,7 +65,7 @@ class TensorTaken:
     count: int
 
 
-Effect = SendOnChannel | TensorArrived | TensorTaken | Failed
+Effect = SendOnChannel | TensorArrived | TensorTaken | MemberFailed
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class Channels:
         who, peer = message.worker, self.peers[message.worker]
         if message.plan != self.plan:
             return [
-                Failed(
+                MemberFailed(
                     IncompatibleError.exit_code,
                     f"{self.names[who]} was started with another plan: give all hosts the same file",
                 )
@@ -194,7 +194,7 @@ class Channels:
                 name for rank, name in enumerate(self.names) if rank in self.peers and self.peers[rank].life < 0
             )
             return [
-                Failed(
+                MemberFailed(
                     UnreachableError.exit_code,
                     f"{late} was not there within {START_NS // NS} s: start ps-worker --plan on its host",
                 )
@@ -217,7 +217,7 @@ class Channels:
         missed = peer.missed if peer.missed == peer.received else -1
         return SendOnChannel(to, m.PipelineBeat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
 
-    def _failed(self, who: int, code: int) -> Failed:
+    def _failed(self, who: int, code: int) -> MemberFailed:
         """End the pipeline with the exit code of a process that failed by its own fault.
 
         Code 0, or that of a lost stage, is no fault of the process itself: then the text tells the user how to go on.
@@ -225,7 +225,7 @@ class Channels:
         if code in (0, StageLostError.exit_code):
             return self._lost(who, "has failed")
         text = f"{self.names[who]} has failed with exit code {code}, and its pipeline ends with it: its host says what to mend"
-        return Failed(code, text)
+        return MemberFailed(code, text)
 
-    def _lost(self, who: int, how: str) -> Failed:
-        return Failed(StageLostError.exit_code, f"{self.names[who]} {how}, and its pipeline ends with it: {ON}")
+    def _lost(self, who: int, how: str) -> MemberFailed:
+        return MemberFailed(StageLostError.exit_code, f"{self.names[who]} {how}, and its pipeline ends with it: {ON}")

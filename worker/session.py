@@ -40,13 +40,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrows import compression
 from narrows.protocols.addresses import parse_addresses
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.cli import output
-from narrows.protocols.runtime.network.key_files import Secret, member_key
+from narrows.protocols.runtime.network.key_files import SecretKeyFile, member_key
 from narrows.worker.check.script_watch import ScriptWatch
 from narrows.worker.checkpoint.optimizer_state import OptimizerStateFile
 from narrows.worker.command.managers import place
@@ -197,7 +197,7 @@ class RunSession:
     ) -> Engine:
         if self.engine is not None:
             raise UsageError(SECOND_AFTER if self.engine.finished else SECOND)
-        if self.settings.mode().rule is Rule.MIX and self.group is None:
+        if self.settings.mode().rule is FoldRule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
         self.moments = OptimizerStateFile.of(
@@ -393,7 +393,7 @@ def tell_alone(model: torch.nn.Module) -> None:
             )
 
 
-def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
+def _watch_launcher(address: str, token: str, key: SecretKeyFile | None) -> None:
     """Start a thread that waits for the end of the ps-worker that started this process.
 
     Then it tells the coordinator that the worker has left, and ends this process group, which has only processes of

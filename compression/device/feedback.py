@@ -42,7 +42,7 @@ from narrows.compression.kernels.record import (
 )
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, Header, Opened, open_payload, raw_values
+from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, CheckedPayload, Header, open_payload, raw_values
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
 from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK, kept_of
 from narrows.compression.value_codings import Section, Sectioned, non_finite_at
@@ -53,7 +53,7 @@ BODY = RECORD_BYTES + HEADER_BYTES  # where the body of a payload lies behind a 
 FP32_SECTIONS = (Section(np.float32, 1, 1),)
 
 
-class UnderWay(NamedTuple):
+class PendingEncode(NamedTuple):
     """A record and a payload on their way to `lent`. room: values that are kept at most; indices: wire id and parameter, None
     where the record tells; landed: a kernel writes as many bytes as there are."""
 
@@ -187,14 +187,14 @@ class DeviceErrorFeedback:
             return self._told(self._strided(reducer, addends))
         return self._told(self._selected(reducer, addends, sampled))
 
-    def _all(self, addends: Sum) -> UnderWay:
+    def _all(self, addends: Sum) -> PendingEncode:
         """Every value, coded as it is summed."""
         record, coded = self.kernels.record(), self._arena(self.count).parts
         if self.count:
             self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
         return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
 
-    def _strided(self, reducer: Cycle, addends: Sum) -> UnderWay:
+    def _strided(self, reducer: Cycle, addends: Sum) -> PendingEncode:
         """Cycle.reduce, coded as it is summed."""
         phase = self.memory.step % reducer.stride
         kept = stride_count(phase, reducer.stride, self.count)
@@ -203,7 +203,7 @@ class DeviceErrorFeedback:
         self.kernels.encode_strided_as(self._name, addends, phase, reducer.stride, chosen, self._extra, coded, record)
         return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
 
-    def _random(self, reducer: RandomK, addends: Sum) -> UnderWay:
+    def _random(self, reducer: RandomK, addends: Sum) -> PendingEncode:
         """RandomK.reduce, unscaled."""
         kernels, kept = self.kernels, reducer.kept_max(self.count)
         words = np.empty(RANDOM_BLOCK, np.uint32)
@@ -218,7 +218,7 @@ class DeviceErrorFeedback:
         kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), addends.sums)
         return way
 
-    def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> UnderWay:
+    def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> PendingEncode:
         """TopK, BlockTopK, Threshold and CycleTop.reduce: the device alone knows which, and how long their codes are."""
         kernels, sums = self.kernels, addends.sums
         bits, phase, stride, turns = sums.view(np.uint32), 0, 1, isinstance(reducer, CycleTop)
@@ -285,7 +285,9 @@ class DeviceErrorFeedback:
 
     # The way to the host.
 
-    def _fetch(self, coded: Coded, kept: int, indices: tuple[int, int], record: DeviceArray | None = None) -> UnderWay:
+    def _fetch(
+        self, coded: Coded, kept: int, indices: tuple[int, int], record: DeviceArray | None = None
+    ) -> PendingEncode:
         """Copies, where the host knows all sizes."""
         sources = [part.view(np.uint8) for part in coded if part.size]
         total = sum(part.nbytes for part in sources)
@@ -300,9 +302,9 @@ class DeviceErrorFeedback:
         else:
             sources.append(record[:TOLD].view(np.uint8))
             targets.append(target[:RECORD_BYTES])
-        return UnderWay(self.kernels.fetch(sources, targets), lent, kept, indices)
+        return PendingEncode(self.kernels.fetch(sources, targets), lent, kept, indices)
 
-    def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> UnderWay:
+    def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> PendingEncode:
         """As many bytes as there are, written by a kernel."""
         sizes = [(part.items * np.dtype(part.dtype).itemsize, part.per) for part in self._sections]
         spare = 3 - len(sizes)
@@ -311,9 +313,9 @@ class DeviceErrorFeedback:
         lent = self.staging.lend(BODY + (total // 4 + 2) * 4)
         flat = tuple(number for size in [*sizes, *[(0, 1)] * spare] for number in size)
         landing = self.kernels.land(sections.whole, begins, flat, room, record, np.frombuffer(lent, np.uint8))
-        return UnderWay(landing, lent, room, indices, landed=True)
+        return PendingEncode(landing, lent, room, indices, landed=True)
 
-    def _told(self, way: UnderWay) -> tuple[list[int], Callable[[], memoryview]]:
+    def _told(self, way: PendingEncode) -> tuple[list[int], Callable[[], memoryview]]:
         """Waits, once. The record, and a function that makes the payload."""
         self.kernels.counts["waits"] += 1
         way.landing.wait()
@@ -381,7 +383,7 @@ def add_raw(kernels: Any, raw: Payload, weight: float, out: Any) -> None:
             kernels.add_as("fp32", (kernels.upload("fp32", values),), np.float32(weight), out)
 
 
-def _accumulate(kernels: Any, opened: Opened, weight: np.float32, out: DeviceArray) -> None:
+def _accumulate(kernels: Any, opened: CheckedPayload, weight: np.float32, out: DeviceArray) -> None:
     header = opened.header
     if not header.kept:
         return
@@ -407,7 +409,7 @@ def _decoder_name(decode_kernel: Callable[..., None]) -> str:
     return decode_kernel.__name__.removeprefix("decode_")
 
 
-def _upload(kernels: Any, opened: Opened) -> tuple[str, Coded]:
+def _upload(kernels: Any, opened: CheckedPayload) -> tuple[str, Coded]:
     """(name among DECODERS, the sections of the values)"""
     values: Any = opened.values
     if not hasattr(values, "decode"):

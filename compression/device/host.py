@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression.buffers import read_only
-from narrows.compression.home import Landed
+from narrows.compression.home import LandedPayload
 from narrows.compression.index_codings import STRIDED_RICE, bytes_of, encode_indices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
@@ -148,11 +148,11 @@ class HostKernels:
         self.counts["bytes up"] += host.nbytes
         np.copyto(target, host)
 
-    def fetch(self, sources: Sequence[HostArray], targets: Sequence[npt.NDArray[np.uint8]]) -> Landed:
+    def fetch(self, sources: Sequence[HostArray], targets: Sequence[npt.NDArray[np.uint8]]) -> LandedPayload:
         for source, target in zip(sources, targets, strict=True):
             self.counts["bytes down"] += source.nbytes
             np.copyto(target, source)
-        return Landed()
+        return LandedPayload()
 
     # Kernels whose scratch or cursors are the device's own affair.
 
@@ -227,7 +227,7 @@ class HostKernels:
 
     def land(
         self, arena: HostArray, begins: Any, sizes: Any, room: int, record: HostArray, target: npt.NDArray[np.uint8]
-    ) -> Landed:
+    ) -> LandedPayload:
         told = [int(number) for number in record[:TOLD]]
         kept = room - told[MISSING]
         lengths = [size * -(-kept // per) for size, per in zip(sizes[::2], sizes[1::2], strict=True)]
@@ -237,7 +237,7 @@ class HostKernels:
         for begin, length in zip(begins, lengths, strict=True):
             target[end : end + length] = arena[begin : begin + length]
             end += length
-        return Landed()
+        return LandedPayload()
 
     def take(self, source: HostArray, places: HostArray, out: HostArray) -> None:
         out[: places.size] = source[places]

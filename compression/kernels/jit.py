@@ -85,7 +85,7 @@ class OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
                 os.replace(new, ours)
 
 
-class Places(caching.CompileResultCacheImpl):
+class KernelCacheLocator(caching.CompileResultCacheImpl):
     """Where caches may be: NUMBA_CACHE_DIR, beside the source, or in a folder of our own."""
 
     _locator_classes = [*caching.CacheImpl._locator_classes[:2], OwnFolder]  # noqa: RUF012
@@ -94,7 +94,7 @@ class Places(caching.CompileResultCacheImpl):
 class Cache(caching.FunctionCache):
     """The cache of one kernel."""
 
-    _impl_class = Places
+    _impl_class = KernelCacheLocator
 
 
 class Compilations(Listener):

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_VALUES, unpack
@@ -20,7 +20,7 @@ from narrows.protocols.wire import FRAME_VALUES, unpack
 TABLES_MAX = 1 << 10  # of one model
 ROWS_MAX = 1 << 32  # of one table: the index of a row on its shard has 32 bits
 DIM_MAX = 1 << 14  # values of a row: a frame then has room for at least 32 rows
-ASKS_MAX = 64  # unanswered RowsAsk of one worker that a shard keeps
+ASKS_MAX = 64  # unanswered RowsRequest of one worker that a shard keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TableSpec:
 
     @property
     def ask_rows_max(self) -> int:
-        """The largest number of rows in one RowsAsk or one part of a push: their values fill a frame."""
+        """The largest number of rows in one RowsRequest or one part of a push: their values fill a frame."""
         return FRAME_VALUES // self.dim
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ def why_not(settings: Settings, mode: Mode, levels: bool) -> str:
     """
     reasons = (
         (
-            mode.rule in (Rule.MIX, Rule.OUTER),
+            mode.rule in (FoldRule.MIX, FoldRule.OUTER),
             f"--sync {mode.name} pushes no gradient, and rows are pushed as gradients",
         ),
         (levels, "a server above takes updates of keys alone: leave out --parent"),

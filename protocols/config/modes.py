@@ -30,7 +30,7 @@ def outer_momentum(local_steps: int) -> float:
     return OUTER_MOMENTUM if local_steps >= LONG_ROUND else 0.0
 
 
-class Rule(Enum):
+class FoldRule(Enum):
     """What a shard does with a push."""
 
     OPTIMIZER = "optimizer"  # a gradient: step the script's optimizer
@@ -53,7 +53,7 @@ class Mode:
     bound: int | None  # staleness bound s, None: no bound; in gossip: rounds that may be computed while one is mixed
     barrier: bool  # True: fold once every live worker has pushed; False: fold each push at once
     push_choices: tuple[str, ...]  # what a worker may push, the default first
-    update_rule: Rule  # for pushed updates; `rule` is the one that holds
+    update_rule: FoldRule  # for pushed updates; `rule` is the one that holds
     takes_staleness: bool  # --staleness may be given
     takes_local_steps: bool  # --local-steps may be given
     push: str = ""  # one of `push_choices`, once resolved
@@ -64,7 +64,7 @@ class Mode:
     @property
     def merges(self) -> bool:
         """True if inner steps may go on during an exchange, and the new state is merged into the local weights."""
-        return self.rule is Rule.OUTER and self.barrier
+        return self.rule is FoldRule.OUTER and self.barrier
 
     @property
     def streams(self) -> bool:
@@ -76,13 +76,13 @@ class Mode:
         return clock % self.fragments
 
     @property
-    def rule(self) -> Rule:
-        return Rule.OPTIMIZER if self.push == "gradient" else self.update_rule
+    def rule(self) -> FoldRule:
+        return FoldRule.OPTIMIZER if self.push == "gradient" else self.update_rule
 
     @property
     def rounds(self) -> bool:
         """True if the run has rounds, local steps between barriers. A quorum may close a round."""
-        return self.barrier and self.rule is Rule.OUTER
+        return self.barrier and self.rule is FoldRule.OUTER
 
     @property
     def window(self) -> int:
@@ -109,10 +109,10 @@ class Mode:
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("bsp", 1, 0, True, ("gradient", "update"), Rule.ADD, False, False),
-        Mode("ssp", 1, 1, False, ("update", "gradient"), Rule.ADD, True, False),
-        Mode("async", 1, None, False, ("update", "gradient"), Rule.ADD, False, False),
-        Mode("local", 10, 0, True, ("update",), Rule.OUTER, True, True),
-        Mode("gossip", 1, 1, False, ("model",), Rule.MIX, True, True),
+        Mode("bsp", 1, 0, True, ("gradient", "update"), FoldRule.ADD, False, False),
+        Mode("ssp", 1, 1, False, ("update", "gradient"), FoldRule.ADD, True, False),
+        Mode("async", 1, None, False, ("update", "gradient"), FoldRule.ADD, False, False),
+        Mode("local", 10, 0, True, ("update",), FoldRule.OUTER, True, True),
+        Mode("gossip", 1, 1, False, ("model",), FoldRule.MIX, True, True),
     )
 }

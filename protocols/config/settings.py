@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
+from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, FoldRule, Mode, outer_momentum
 from narrows.protocols.config.robust import LEAST, Robust
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.errors import RemoteProtocolError, UsageError
@@ -104,7 +104,7 @@ class Settings:
         if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
         for name, plain in (("outer_lr", 1.0), ("outer_momentum", 0.0)):
-            if getattr(self, name) not in (-1, plain) and row.update_rule is Rule.ADD:
+            if getattr(self, name) not in (-1, plain) and row.update_rule is FoldRule.ADD:
                 raise UsageError(f"{_flag(name)}: --sync {self.sync} has no outer step; local and gossip have one")
         if self.staleness not in (-1, row.bound) and not row.takes_staleness:
             have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
@@ -115,14 +115,14 @@ class Settings:
             raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
         screens = [_flag(name) for name, given in
                    (("max_update_norm", self.max_update_norm != -1), ("robust", self.robust)) if given]  # fmt: skip
-        if screens and row.update_rule is Rule.MIX:
+        if screens and row.update_rule is FoldRule.MIX:
             raise UsageError(f"{screens[0]}: under --sync gossip no update goes through the server")
         if screens and self.fragments > 1:
             raise UsageError(f"{screens[0]}: fragments differ, and are not compared; leave out one of the two")
         self._check_privacy(row)
         self._check_merging(row)
         self._check_gain(row)
-        mixes = row.update_rule is Rule.MIX
+        mixes = row.update_rule is FoldRule.MIX
         if self.topology and not mixes:
             raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
         if self.topology and self.topology not in (*TOPOLOGIES, RANDOM):
@@ -190,7 +190,7 @@ class Settings:
             raise UsageError(
                 f"--robust {self.robust}: of {self.workers} workers nobody can say which one lies; it takes {LEAST}"
             )
-        if robust.cut and not (mode.barrier and mode.rule in (Rule.OPTIMIZER, Rule.OUTER)):
+        if robust.cut and not (mode.barrier and mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)):
             raise UsageError(
                 f"--robust {self.robust}: only a barrier has all updates of a clock at once; --sync bsp with pushed gradients "
                 "and --sync local have one, and --robust cosine serves every mode with a server"
@@ -206,7 +206,7 @@ class Settings:
             raise UsageError(
                 f"--dp-noise {self.dp_noise}: it counts in lengths of --dp-clip, without which no noise hides an update"
             )
-        if self.dp_clip != -1 and row.update_rule is Rule.MIX:
+        if self.dp_clip != -1 and row.update_rule is FoldRule.MIX:
             raise UsageError("--dp-clip: under --sync gossip a worker sends its model, and no update of its own")
 
     def _check_merging(self, row: Mode) -> None:
@@ -241,12 +241,12 @@ class Settings:
         if self.update_gain != -1 and not 0 < self.update_gain <= GAIN_MAX:
             raise UsageError(f"--update-gain {self.update_gain}: give a value above 0, at most {GAIN_MAX:g}")
         given = [name for name in ("update_gain", "look_ahead") if getattr(self, name) != -1]
-        if given == ["update_gain"] and row.update_rule is Rule.MIX:
+        if given == ["update_gain"] and row.update_rule is FoldRule.MIX:
             if self.local_steps > 1:
                 raise UsageError("--update-gain: gossip scales updates of one step; leave it out, or --local-steps")
             return
-        if given and (row.update_rule is not Rule.ADD or (self.push or row.push_choices[0]) != "update"):
-            adding = ", ".join(m.name for m in MODES.values() if m.update_rule is Rule.ADD)
+        if given and (row.update_rule is not FoldRule.ADD or (self.push or row.push_choices[0]) != "update"):
+            adding = ", ".join(m.name for m in MODES.values() if m.update_rule is FoldRule.ADD)
             raise UsageError(
                 f"{_flag(given[0])}: here no updates of workers are added; {adding} add them, with --push update"
             )

@@ -14,7 +14,9 @@ from narrows.protocols.effects import NS
 
 # Retries.
 
-JOIN_RETRY = Retry(NS // 2)  # Hello, Declare, Leave; RangeAsk, AgreeAsk: small, and the coordinator answers at once
+JOIN_RETRY = Retry(
+    NS // 2
+)  # Hello, Declare, Leave; RangeRequest, AgreeRequest: small, and the coordinator answers at once
 REQUEST_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND, RETRY_FACTOR_MAX)  # pushes, and requests to a shard
 OFFER_RETRY = Retry(5 * NS, SLOW_LINK_BYTES_PER_SECOND)  # gossip: offers; ModelRequest, since its newest answer part
 REPORT_RETRY = Retry(NS // 5)  # a shard's report that no ledger has acknowledged (`Ledger.report_seen`)
@@ -27,7 +29,7 @@ ARCHIVE_RETRY = Retry(5 * NS)  # a part of a checkpoint: the disk of shard 0 may
 
 REPORT_REFRESH_NS = NS  # a shard sends its newest report this often: a coordinator that was restarted knows no shard
 MODEL_HAND_OVER_NS = 12 * NS  # gossip: time for the workers to hand over their models when the user stops the server
-RESHARD_HOLD_LEASES = 2  # time for a live member to acknowledge a Move; no clock closes until then
+RESHARD_HOLD_LEASES = 2  # time for a live member to acknowledge a Reshard; no clock closes until then
 REMOTE_HOST_LOST_LEASES = 3  # silence after which a remote host is lost: going back costs work, and a link may be down
 
 # Leases of members, and connections that have ended.

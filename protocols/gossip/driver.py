@@ -130,7 +130,7 @@ class GossipDriver:
         self.elder = min(able, default=-1)
         if able:
             self.asking_ns = -1
-            return [e.AskModel(self.elder)]
+            return [e.RequestModel(self.elder)]
         self.asking_ns = now_ns if self.asking_ns < 0 else self.asking_ns
         if now_ns - self.asking_ns > MODEL_WAIT_LEASES * self.lease_ns:
             self.trouble = "the run has begun, and nobody is left that could give its model: start it again"
@@ -142,14 +142,14 @@ class GossipDriver:
         """Handle an event of `GossipPeers`. Returns what `GossipPeers` is to do."""
         says: Says = []
         match event:
-            case e.RosterNews(roster):
+            case e.RosterChanged(roster):
                 self.exchanges.admit(roster)
             case e.OfferArrived(peer, parts):
                 if parts[0].number >= 0:
                     self.exchanges.arrived(event)
                 elif self.phase is GossipPhase.ASKING:
                     self._adopt(event)
-            case e.AdoptAsked(peer):
+            case e.ModelRequested(peer):
                 if self.has_model:
                     says.append(e.SendOffer(tuple(self.exchanges.whole(peer, self.round))))
                 else:
@@ -181,7 +181,7 @@ class GossipDriver:
     def _refused(self) -> Says:
         """Drop peers whose offers were not valid."""
         refused, self.exchanges.refused = self.exchanges.refused, []
-        return [say for peer, why in refused for say in (_parted(peer, why), e.Drop(peer))]
+        return [say for peer, why in refused for say in (_parted(peer, why), e.DropPeer(peer))]
 
     # Rounds.
 
@@ -274,14 +274,14 @@ class GossipDriver:
             return says
         self.exchanges.end()
         self._go("flushed")
-        return [*says, e.SayEnded()]
+        return [*says, e.AnnounceEnd()]
 
     def _ending(self, now_ns: int) -> Says:
         says = self._exchange(LAST)
         if not self.exchanges.over or self.trouble:
             return says
         self._go("all mixed")
-        return [*says, e.SayOver()]
+        return [*says, e.EndAnnouncement()]
 
 
 def _parted(peer: int, why: str) -> Log:

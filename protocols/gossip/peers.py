@@ -108,7 +108,7 @@ class GossipPeers:
             if worker in self.peers:
                 self.peers[worker].name = name.encode()
         early, self.early = self.early, deque()
-        effects: list[MemberEffect] = [e.RosterNews(roster)]
+        effects: list[MemberEffect] = [e.RosterChanged(roster)]
         for message, sender in early:
             with suppress(RemoteProtocolError):  # a stranger sent it under the number of a peer that came later
                 effects += self.receive(message, now_ns, sender)
@@ -120,13 +120,13 @@ class GossipPeers:
         match say:
             case e.SendOffer(offers):
                 return self.offer(offers, now_ns)
-            case e.AskModel(peer):
+            case e.RequestModel(peer):
                 return self.adopt(peer, now_ns)
-            case e.SayEnded():
+            case e.AnnounceEnd():
                 return self.end(now_ns)
-            case e.SayOver():
+            case e.EndAnnouncement():
                 return self.over()
-            case e.Drop(peer):
+            case e.DropPeer(peer):
                 return self.lose(peer)
 
     def offer(self, offers: Sequence[m.Offer], now_ns: int) -> list[MemberEffect]:
@@ -215,7 +215,7 @@ class GossipPeers:
             return [e.PeerEnded(message.worker)]
         if isinstance(message, m.ModelRequest):
             # The acknowledgement shows that this worker is live: its owner may compute for long before it answers.
-            return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]
+            return [*self._ack(peer, message.worker), e.ModelRequested(message.worker)]
         return self._ack(peer, message.worker)
 
     def _keep(self, message: m.Message, sender: bytes | None) -> None:

@@ -31,7 +31,7 @@ from typing import Generic
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import CodedPiece, Keys, covers, fragment
-from narrows.protocols.config.modes import GAIN_MAX, Mode, Rule
+from narrows.protocols.config.modes import GAIN_MAX, FoldRule, Mode
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.replica import A, Replica, stand_in
@@ -56,7 +56,7 @@ class Exchange(Generic[A]):
         self.contains: dict[int, float] = {}  # own updates >= `settled` in the pulled state -> weight of each fold
         self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # of the pulled state
         self.in_flight: set[int] = set()  # clocks of updates that the shard has not folded; at most `mode.window`
-        self.held_at = -1  # updates from this clock on must wait for a Move; -1: none must
+        self.held_at = -1  # updates from this clock on must wait for a Reshard; -1: none must
         self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # own updates, as sent, that may stand in
         self.asked = False  # a Follow for a whole state is not yet answered
         self.coding = ""  # the SPEC in which the shard is to code its states (`auto`); "": the shard's own
@@ -173,7 +173,7 @@ class Exchange(Generic[A]):
         """
         every = [*pieces, *rows]
         parts = [self.part(index, len(every), piece, samples, hyper) for index, piece in enumerate(every)]
-        if self.mode.rule is not Rule.OPTIMIZER:
+        if self.mode.rule is not FoldRule.OPTIMIZER:
             self.own[self.clock] = pieces
         return [*parts, *self.pushed(coding)]
 

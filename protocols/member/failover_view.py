@@ -24,7 +24,7 @@ from narrows.protocols.config.timing import (
     FAILOVER_STAY_NS,
     VOTE_RETRY,
 )
-from narrows.protocols.effects import MemberEffect, Send, SendToPeer, Turned
+from narrows.protocols.effects import MemberEffect, Send, SendToPeer, ServerChanged
 
 
 class FailoverView:
@@ -100,4 +100,4 @@ class FailoverView:
         address, self.turned, self.asking, self.undecided = self.standby, False, False, False
         self.cut.clear()
         self.view, self.standby = message.view, message.standby
-        return [Turned(address, message.ports)]
+        return [ServerChanged(address, message.ports)]

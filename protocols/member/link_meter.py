@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.protocols.effects import NS, LinkSeen
+from narrows.protocols.effects import NS, LinkMeasured
 
 # A least delay is taken over the last one to two windows. A window has a dozen heartbeats, of which one finds the link
 # idle. The window is not longer, because a route may change, and because two clocks that nothing synchronizes drift
@@ -117,9 +117,9 @@ class LinkMeter:
             self.road.saw(max(0, now_ns - echo_ns), now_ns)
         self.down.passed(sent_ns, now_ns)
 
-    def read(self) -> LinkSeen:
+    def read(self) -> LinkMeasured:
         """Return the round trip, and the bytes and busy time of both directions since the last call."""
         up, down, told = self.up, self.down, self.told
         self.told = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
         since = (now - before for now, before in zip(self.told, told, strict=True))
-        return LinkSeen(self.round_trip_ns, *since)
+        return LinkMeasured(self.round_trip_ns, *since)

@@ -13,7 +13,7 @@ How it works (TRANSITIONS has every phase)
    to the session of that shard, and handles the answers of the coordinator itself.
 4. `tick` repeats each request that is not yet answered, sends heartbeats, and finds the server lost after a silence of
    `Timing.lost_ns`. `FailoverView` decides when the member changes to the standby.
-5. The coordinator sends Move when it cuts the keys anew or changes the plan. The member makes new sessions.
+5. The coordinator sends Reshard when it cuts the keys anew or changes the plan. The member makes new sessions.
 6. `leave` sends Leave until the coordinator answers LeaveAck.
 
 Rules
@@ -30,7 +30,7 @@ from enum import Enum
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
@@ -113,7 +113,7 @@ class Member:
         self.ended = False  # this member has done its last step (gossip)
         self.views = FailoverView(-1, 0)
         self.copied = False  # of a cluster: its own standby has a copy of all its state
-        self.move = 0  # number of the newest Move that this member has carried out
+        self.move = 0  # number of the newest Reshard that this member has carried out
 
     @property
     def token(self) -> str:
@@ -161,9 +161,9 @@ class Member:
         return [Send(0, m.Buffers(self.worker, self.epoch, clock, packed))]
 
     def ask_buffers(self, clock: int) -> list[MemberEffect]:
-        ask = Send(0, m.BuffersAsk(self.worker, self.epoch, clock))
+        ask = Send(0, m.BuffersRequest(self.worker, self.epoch, clock))
         return [
-            ask if self.phase is MemberPhase.RUNNING else e.BuffersTold(b"")
+            ask if self.phase is MemberPhase.RUNNING else e.BuffersArrived(b"")
         ]  # without a place in the run, the worker keeps its own buffers
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
@@ -177,7 +177,7 @@ class Member:
         last = [self.beat(now_ns)] if self.phase is MemberPhase.RUNNING and self.figures.rows() else []
         said = [] if self.phase is MemberPhase.ALONE else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
         self._go("leave" if self.ever_heard else "end")
-        return [*said, e.Left()] if self.phase is MemberPhase.OVER else said
+        return [*said, e.MemberLeft()] if self.phase is MemberPhase.OVER else said
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """Tell server and peers that the last step is done (gossip). Peers are answered until all have done theirs."""
@@ -241,10 +241,10 @@ class Member:
                 return self._beaten(message, now_ns)
             case m.Roster():
                 return self.peers.roster(message, now_ns) if self.peers is not None else []
-            case m.Move():
+            case m.Reshard():
                 return self._moved(message, now_ns)
             case m.LeaveAck(token):
-                return [e.Left()] if token == self.token and self._go("LeaveAck") else []
+                return [e.MemberLeft()] if token == self.token and self._go("LeaveAck") else []
             case m.Refuse():
                 return self._refused(message, now_ns)
         placed = self.phase in (MemberPhase.RUNNING, MemberPhase.LEAVING) and shard < len(self.sessions)
@@ -283,7 +283,7 @@ class Member:
         # The server may ask for this member's vote from Declare on, before the Ready arrives.
         self.views = FailoverView(message.worker, 0)
         self._go("Welcome")
-        joined = e.Joined(message.rank, message.world_size, message.settings, message.ports, message.hosts)
+        joined = e.MemberWelcomed(message.rank, message.world_size, message.settings, message.ports, message.hosts)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
 
     def _readied(self, message: m.Ready) -> list[MemberEffect]:
@@ -292,11 +292,11 @@ class Member:
         ranges = readied(message, self.plan, len(self.ports))
         self._go("Ready")
         self._seat(message.epoch)
-        if self.settings.mode().rule is Rule.MIX:
+        if self.settings.mode().rule is FoldRule.MIX:
             self.peers, self.ended = GossipPeers(self.worker, int(self.settings.lease * NS)), False
         self.views.epoch, again, self.again = self.epoch, self.again, True
         place = (message.worker, message.epoch, message.clock, ranges, message.buffers, again)
-        return [e.Started(*place, self.settings.packed())]
+        return [e.MemberStarted(*place, self.settings.packed())]
 
     def _seat(self, epoch: int) -> None:
         """Make a new session with each shard, in the place of `epoch`."""
@@ -307,8 +307,8 @@ class Member:
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
         self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
 
-    def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
-        """Handle a Move: keys or plan are about to change (`place` 0), or have changed.
+    def _moved(self, move: m.Reshard, now_ns: int) -> list[MemberEffect]:
+        """Handle a Reshard: keys or plan are about to change (`place` 0), or have changed.
 
         A worker acknowledges the hold at once. A cluster calls `knows` itself, once all its shards hold.
         """
@@ -316,16 +316,16 @@ class Member:
         if not ours or move.number <= self.move or self.welcome is None:
             return []
         if not move.place:
-            held = e.Held(move.at, move.number)
+            held = e.PushesPaused(move.at, move.number)
             return [held] if self.below() else [held, self.knows(move.number, now_ns)]
         self.settings, ranges = moved(move, self.plan, self.settings)
         self.welcome = replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self._seat(move.place)
         where = (ranges, move.ports, move.hosts, move.settings)
-        return [e.Moved(self.worker, self.epoch, move.at, *where), self.knows(move.number, now_ns)]
+        return [e.MemberResharded(self.worker, self.epoch, move.at, *where), self.knows(move.number, now_ns)]
 
     def knows(self, number: int, now_ns: int) -> Send:
-        """Acknowledge the Move of this number, with a heartbeat: all processes of this member carry it out."""
+        """Acknowledge the Reshard of this number, with a heartbeat: all processes of this member carry it out."""
         self.move = number
         return self.beat(now_ns)
 
@@ -344,7 +344,7 @@ class Member:
             if refuse.code == m.RefuseCode.SERVER_LOST and (gone := self.leave_server()):
                 return gone
             self._go("end")
-            return [e.Failed(refuse.code, refuse.text)]
+            return [e.MemberFailed(refuse.code, refuse.text)]
         # Not in LEAVING: a coordinator that was restarted may not know this member, and must still get the Leave.
         joins = self.phase in (MemberPhase.WELCOME, MemberPhase.DECLARED, MemberPhase.RUNNING)
         return self.rejoin(now_ns) if joins and (refuse.worker, refuse.epoch) == (self.worker, self._known_by) else []
@@ -389,6 +389,6 @@ class Member:
     def _lost(self, waited: str) -> list[MemberEffect]:
         self._go("end")
         if self.ever_heard:
-            return [e.Failed(m.RefuseCode.SERVER_LOST, f"the server has not answered for {waited}")]
+            return [e.MemberFailed(m.RefuseCode.SERVER_LOST, f"the server has not answered for {waited}")]
         text = f"no server answered within {waited}; check that ps-serve runs there and its ports are open"
-        return [e.Failed(m.RefuseCode.UNREACHABLE, text)]
+        return [e.MemberFailed(m.RefuseCode.UNREACHABLE, text)]

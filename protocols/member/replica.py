@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from narrows.protocols.config.key_ranges import CodedPiece
-from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.modes import FoldRule, Mode
 
 # Own updates that stand in without a staleness bound (async), in clocks. Without this limit a slow worker would keep
 # the own updates of the others at full weight for ever. Among windows 1, 2, 4, 8 and no limit, with one worker 4x
@@ -38,11 +38,11 @@ def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float
         weight: with which the update was folded into the pulled state; None: the state does not contain the update.
         ahead: of the pulled state.
     """
-    if mode.rule is Rule.OPTIMIZER or clock < settled:  # a gradient is no difference of weights: it cannot stand in
+    if mode.rule is FoldRule.OPTIMIZER or clock < settled:  # a gradient is no difference of weights: it cannot stand in
         return 0.0
     if mode.bound is None and clock < own_clock - STANDS_IN_UNBOUNDED:
         return 0.0
-    if weight is None or mode.rule is Rule.OUTER:  # an outer step is no mean: full weight until its round is folded
+    if weight is None or mode.rule is FoldRule.OUTER:  # an outer step is no mean: full weight until its round is folded
         return ahead
     return ahead - weight
 

@@ -37,8 +37,8 @@ def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
     return ranges
 
 
-def moved(move: m.Move, plan: bytes, before: Settings) -> tuple[Settings, tuple[Keys, ...]]:
-    """Check a Move.
+def moved(move: m.Reshard, plan: bytes, before: Settings) -> tuple[Settings, tuple[Keys, ...]]:
+    """Check a Reshard.
 
     Args:
         move: with a place > 0.

@@ -7,7 +7,7 @@ How it works
     tick --repeat--> Session --Send--> shard             what is not yet answered goes out again
 
 1. `say` sends messages. PREPARE has a function for each kind that needs an answer: a Push is kept in `pushes`, a Follow
-   in `follow`, a Pull in `pull`, a read (RowsAsk, MomentsAsk) in `asks`, a question to the coordinator in `wanted`.
+   in `follow`, a Pull in `pull`, a read (RowsRequest, MomentsRequest) in `asks`, a question to the coordinator in `wanted`.
 2. `receive` takes an answer. PushAck HELD stops the repeats of a push, FOLDED settles it.
 3. Parts of a State are kept in `coming` until the state is whole and its turn has come. The session then gives all
    parts on as one StateArrived, and acknowledges them with a Follow.
@@ -62,9 +62,13 @@ class PushRecord:
 class PendingRequest:
     """A read that is not yet answered."""
 
-    ask: m.RowsAsk | m.MomentsAsk
+    ask: m.RowsRequest | m.MomentsRequest
     sent_ns: int  # when it was last sent
     times: int = 1  # how often it was sent
+
+
+# The answers of a server to a session
+ANSWERS = (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.RangeAnswer, m.AgreeAnswer, m.RowsAnswer, m.MomentsAnswer)
 
 
 class Session:
@@ -94,7 +98,9 @@ class Session:
         self.pull_ns = 0  # when `pull` was last sent, or a part of its answer came
         self.heard_ns = 0  # when `follow` was last sent, or a part of a publication came
         self.asks: dict[tuple[type[m.Message], int], PendingRequest] = {}  # (kind, request) -> a read
-        self.wanted: dict[type[m.Message], m.RangeAsk | m.AgreeAsk] = {}  # unanswered questions to the coordinator
+        self.wanted: dict[
+            type[m.Message], m.RangeRequest | m.AgreeRequest
+        ] = {}  # unanswered questions to the coordinator
         self.wanted_ns = 0  # when one of them was last sent
 
     @property
@@ -145,11 +151,11 @@ class Session:
             del self.pulled[min(self.pulled)]
         return self.pull
 
-    def _ask(self, ask: m.RowsAsk | m.MomentsAsk, now_ns: int) -> m.Message:
+    def _ask(self, ask: m.RowsRequest | m.MomentsRequest, now_ns: int) -> m.Message:
         self.asks[type(ask), ask.request] = PendingRequest(ask, now_ns)
         return ask
 
-    def _want(self, ask: m.RangeAsk | m.AgreeAsk, now_ns: int) -> m.Message:
+    def _want(self, ask: m.RangeRequest | m.AgreeRequest, now_ns: int) -> m.Message:
         self.wanted[type(ask)], self.wanted_ns = ask, now_ns
         return ask
 
@@ -157,37 +163,32 @@ class Session:
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """Handle an answer of the shard. Answers of another epoch have no effect."""
-        if (
-            not isinstance(
-                message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Agreed, m.Rows, m.Moments)
-            )
-            or message.epoch != self.epoch
-        ):
+        if not isinstance(message, ANSWERS) or message.epoch != self.epoch:
             return []
         if isinstance(message, m.Buffers):
-            return [*([e.BuffersWanted()] if message.clock < 0 else []), e.BuffersTold(bytes(message.payload))]
-        if isinstance(message, (m.Range, m.Agreed)):
+            return [*([e.BuffersRequested()] if message.clock < 0 else []), e.BuffersArrived(bytes(message.payload))]
+        if isinstance(message, (m.RangeAnswer, m.AgreeAnswer)):
             return self._told(message)
         if isinstance(message, m.PushAck):
             return self._acked(message, now_ns)
         if isinstance(message, m.State):
             return self._state(message, now_ns)
-        if isinstance(message, (m.Rows, m.Moments)):
+        if isinstance(message, (m.RowsAnswer, m.MomentsAnswer)):
             return self._read(message, now_ns)
         # NeedWeights. A late one may come to a member that has a state by now: no effect.
         return [e.GiveWeights(self.shard, message.round, message.rank)] if self.waits and self.have < 0 else []
 
-    def _told(self, told: m.Range | m.Agreed) -> list[MemberEffect]:
-        kind: type[m.Message] = m.RangeAsk if isinstance(told, m.Range) else m.AgreeAsk
+    def _told(self, told: m.RangeAnswer | m.AgreeAnswer) -> list[MemberEffect]:
+        kind: type[m.Message] = m.RangeRequest if isinstance(told, m.RangeAnswer) else m.AgreeRequest
         if kind not in self.wanted or told.number != self.wanted[kind].number:
             return []
         del self.wanted[kind]
-        if isinstance(told, m.Range):
-            return [e.RangeTold(told.number, told.index, told.over)]
-        return [e.AgreedTold(told.number, told.value)]
+        if isinstance(told, m.RangeAnswer):
+            return [e.RangeArrived(told.number, told.index, told.over)]
+        return [e.AgreementArrived(told.number, told.value)]
 
     def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
-        effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
+        effects: list[MemberEffect] = [e.BuffersRequested()] if ack.want_buffers else []
         self.meter.down.passed(ack.sent_ns, now_ns)
         record = self.pushes.get(ack.clock)
         if record is None:
@@ -258,13 +259,13 @@ class Session:
         self.pulled.clear()
         return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
 
-    def _read(self, read: m.Rows | m.Moments, now_ns: int) -> list[MemberEffect]:
+    def _read(self, read: m.RowsAnswer | m.MomentsAnswer, now_ns: int) -> list[MemberEffect]:
         """Handle the answer to a read. Further answers to the same read are dropped."""
-        kind: type[m.Message] = m.RowsAsk if isinstance(read, m.Rows) else m.MomentsAsk
+        kind: type[m.Message] = m.RowsRequest if isinstance(read, m.RowsAnswer) else m.MomentsRequest
         if self.asks.pop((kind, read.request), None) is None:
             return []
         self.meter.down.passed(read.sent_ns, now_ns, len(read.payload))
-        if isinstance(read, m.Rows):
+        if isinstance(read, m.RowsAnswer):
             return [e.RowsArrived(self.shard, read.request, read.payload)]
         return [e.MomentsArrived(self.shard, read.request, read.clock, bytes(read.payload))]
 
@@ -308,8 +309,8 @@ PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
     m.Push: Session._push,
     m.Follow: Session._follow,
     m.Pull: Session._pull,
-    m.RowsAsk: Session._ask,
-    m.MomentsAsk: Session._ask,
-    m.RangeAsk: Session._want,
-    m.AgreeAsk: Session._want,
+    m.RowsRequest: Session._ask,
+    m.MomentsRequest: Session._ask,
+    m.RangeRequest: Session._want,
+    m.AgreeRequest: Session._want,
 }

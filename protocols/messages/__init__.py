@@ -47,15 +47,15 @@ from narrows.protocols.messages.base import (
     Weights,
 )
 from narrows.protocols.messages.control import (
-    AgreeAsk,
-    Agreed,
+    AgreeAnswer,
+    AgreeRequest,
     Buffers,
-    BuffersAsk,
+    BuffersRequest,
     Heartbeat,
     HeartbeatAck,
     Ledger,
-    Range,
-    RangeAsk,
+    RangeAnswer,
+    RangeRequest,
     Report,
 )
 from narrows.protocols.messages.failover import (
@@ -86,8 +86,24 @@ from narrows.protocols.messages.join import (
 )
 from narrows.protocols.messages.pipeline import PipelineBeat, PipelineTensor
 from narrows.protocols.messages.push import PARTS_MAX, HandOver, Push, PushAck
-from narrows.protocols.messages.reshard import FileAnswer, FileRequest, Move, RemoteShardsGrant, RemoteShardsOffer, Wish
-from narrows.protocols.messages.state import CREDIT_MAX, Follow, Moments, MomentsAsk, Pull, Rows, RowsAsk, State
+from narrows.protocols.messages.reshard import (
+    FileAnswer,
+    FileRequest,
+    RemoteShardsGrant,
+    RemoteShardsOffer,
+    RemoteShardsWish,
+    Reshard,
+)
+from narrows.protocols.messages.state import (
+    CREDIT_MAX,
+    Follow,
+    MomentsAnswer,
+    MomentsRequest,
+    Pull,
+    RowsAnswer,
+    RowsRequest,
+    State,
+)
 
 __all__ = [
     "CHECKS",
@@ -105,11 +121,11 @@ __all__ = [
     "TEXT_MAX",
     "TIMED",
     "WORKERS_MAX",
-    "AgreeAsk",
-    "Agreed",
+    "AgreeAnswer",
+    "AgreeRequest",
     "Buffer",
     "Buffers",
-    "BuffersAsk",
+    "BuffersRequest",
     "Declare",
     "FailoverNotice",
     "FailoverVote",
@@ -129,9 +145,8 @@ __all__ = [
     "Ledger",
     "Message",
     "ModelRequest",
-    "Moments",
-    "MomentsAsk",
-    "Move",
+    "MomentsAnswer",
+    "MomentsRequest",
     "Name",
     "NeedWeights",
     "Offer",
@@ -146,28 +161,29 @@ __all__ = [
     "PushAck",
     "PushStatus",
     "Quads",
-    "Range",
-    "RangeAsk",
+    "RangeAnswer",
+    "RangeRequest",
     "Ready",
     "Refuse",
     "RefuseCode",
     "RemoteShardsGrant",
     "RemoteShardsOffer",
+    "RemoteShardsWish",
     "ReplicationBegin",
     "ReplicationEntry",
     "ReplicationFollow",
     "ReplicationProgress",
     "Report",
+    "Reshard",
     "Roster",
-    "Rows",
-    "RowsAsk",
+    "RowsAnswer",
+    "RowsRequest",
     "Sets",
     "State",
     "Texts",
     "Triples",
     "Weights",
     "Welcome",
-    "Wish",
     "beside",
     "check_name",
     "name_of",
@@ -186,25 +202,25 @@ KINDS: dict[int, type[Message]] = {
     9: Pull,
     10: State,
     17: Follow,
-    20: RowsAsk,
-    21: Rows,
-    22: MomentsAsk,
-    23: Moments,
+    20: RowsRequest,
+    21: RowsAnswer,
+    22: MomentsRequest,
+    23: MomentsAnswer,
     11: Heartbeat,
     12: HeartbeatAck,
     13: Leave,
     14: LeaveAck,
     15: Refuse,
     16: Buffers,
-    18: BuffersAsk,
-    60: RangeAsk,
-    61: Range,
-    62: AgreeAsk,
-    63: Agreed,
+    18: BuffersRequest,
+    60: RangeRequest,
+    61: RangeAnswer,
+    62: AgreeRequest,
+    63: AgreeAnswer,
     24: Ledger,
     25: Report,
     26: Roster,
-    50: Move,
+    50: Reshard,
     27: ReplicationFollow,
     28: ReplicationBegin,
     29: ReplicationEntry,
@@ -226,7 +242,7 @@ KINDS: dict[int, type[Message]] = {
 }
 # A member sends these messages over a connection of their own: behind a large push a heartbeat would arrive after the
 # lease. They stay in order: the last buffers of a worker come before its Leave.
-CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, FailoverVote, RangeAsk, AgreeAsk, PipelineBeat)
+CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, FailoverVote, RangeRequest, AgreeRequest, PipelineBeat)
 OF_COPIES = (
     ReplicationFollow,
     ReplicationProgress,
@@ -243,5 +259,5 @@ def beside(message: Message) -> bool:
 
 
 # A server's runner writes the send time into these: the machine made them earlier, before it folded and published.
-TIMED = (PushAck, State, Rows, Moments, HeartbeatAck)
+TIMED = (PushAck, State, RowsAnswer, MomentsAnswer, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

@@ -3,10 +3,10 @@
 How it works, between child and coordinator
 - `Heartbeat` shows that a child lives. The coordinator answers `HeartbeatAck`. A child that is silent for a lease
   expires.
-- `BuffersAsk` asks for the module's buffers of the run (BatchNorm); the coordinator answers `Buffers`. The live child
+- `BuffersRequest` asks for the module's buffers of the run (BatchNorm); the coordinator answers `Buffers`. The live child
   of the lowest rank sends its own `Buffers` to the coordinator when a `PushAck` (push.py) asks for them.
-- `RangeAsk` asks for the next samples of the script; the coordinator answers `Range`.
-- `AgreeAsk` hands over a number of the script; the coordinator answers `Agreed`, the mean over all workers.
+- `RangeRequest` asks for the next samples of the script; the coordinator answers `RangeAnswer`.
+- `AgreeRequest` hands over a number of the script; the coordinator answers `AgreeAnswer`, the mean over all workers.
 
 How it works, between coordinator and shard
 1. A shard sees something: a whole update, a new state, a finished checkpoint. It sends `Report` to the coordinator.
@@ -36,7 +36,9 @@ class Heartbeat(Message):
     roster: int = 0  # epoch of the newest Roster that the child has; the coordinator answers with a newer one (gossip)
     below: str = ""  # of a cluster: a line for itself and one for each member below it
     ended: bool = False  # the worker has done its last step, and answers its peers until all have (gossip)
-    move: int = 0  # number of the newest Move that the child has carried out; the coordinator answers with a newer one
+    move: int = (
+        0  # number of the newest Reshard that the child has carried out; the coordinator answers with a newer one
+    )
     copied: bool = False  # of a cluster: its standby has a copy of all, and goes on if this connection ends
     road_ns: int = 0  # the longest recent round trip of a heartbeat
     summary: bytes = b""  # figures of the child and of all below it (protocols/member/heartbeat_summary.py), packed
@@ -59,7 +61,7 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class Buffers(Message):
-    """The module's buffers: from the live worker of the lowest rank to the coordinator, or in answer to BuffersAsk."""
+    """The module's buffers: from the live worker of the lowest rank to the coordinator, or in answer to BuffersRequest."""
 
     worker: int
     epoch: int
@@ -68,7 +70,7 @@ class Buffers(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class BuffersAsk(Message):
+class BuffersRequest(Message):
     """Worker to coordinator: a request for the run's buffers, to show the shared model after `clock` own updates."""
 
     worker: int
@@ -77,7 +79,7 @@ class BuffersAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RangeAsk(Message):
+class RangeRequest(Message):
     """Worker to coordinator: the request for a range of samples to compute on.
 
     Ranges are numbered through all epochs: each epoch of `samples` samples has ceil(samples / size) ranges, the last
@@ -95,18 +97,18 @@ class RangeAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Range(Message):
-    """Coordinator to worker: the answer to a RangeAsk."""
+class RangeAnswer(Message):
+    """Coordinator to worker: the answer to a RangeRequest."""
 
     worker: int
     epoch: int
-    number: int  # of the RangeAsk
+    number: int  # of the RangeRequest
     index: int  # number of the range; -1: none is free now
     over: bool  # all ranges before the limit are done
 
 
 @dataclass(frozen=True, slots=True)
-class AgreeAsk(Message):
+class AgreeRequest(Message):
     """Worker to coordinator: the script calls agree(value). The coordinator gives the same answer to each copy."""
 
     worker: int
@@ -120,8 +122,8 @@ class AgreeAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed(Message):
-    """Coordinator to worker: the answer to an AgreeAsk: the mean of all values."""
+class AgreeAnswer(Message):
+    """Coordinator to worker: the answer to an AgreeRequest: the mean of all values."""
 
     worker: int
     epoch: int

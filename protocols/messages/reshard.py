@@ -1,11 +1,11 @@
 """Moving keys to other shards, changing the plan of a run, and shards on other machines.
 
 How it works, between coordinator and child
-1. The coordinator sends `Move` with place 0 to every child: push no update from clock `at` on. Each child repeats the
-   number of that `Move` in its `Heartbeat` (control.py).
+1. The coordinator sends `Reshard` with place 0 to every child: push no update from clock `at` on. Each child repeats the
+   number of that `Reshard` in its `Heartbeat` (control.py).
 2. All earlier clocks close. The shards write a checkpoint of clock `at` and cut their keys anew from it.
-3. The coordinator sends `Move` with place > 0: the new shards, key ranges and settings. The child goes on at clock
-   `at`. A `Move` with `at` -1 calls the change off.
+3. The coordinator sends `Reshard` with place > 0: the new shards, key ranges and settings. The child goes on at clock
+   `at`. A `Reshard` with `at` -1 calls the change off.
 
 How it works, between a remote shard host (`ps-serve --join` on another machine) and shard 0
 1. The host sends `RemoteShardsOffer` without a token. Shard 0 answers `ReplicationBegin` (failover.py): the settings
@@ -25,10 +25,10 @@ from narrows.protocols.messages.base import Buffer, Ints, Message, Name, Sets, T
 
 
 @dataclass(frozen=True, slots=True)
-class Move(Message):
-    """Coordinator to child: the keys are cut anew, or the run has another plan. The newest Move replaces all before.
+class Reshard(Message):
+    """Coordinator to child: the keys are cut anew, or the run has another plan. The newest Reshard replaces all before.
 
-    - `at` >= 0, `place` 0: push no update from this clock on, until the next Move.
+    - `at` >= 0, `place` 0: push no update from this clock on, until the next Reshard.
     - `place` > 0: the shards named here have all updates before clock `at`. Go on with them at that clock, in the epoch
       `place`.
     - `at` -1: the change is off, go on as before.
@@ -45,7 +45,7 @@ class Move(Message):
     settings: bytes = b""  # of the run from that clock on, as in Welcome, with place > 0
 
 
-class Wish(IntEnum):
+class RemoteShardsWish(IntEnum):
     """The wish of a remote shard host, a ps-serve on another machine with shards of this server."""
 
     STAY = 1
@@ -61,7 +61,7 @@ class RemoteShardsOffer(Message):
     host: Name  # where members find its shards
     shards: int  # number of shards that it has room for
     first: int  # number of the first shard that it has; -1: it knows of none
-    wish: int  # a `Wish`
+    wish: int  # a `RemoteShardsWish`
 
 
 @dataclass(frozen=True, slots=True)

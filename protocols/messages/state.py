@@ -10,8 +10,8 @@ How it works
 
 A child may ask for three things besides. Each answer repeats the number of the request.
 - `Pull` asks for the master copy of the weights; the shard answers `State` with that request.
-- `RowsAsk` asks for rows of an embedding table; the shard answers `Rows`.
-- `MomentsAsk` asks for the state of the shard's optimizer; the shard answers `Moments`.
+- `RowsRequest` asks for rows of an embedding table; the shard answers `RowsAnswer`.
+- `MomentsRequest` asks for the state of the shard's optimizer; the shard answers `MomentsAnswer`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class State(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RowsAsk(Message):
+class RowsRequest(Message):
     """Worker to shard: the request for rows of an embedding table. A read: the shard answers each copy of it."""
 
     worker: int
@@ -93,8 +93,8 @@ class RowsAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Message):
-    """Shard to worker: the answer to a RowsAsk: [rows, dim] in the order asked, coded as the last byte says.
+class RowsAnswer(Message):
+    """Shard to worker: the answer to a RowsRequest: [rows, dim] in the order asked, coded as the last byte says.
 
     compression/rows.py has the codings.
     """
@@ -107,8 +107,8 @@ class Rows(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class MomentsAsk(Message):
-    """Worker to shard: the request for state of the shard's optimizer as it is now. A read, as RowsAsk."""
+class MomentsRequest(Message):
+    """Worker to shard: the request for state of the shard's optimizer as it is now. A read, as RowsRequest."""
 
     worker: int
     epoch: int
@@ -119,8 +119,8 @@ class MomentsAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Moments(Message):
-    """Shard to worker: the answer to a MomentsAsk.
+class MomentsAnswer(Message):
+    """Shard to worker: the answer to a MomentsRequest.
 
     With a name: float32[end - begin], 0 for keys without a value. Without a name: rows [tensor, name, value] (msgpack);
     value None means one value for each key.

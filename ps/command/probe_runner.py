@@ -189,7 +189,7 @@ class ProbeDirectorRunner:
 
     def __init__(self, probe: ProbeDirector, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
         self.probe, self.say = probe, say
-        self.guard = guard = key_files.Guard(keys_folder) if keys_folder else None
+        self.guard = guard = key_files.AdmittedKeys(keys_folder) if keys_folder else None
         curve = None
         if guard is not None:
             curve = CurveKeys(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
@@ -369,7 +369,7 @@ def own_keys() -> Iterator[str]:
         yield folder
 
 
-def key_of(path: str) -> key_files.Secret:
+def key_of(path: str) -> key_files.SecretKeyFile:
     """Read a machine's key from a file, or from stdin for "-". Raise UsageError where there is none."""
     if path != "-":
         return key_files.member_key(path, "--key")

@@ -33,7 +33,7 @@ from narrows.protocols.addresses import parse_address
 from narrows.protocols.config.settings import SHARDS_MAX, Settings, contradiction
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsError, ServerLostError, UsageError
-from narrows.protocols.messages import RefuseCode, Wish
+from narrows.protocols.messages import RefuseCode, RemoteShardsWish
 from narrows.protocols.runtime.network import encryption_cost
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.hosts import reached
@@ -174,7 +174,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         self.room, self.address = None, ""
         self.moving.left.clear()
         self.moving.had.clear()
-        join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, Wish.STAY)
+        join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, RemoteShardsWish.STAY)
         if self.line is not None:
             self.line.say(join)
         else:
@@ -237,7 +237,7 @@ class RemoteShardSupervisor(ShardSupervisor):
                 return 128 + self.signals[1]
             if self.signals and not self.stopping:
                 self.stopping, leave_by = True, time.monotonic() + LEAVE_S
-                self.line.say(replace(self.line.join, wish=Wish.GO))
+                self.line.say(replace(self.line.join, wish=RemoteShardsWish.GO))
                 say(f"the keys here move back to the server at {self.there}, while workers train; Ctrl-C ends at once")
             self._take(0.1)
             self._check(leave_by)
@@ -275,7 +275,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         """Tell the server that the keys here are lost, if shards are left, and close the line."""
         if self.line is not None:
             if self.shards:
-                self.line.say(replace(self.line.join, wish=Wish.GONE))
+                self.line.say(replace(self.line.join, wish=RemoteShardsWish.GONE))
             self.line.close()
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.robust import Robust
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import StageLostError, UsageError
@@ -70,7 +70,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
                 "trimmed; choose a SPEC that sends every value, e.g. int8, or --robust cosine"
             )
     host, port = parse_address("--bind", bind, any_port=True)
-    mixes = settings.mode().rule is Rule.MIX
+    mixes = settings.mode().rule is FoldRule.MIX
     if not is_loopback(host) and open_to_all:
         raise UsageError(
             f"--bind {bind}: anyone who reaches it could join; ps-serve keys init DIR makes keys for --keys DIR, and "
@@ -171,7 +171,7 @@ def serve(
         if resume and (told := ended(Path(folder), run_id, steps)):
             say(told)
         held = lock(folder) if folder else None
-        mixes = cluster.settings.mode().rule is Rule.MIX  # gossip: the workers hold the models
+        mixes = cluster.settings.mode().rule is FoldRule.MIX  # gossip: the workers hold the models
         if resume and not mixes and (why := checkpoint_files.why_anew(folder)):
             say(f"--resume: {why}")
         scratch = None if folder else ScratchFolder()  # holds the checkpoints from which a dead shard is restarted

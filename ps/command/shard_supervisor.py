@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
 from narrows.protocols.pipeline_channels import ON
@@ -108,7 +108,7 @@ class ShardSupervisor:
 
     def prepare(self) -> None:
         """Start the fork server, which begins to import what shards need."""
-        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
+        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is FoldRule.OPTIMIZER else NEEDS
         self.children.prepare(environment(self.hash_seed), needs)
 
     def start(self) -> None:
@@ -187,7 +187,7 @@ class ShardSupervisor:
         if self.moving.exited(index):
             return
         again = Restart.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
-        others = self.settings.mode().rule is Rule.MIX or self.standing.by  # workers or a standby go on without it
+        others = self.settings.mode().rule is FoldRule.MIX or self.standing.by  # workers or a standby go on without it
         if again is Restart.NOT or (again is Restart.CHECKPOINT and others):
             self.ended.add(index)
             return
@@ -385,7 +385,7 @@ class ShardSupervisor:
 
     def _whose(self, clock: int) -> str:
         """Describe whose model the last checkpoint holds."""
-        if self.settings.mode().rule is not Rule.MIX:
+        if self.settings.mode().rule is not FoldRule.MIX:
             return f"the model at clock {clock}"
         if self.handed.get("last"):
             return "the model that the workers ended with"

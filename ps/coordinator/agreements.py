@@ -1,7 +1,7 @@
 """One number that all workers of a run agree on, at one step of their scripts: `narrows.worker.agree(value)`.
 
 How it works
-1. A worker sends `AgreeAsk`: the step at which its script calls, the number of the call at that step, its clock, its
+1. A worker sends `AgreeRequest`: the step at which its script calls, the number of the call at that step, its clock, its
    value.
 2. The coordinator waits for the same call of each other member that has not gone past that step. A member has gone
    past it once the shards have an update of the member after that clock, or once the member has done its last step.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.coordinator.clock_quorum import Clocks
@@ -44,7 +44,7 @@ class ParentAgreement:
 class PendingAgreement:
     """The asks of one call that has no answer yet, by worker."""
 
-    asks: dict[int, m.AgreeAsk] = field(default_factory=dict)
+    asks: dict[int, m.AgreeRequest] = field(default_factory=dict)
 
     @property
     def clock(self) -> int:
@@ -73,7 +73,7 @@ class Agreements(Decision):
         self.numbers = 0  # number of asks sent to the parent
         self._answers: list[Send] = []
 
-    def hear(self, seat: Seat, ask: m.AgreeAsk) -> list[Send]:
+    def hear(self, seat: Seat, ask: m.AgreeRequest) -> list[Send]:
         """Take an ask, and return the answer if there is one already.
 
         Raises:
@@ -119,7 +119,7 @@ class Agreements(Decision):
         """True if this member will not make that call any more."""
         if seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting:
             return True
-        if self.run.mode.rule is Rule.MIX:  # gossip updates do not come to the server: heartbeats name the round
+        if self.run.mode.rule is FoldRule.MIX:  # gossip updates do not come to the server: heartbeats name the round
             return bool(seat.rows) and seat.rows[0].summary.clock > asked.clock
         return self.rounds.reached(seat) > asked.clock
 
@@ -159,5 +159,5 @@ class Agreements(Decision):
         self.upward = None
 
 
-def _answer(seat: Seat, ask: m.AgreeAsk, value: float) -> Send:
-    return Send(seat.peer, m.Agreed(seat.worker, seat.epoch, ask.number, value))
+def _answer(seat: Seat, ask: m.AgreeRequest, value: float) -> Send:
+    return Send(seat.peer, m.AgreeAnswer(seat.worker, seat.epoch, ask.number, value))

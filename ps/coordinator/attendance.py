@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
 from narrows.ps.coordinator.clock_quorum import Clocks
@@ -26,7 +26,7 @@ SAY_MOST_NS = 600 * NS  # longest time from one line on the console to the next
 NAMED_MAX = 3  # members that a clause names
 
 
-class Attendance:
+class StartNotice:
     """Makes the clause of a run. `says_above` returns the newest clause that the parent sent this cluster."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Attendance:
         going = len(declared) - len(done)
         if not going:
             return self._above() if self.above.child else ""
-        clock = "" if self.run.mode.rule is Rule.MIX else f", at clock {self.rounds.min_clock}"
+        clock = "" if self.run.mode.rule is FoldRule.MIX else f", at clock {self.rounds.min_clock}"
         have = "has done its" if len(done) == 1 else "have done their"
         return f"{len(done)} of {self._noun(len(declared))} {have} last step; waiting for {going}{clock}"
 
@@ -86,7 +86,7 @@ class Attendance:
 
     def _lagging(self) -> str:
         """The members whose update of the present clock is missing while others have pushed theirs."""
-        if self.run.mode.rule is Rule.MIX or self.run.mode.bound is None:
+        if self.run.mode.rule is FoldRule.MIX or self.run.mode.bound is None:
             return ""
         late = self.rounds.late()
         if not 0 < len(late) < len(self.run.declared):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.clock_quorum import Clocks
@@ -216,7 +216,7 @@ class CheckpointSchedule(Decision):
 
     def tick(self, now_ns: int) -> bool:
         """Ask for a checkpoint if one is due. Under gossip the workers write their models themselves."""
-        if self.run.mode.rule is Rule.MIX:
+        if self.run.mode.rule is FoldRule.MIX:
             return False
         clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
         if clocks > 0:

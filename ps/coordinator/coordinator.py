@@ -32,14 +32,14 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import KEYS_MAX
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import LEDGER_RETRY, MODEL_HAND_OVER_NS
-from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.heartbeat_summary import SummaryRow, unpacked
 from narrows.ps.coordinator.agreements import Agreements
-from narrows.ps.coordinator.attendance import Attendance
+from narrows.ps.coordinator.attendance import StartNotice
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
 from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
@@ -103,7 +103,7 @@ class Coordinator:
         self.moves = moves = Resharding(run, rounds, above, self.generations, self.roster, away or {})
         self.agreements = Agreements(run, rounds, above, self.meeting)
         self.guests, self.replans = RemoteShards(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
-        self.attendance = Attendance(run, rounds, above, self.generations, self.meeting)
+        self.attendance = StartNotice(run, rounds, above, self.generations, self.meeting)
         first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
         self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans, self.agreements)
 
@@ -171,7 +171,9 @@ class Coordinator:
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
-        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)):
+        if not isinstance(
+            message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersRequest, m.RangeRequest, m.AgreeRequest)
+        ):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
         seat = self.roster.seated(peer, message, now_ns)
@@ -181,9 +183,9 @@ class Coordinator:
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
             return [*self._heartbeat(seat, message, now_ns), *self._seen(seat, rows)]
-        if isinstance(message, m.RangeAsk):
+        if isinstance(message, m.RangeRequest):
             return self.ranges.hear(seat, message)
-        if isinstance(message, m.AgreeAsk):
+        if isinstance(message, m.AgreeRequest):
             return [*self.agreements.hear(seat, message), *self._settle(now_ns)]
         return self.buffers.hear(seat, message, now_ns)
 
@@ -217,7 +219,7 @@ class Coordinator:
             return []
         skipped = seat.skipped
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
-        size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is Rule.MIX
+        size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is FoldRule.MIX
         clock = 0 if mixes else self.min_clock  # under gossip the coordinator closes no clock
         told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
         news = [skips(seat, self.min_clock)] if seat.skipped and not skipped else []
@@ -248,7 +250,7 @@ class Coordinator:
     def _ended(self) -> list[Log]:
         """End a finished run, and log its number of steps: -1 under gossip, where the server counts no steps."""
         self.generations.end(self.version + 1)
-        steps = -1 if self.run.mode.rule is Rule.MIX else self.min_clock * self.run.mode.local_steps
+        steps = -1 if self.run.mode.rule is FoldRule.MIX else self.min_clock * self.run.mode.local_steps
         return [Log("ended", {"clock": self.min_clock, "steps": steps})]
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
@@ -303,7 +305,10 @@ class Coordinator:
         if run.over or back < 0:
             goes_on = f"--resume goes on from clock {back}" if back >= 0 else "no checkpoint is on all shards"
             text = f"{who}, and shard {first} with it: {goes_on}"
-            return [*self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text), Stop(m.RefuseCode.SERVER_LOST, text)]
+            return [
+                *self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text),
+                StopProcess(m.RefuseCode.SERVER_LOST, text),
+            ]
         if self.moves.may_stay:
             self.moves.call_off(who)  # the log line below names the reason
         self.generations.go_back(first, now_ns, first)
@@ -375,7 +380,7 @@ class Coordinator:
 
     def _handing_over(self) -> list[Seat]:
         """Workers of a gossip run that have not handed over their model yet."""
-        if self.run.mode.rule is not Rule.MIX or not self.run.started or self.run.over:
+        if self.run.mode.rule is not FoldRule.MIX or not self.run.started or self.run.over:
             return []
         return [s for s in self.declared if not s.leaving and not s.below and not self.rounds.clock(s)]
 
@@ -415,7 +420,7 @@ class Coordinator:
         if self.version != version:
             effects += self._broadcast(now_ns)
         effects += self.agreements.answers()
-        return [*effects, Stop()] if self.generations.at_rest else effects
+        return [*effects, StopProcess()] if self.generations.at_rest else effects
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1

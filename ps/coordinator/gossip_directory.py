@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
@@ -20,7 +20,7 @@ class GossipDirectory(Decision):
     """Decides who is on the roster of a gossip run. In other modes it does nothing."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.mixes = run, run.mode.rule is Rule.MIX
+        self.run, self.mixes = run, run.mode.rule is FoldRule.MIX
         self.ended: set[int] = set()  # workers that have done their last step
         self.closed = False  # all members have done their last step
         self.introduced = 0  # epoch of the newest roster that all members were sent

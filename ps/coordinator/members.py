@@ -29,7 +29,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import why_not
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import ELEMENTWISE, Rule
+from narrows.protocols.config.modes import ELEMENTWISE, FoldRule
 from narrows.protocols.config.settings import contradiction
 from narrows.protocols.config.timing import (
     LEASE_STEPS,
@@ -152,7 +152,7 @@ class Members(Decision):
                 self.plan.check_same(plan)
             except IncompatibleError as error:
                 return str(error)
-        if self.run.mode.rule is Rule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
+        if self.run.mode.rule is FoldRule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
             return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
         if plan.tables and (why := why_not(self.run.settings, self.run.mode, self.above.child)):
             return why
@@ -193,7 +193,7 @@ class Members(Decision):
     def seated(
         self,
         peer: bytes,
-        message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk | m.RangeAsk | m.AgreeAsk,
+        message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersRequest | m.RangeRequest | m.AgreeRequest,
         now_ns: int,
     ) -> Seat | None:
         """Return the seat of a message's sender, and renew its lease.

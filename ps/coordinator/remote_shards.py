@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from narrows.protocols import messages as m
 from narrows.protocols.config.timing import REMOTE_HOST_LOST_LEASES
 from narrows.protocols.effects import NS, Log, Send
-from narrows.protocols.messages import RefuseCode, Wish
+from narrows.protocols.messages import RefuseCode, RemoteShardsWish
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run
 
@@ -35,7 +35,7 @@ class RemoteHost:
     seen_ns: int  # when its newest offer arrived; -1: before the first decision
     first: int = -1  # its lowest shard, -1: it waits for the resharding before its own
     came: bool = False  # its shards have had keys
-    wish: int = Wish.STAY
+    wish: int = RemoteShardsWish.STAY
     again: bool = False  # its shards go because shards before them go: then it joins again
     peer: bytes = b""  # routing id of its newest offer
 
@@ -112,7 +112,7 @@ class RemoteShards(Decision):
         for guest in self.guests:
             guest.came |= 0 <= guest.first < self.run.shards
             guest.seen_ns = now_ns if guest.seen_ns < 0 else guest.seen_ns
-        going = next((guest for guest in self.guests if guest.wish == Wish.GO), None)
+        going = next((guest for guest in self.guests if guest.wish == RemoteShardsWish.GO), None)
         if self.moves.phase is not ReshardPhase.STILL:
             return going is not None and self._gives_up(going)
         if gone := [guest for guest in self.guests if guest.first >= self.run.shards]:
@@ -135,9 +135,9 @@ class RemoteShards(Decision):
     def _let_go(self, guest: RemoteHost) -> None:
         """Forget a host whose shards have no keys any more, or never had any."""
         self.guests.remove(guest)
-        if guest.wish == Wish.STAY and guest.again:
+        if guest.wish == RemoteShardsWish.STAY and guest.again:
             self._forget(guest, RefuseCode.NOT_A_MEMBER, "the keys of a machine before it have moved back")
-        elif guest.wish == Wish.STAY and not guest.came:
+        elif guest.wish == RemoteShardsWish.STAY and not guest.came:
             self._forget(guest, FAILED, f"the keys stay where they are: {self.moves.why}")
         else:
             self._forget(guest, DONE, "")
@@ -169,7 +169,7 @@ class RemoteShards(Decision):
         """The first host that has been silent for too long, or that has said that its shards are gone."""
         limit_ns = int(REMOTE_HOST_LOST_LEASES * self.run.settings.lease * NS)
         silent = [guest for guest in self.guests if guest.seen_ns >= 0 and now_ns - guest.seen_ns > limit_ns]
-        return next((each for each in self.guests if each in silent or each.wish == Wish.GONE), None)
+        return next((each for each in self.guests if each in silent or each.wish == RemoteShardsWish.GONE), None)
 
     def lose(self, guest: RemoteHost) -> None:
         """Forget a lost host. The hosts after it join again."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
@@ -116,7 +116,10 @@ class Replans(Decision):
         """
         run, children = self.run, self._children()
         open_ = (
-            run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is ReshardPhase.STILL
+            run.started
+            and not run.over
+            and run.mode.rule is not FoldRule.MIX
+            and self.moves.phase is ReshardPhase.STILL
         )
         if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan_number:
             return None

@@ -5,7 +5,7 @@ How it works
     phase    the coordinator                                       ends when
     STILL    no resharding is under way                            the supervisor, a remote host or `Replans` asks
     ASKED    waits for the new shards                              all new shards have reported, and the run has started
-    TOLD     sends members Move(at = min_clock + s + 1): push no   each member has acknowledged it
+    TOLD     sends members Reshard(at = min_clock + s + 1): push no   each member has acknowledged it
              update from clock `at` on; closes no clock
     HELD     closes clocks up to `at`                              each shard has published min_clock `at`
     WRITING  asks for a checkpoint of `at`                         each shard has written it
@@ -36,7 +36,7 @@ from enum import Enum
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import RESHARD_HOLD_LEASES
 from narrows.protocols.effects import NS, Log, Send
@@ -85,12 +85,12 @@ class Resharding(Decision):
         self.run, self.rounds, self.above = run, rounds, above
         self.generations, self.roster = generations, roster
         self.phase = ReshardPhase.STILL
-        # The number of shards of the next generation; the clock at which members hold; number of the newest Move.
+        # The number of shards of the next generation; the clock at which members hold; number of the newest Reshard.
         self.target, self.at, self.number = run.shards, -1, 0
         self.next = run.settings  # the settings of the next generation
         self.most = run.shards  # the largest `target` so far
         self.since_ns = 0  # when the present phase began
-        self.told = 0  # the newest Move number that all members were sent
+        self.told = 0  # the newest Reshard number that all members were sent
         self.away = {**away}  # by shard, the host of each remote shard, and of each that is to start
         self.why = ""  # why the newest resharding was called off
         self.offered: dict[int, tuple[bytes, m.Report]] = {}  # by new shard, its routing id and its newest report
@@ -137,9 +137,9 @@ class Resharding(Decision):
     def fixed(self) -> str:
         """Why this run cannot replan without a restart; "" if it can."""
         mode = self.run.mode
-        if mode.rule is Rule.OPTIMIZER:
+        if mode.rule is FoldRule.OPTIMIZER:
             return "the servers have the state of the optimizer, for gradients are pushed; with --push update workers have it"
-        if mode.rule is Rule.OUTER:
+        if mode.rule is FoldRule.OUTER:
             return "the servers have the momentum of the outer steps"
         if self.away:
             return "some of its shards are on other machines"
@@ -161,7 +161,7 @@ class Resharding(Decision):
     def never(self) -> str:
         """Why this run can never reshard; "" if it can."""
         mode = self.run.mode
-        if mode.rule is Rule.MIX:
+        if mode.rule is FoldRule.MIX:
             return "under --sync gossip the model is with the workers"
         if mode.bound is None:
             return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
@@ -264,7 +264,7 @@ class Resharding(Decision):
 
     @property
     def _known(self) -> bool:
-        """True if all these members have acknowledged the newest Move."""
+        """True if all these members have acknowledged the newest Reshard."""
         return all(seat.move == self.number for seat in self._waited_for)
 
     def _tell(self) -> bool:
@@ -339,7 +339,7 @@ class Resharding(Decision):
     # Messages to members.
 
     def word(self, seat: Seat) -> list[Send]:
-        """The newest Move, if this member has not acknowledged it."""
+        """The newest Reshard, if this member has not acknowledged it."""
         if (
             seat.move == self.number
             or self.phase is ReshardPhase.PASSED
@@ -348,16 +348,16 @@ class Resharding(Decision):
         ):
             return []
         if self.holds:
-            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, self.at))]
+            return [Send(seat.peer, m.Reshard(seat.worker, seat.epoch, self.number, self.at))]
         if not seat.before:
-            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, -1))]
+            return [Send(seat.peer, m.Reshard(seat.worker, seat.epoch, self.number, -1))]
         ports, hosts = self.run.where
         ranges = tuple(split(self.roster.plan.size, self.run.shards))
         place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
-        return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
+        return [Send(seat.peer, m.Reshard(seat.worker, seat.before, self.number, seat.start, *place))]
 
     def knows(self, seat: Seat, number: int) -> bool:
-        """Note the number of the newest Move that this member has. Return False if that was known."""
+        """Note the number of the newest Reshard that this member has. Return False if that was known."""
         news = seat.move != number
         seat.move = number
         if number == self.number and not self.holds:
@@ -369,7 +369,7 @@ class Resharding(Decision):
         return said
 
     def words(self) -> list[Send]:
-        """The newest Move for all members, once; heartbeats repeat it (`word`)."""
+        """The newest Reshard for all members, once; heartbeats repeat it (`word`)."""
         if self.told == self.number or self.phase is ReshardPhase.PASSED:
             return []
         self.told = self.number

@@ -85,7 +85,7 @@ class Seat:
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
     name: bytes = b""  # prefix of its routing ids: the coordinator takes its messages under this name alone
-    move: int = 0  # number of the newest Move that it has acknowledged
+    move: int = 0  # number of the newest Reshard that it has acknowledged
     before: int = 0  # its epoch before the newest resharding, until it acknowledges that resharding; then 0
     key: Key = NO_KEY
     copied: bool = False  # it has a standby, which would go on over another connection

@@ -1,7 +1,7 @@
 """Leases ranges of samples to workers, for a script that takes its samples from the run (`ranges()`). No I/O.
 
 How it works
-1. Ranges have numbers from 0 on, through all epochs. A worker asks for one (`RangeAsk`) and names the clock of the
+1. Ranges have numbers from 0 on, through all epochs. A worker asks for one (`RangeRequest`) and names the clock of the
    update that will hold it. The coordinator leases it the lowest range that no worker has (`RangeLedger.pick`).
 2. A range is done once that update is in the model of all shards (`_settle`). An epoch is over once all its ranges are
    done.
@@ -117,17 +117,17 @@ class SampleLeases(Decision):
         self.held: dict[int, list[Bound]] = {}  # by worker: ranges whose updates are not in the model yet
         self.ahead: dict[int, list[Bound]] = {}  # by worker: done ranges that the next checkpoint may lack
         self.gone: dict[int, LostRange] = {}  # by worker
-        self.answers: dict[int, m.Range] = {}  # by worker: the newest
+        self.answers: dict[int, m.RangeAnswer] = {}  # by worker: the newest
         self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: which ranges are done in it, packed
         self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by clock, shard and worker: the updates in a checkpoint
         # Shards that have not reported `saved` of the newest checkpoint. No range is leased while there are any.
         self.due: set[int] = set()
-        self.waiting: dict[int, m.RangeAsk] = {}  # by worker: asks that came in the meantime
+        self.waiting: dict[int, m.RangeRequest] = {}  # by worker: asks that came in the meantime
         self.said: list[Log] = []
 
     # Leasing.
 
-    def hear(self, seat: Seat, ask: m.RangeAsk) -> list[ServerEffect]:
+    def hear(self, seat: Seat, ask: m.RangeRequest) -> list[ServerEffect]:
         """Answer an ask, and log the epochs that are over.
 
         Raises:
@@ -145,14 +145,17 @@ class SampleLeases(Decision):
             if why := self._unfit(seat, ask):
                 return [Send(seat.peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, seat.worker, seat.epoch, why))]
             last = self.answers[seat.worker] = self._answer(seat, ask)
-        return [*self.tell(), Send(seat.peer, m.Range(seat.worker, seat.epoch, last.number, last.index, last.over))]
+        return [
+            *self.tell(),
+            Send(seat.peer, m.RangeAnswer(seat.worker, seat.epoch, last.number, last.index, last.over)),
+        ]
 
     def tell(self) -> list[Log]:
         """Log events of the epochs that are over, each once."""
         said, self.said = self.said, []
         return said
 
-    def _unfit(self, seat: Seat, ask: m.RangeAsk) -> str:
+    def _unfit(self, seat: Seat, ask: m.RangeRequest) -> str:
         """Return why this worker cannot have a range; "" if it can."""
         work = self.work
         if self.above.child:
@@ -163,7 +166,7 @@ class SampleLeases(Decision):
             return TOO_MANY.format(seat.worker, len(held))
         return ""
 
-    def _answer(self, seat: Seat, ask: m.RangeAsk) -> m.Range:
+    def _answer(self, seat: Seat, ask: m.RangeRequest) -> m.RangeAnswer:
         work, held = self.work, self.held.setdefault(seat.worker, [])
         work.samples, work.size = ask.samples, ask.size
         for bound in [bound for bound in held if bound[0] == ask.clock][ask.holds :]:
@@ -175,7 +178,7 @@ class SampleLeases(Decision):
         index = work.pick(ask.limit) if len(self.ahead.get(seat.worker, ())) < AHEAD_MAX else -1
         if index >= 0:
             held.append((ask.clock, index))
-        return m.Range(seat.worker, seat.epoch, ask.number, index, index < 0 and self._least() >= ask.limit)
+        return m.RangeAnswer(seat.worker, seat.epoch, ask.number, index, index < 0 and self._least() >= ask.limit)
 
     # Ranges that are done.
 

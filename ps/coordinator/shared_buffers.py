@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import unpack_arrays
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.run import Run, Seat
@@ -34,13 +34,13 @@ class SharedBuffers:
         every = told if told > 0 else self.run.settings.lease
         return bool(self.asking) or not self.heard_ns or now_ns - self.heard_ns >= every * NS / 2
 
-    def hear(self, seat: Seat, message: m.Buffers | m.BuffersAsk, now_ns: int) -> list[ServerEffect]:
+    def hear(self, seat: Seat, message: m.Buffers | m.BuffersRequest, now_ns: int) -> list[ServerEffect]:
         """Take buffers from the lead, or an ask for them from another worker.
 
         Raises:
             RemoteProtocolError: the payload holds no buffers. They would end each worker that joins.
         """
-        if isinstance(message, m.BuffersAsk):
+        if isinstance(message, m.BuffersRequest):
             return self._ask(seat, message.clock)
         if not self.run.leads(seat):
             return []
@@ -53,7 +53,7 @@ class SharedBuffers:
     def _ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
         """Send this worker the buffers if they are new enough; otherwise it gets them once they are here."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
-        counted = lead.epoch and self.run.mode.rule is not Rule.MIX  # gossip updates do not come to the server
+        counted = lead.epoch and self.run.mode.rule is not FoldRule.MIX  # gossip updates do not come to the server
         if self.clock >= min(clock, self.rounds.clock(lead) if counted else clock):
             return [self._told(seat)]
         if lead is seat:

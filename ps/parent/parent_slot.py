@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import EARLY_MAX
@@ -26,7 +26,7 @@ from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.store.changes import FloatArray
 
 # By the rule of the parent's run; ParentPush for all other rules.
-ABOVE: dict[Rule, type[ParentPush | ParentGossip]] = {Rule.MIX: ParentGossip}
+ABOVE: dict[FoldRule, type[ParentPush | ParentGossip]] = {FoldRule.MIX: ParentGossip}
 
 
 class ParentSlot:

@@ -31,7 +31,7 @@ from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.connections import STRANGER_BYTES_MAX, Connections
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
-from narrows.protocols.runtime.network.key_files import SERVER, Guard, Identity, member_key
+from narrows.protocols.runtime.network.key_files import SERVER, AdmittedKeys, Identity, member_key
 from narrows.ps.server.server import OF_CLUSTERS
 
 OF_SHARDS = (m.Report, m.ReplicationFollow, m.ReplicationProgress, m.FailoverNotice, m.RemoteShardsOffer, m.FileRequest)
@@ -72,7 +72,7 @@ class AccessControl:
     """
 
     def __init__(self, keys: str, parent_key: str, secret: str, coordinator: str, follows: str = "") -> None:
-        self.guard = Guard(keys) if keys else None
+        self.guard = AdmittedKeys(keys) if keys else None
         self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
         self.secret, self.ours = secret.encode(), {coordinator, follows} - {""}
         self.known: KnownPeer | None = None  # the machine, once there is one

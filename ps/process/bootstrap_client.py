@@ -24,7 +24,7 @@ TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_pa
 
 
 STANDBY = m.ReplicationFollow(-1, -1)
-JOIN = m.RemoteShardsOffer("", "", 0, -1, m.Wish.STAY)
+JOIN = m.RemoteShardsOffer("", "", 0, -1, m.RemoteShardsWish.STAY)
 
 
 def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from narrows.protocols.effects import Send, SendToPeer, Stop
+from narrows.protocols.effects import Send, SendToPeer, StopProcess
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Receipt
 
@@ -23,7 +23,7 @@ class BufferLoans:
     def __init__(self) -> None:
         self.views: dict[Peer, deque[tuple[Receipt, int]]] = {}  # by peer: receipt and bytes of each view, oldest first
         # (event, effect): effects that wait until the standby has acknowledged their event.
-        self.held: deque[tuple[int, Send | SendToPeer | Stop]] = deque()
+        self.held: deque[tuple[int, Send | SendToPeer | StopProcess]] = deque()
 
     def add(self, peer: Peer, receipt: Receipt, view: Buffer) -> None:
         """Note the last frame of a message that was sent. A bytes object never changes, so it is no loan."""

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from narrows.protocols.effects import NS, Load, ServerEffect, Stop
+from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProcess
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
@@ -68,7 +68,7 @@ class JournalReplay:
 
     def __init__(self, server: Server, load: Callable[[int], None]) -> None:
         self.server, self.load, self.events = server, load, 0
-        self.stop: Stop | None = None  # the effect that ended the run, if one did
+        self.stop: StopProcess | None = None  # the effect that ended the run, if one did
 
     def again(self, event: MachineEvent) -> None:
         """Let the machine handle an event again."""
@@ -79,9 +79,9 @@ class JournalReplay:
         while effects or self.server.inner:
             for effect in effects:
                 match effect:
-                    case Load(clock):
+                    case LoadCheckpoint(clock):
                         self.load(clock)
-                    case Stop():
+                    case StopProcess():
                         self.stop = effect
             effects = self.server.advance(event.now_ns) if self.server.inner else []
 

@@ -6,7 +6,7 @@ How it works
    have, and takes from that checkpoint the epoch, the settings of the newest plan, the model spec, the buffers and the
    ranges.
 3. `machine` makes the parts: `Coordinator` in process 0, `Member` in process 0 of a cluster, `Shard` in each process,
-   and `Server` around them. A shard reads its arrays later, when the ledger names the checkpoint (`Load`).
+   and `Server` around them. A shard reads its arrays later, when the ledger names the checkpoint (`LoadCheckpoint`).
 4. `original` adds the part that replicates the machine to a standby. `introduction` is what a standby, or a remote
    host, has to know of this server.
 """
@@ -27,14 +27,14 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN, Settings
 from narrows.protocols.config.timing import Timing, standby_lost_ns
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.hosts import reached
-from narrows.protocols.runtime.network.key_files import Secret
+from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.protocols.wire import pack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -172,7 +172,7 @@ def resumed(settings: Settings, kept: bytes) -> Settings:
 
 
 def machine(
-    process: MachineFactory, port: int, lent: Callable[[], bool], own: Secret | None, sound: SoundCheckpoints
+    process: MachineFactory, port: int, lent: Callable[[], bool], own: SecretKeyFile | None, sound: SoundCheckpoints
 ) -> Server:
     """Make the machine of a process: for a new run, or from the newest checkpoint if the process resumes a run.
 
@@ -187,7 +187,7 @@ def machine(
         NarrowsError: no sound checkpoint is left, or a file cannot be read.
     """
     folder, settings, child = process.folder, process.settings, bool(process.parent)
-    mixes = settings.mode().rule is Rule.MIX and not process.again  # a gossip run resumes from its workers' models
+    mixes = settings.mode().rule is FoldRule.MIX and not process.again  # a gossip run resumes from its workers' models
     restart, first_epoch = -1, process.first_epoch
     kept: tuple[int, ...] = ()
     facts: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def machine(
             expect = pack({"plan_digest": settings.plan_digest})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
     means = MeanFactory(
-        optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
+        optimizer=_optimizers() if settings.mode().rule is FoldRule.OPTIMIZER else None,
         lent=lent,
         child=child,
         member=member,

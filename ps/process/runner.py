@@ -4,8 +4,8 @@ How it works
 
     Sockets, stdin, tick ─> event ─┬─ 1. Journal.note             a killed process goes on from the journal
                                    ├─ 2. ReplicationPrimary.note  the standby gets the event
-                                   └─ 3. Server.happen ─> effects ─┬─ Log, Checkpoint, Load: at once
-                                                                   └─ Send, SendToPeer, Stop: `_let_out`, or `held`
+                                   └─ 3. Server.happen ─> effects ─┬─ Log, WriteCheckpoint, LoadCheckpoint: at once
+                                                                   └─ Send, SendToPeer, StopProcess: `_let_out`, or `held`
 
 1. `receive` decodes a message. The kind of its event depends on the sender: a peer that dialled this process (BELOW),
    shard 0 (COORDINATOR), the parent's shard (ABOVE) or the parent's standby (BESIDE).
@@ -38,7 +38,17 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Checkpoint, CopyEffect, Load, Log, Send, SendToPeer, Serve, ServerEffect, Stop
+from narrows.protocols.effects import (
+    CopyEffect,
+    LoadCheckpoint,
+    Log,
+    Send,
+    SendToPeer,
+    ServerEffect,
+    StartServing,
+    StopProcess,
+    WriteCheckpoint,
+)
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
@@ -98,7 +108,7 @@ class ServerRunner:
         self.pulse = Watchdog(self.gate, process.index, process.folder, process.seals)
         self.dialled = ParentAddresses(port)
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
-        self.running, self.end = True, Stop()
+        self.running, self.end = True, StopProcess()
         self.stop_by = float("inf")  # time.monotonic() at which the process ends in any case
         # `answering` answers messages that are no event of the machine, and `original` those of a standby.
         self.disk, self.answering = CheckpointDisk(process), BootstrapServer(process)
@@ -206,17 +216,17 @@ class ServerRunner:
                 case Log(event, values):
                     if event != "summary" or self.process.watched:
                         emit("log", name=event, values=values)
-                case Checkpoint(clock):
+                case WriteCheckpoint(clock):
                     self.disk.write(clock, self.server)
                     self.turns.tick_soon()  # the shard waited for the copy, and goes on with the tick
-                case Load(clock):
+                case LoadCheckpoint(clock):
                     self._load(clock)
                 case _ if self.original.holds or self.lending.held:  # wait until the standby has the event
                     self.lending.held.append((self.server.happened, effect))
                 case _:
                     self._let_out(effect)
 
-    def _let_out(self, effect: Send | SendToPeer | Stop) -> None:
+    def _let_out(self, effect: Send | SendToPeer | StopProcess) -> None:
         """Carry out an effect that peers can see."""
         match effect:
             case Send(bytes(peer), message):
@@ -230,7 +240,7 @@ class ServerRunner:
                 self._put(address, message)
             case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.above.addresses):
                 self.bytes_up += self._put(address, message)
-            case Stop():
+            case StopProcess():
                 self.running, self.end = False, effect
 
     def _release(self) -> None:
@@ -243,7 +253,7 @@ class ServerRunner:
         """Carry out effects of replication and failover. No event is their cause, so they are never held."""
         for effect in effects:
             match effect:
-                case Serve(view, standby):
+                case StartServing(view, standby):
                     before = self.original.before if self.original.before != self.server.before else ""
                     self.happen(
                         MachineEvent(EventKind.VIEW, self.clock.now(), values=(view, standby, self.number, before))
@@ -384,7 +394,7 @@ class ServerRunner:
                 if (stops := self.stop_by < float("inf")) or not self.original.holds:
                     return None if stops else self.stop()
                 text = "ps-serve was killed; its standby goes on"
-                self.running, self.end = False, Stop(m.RefuseCode.SERVER_LOST, text)
+                self.running, self.end = False, StopProcess(m.RefuseCode.SERVER_LOST, text)
             for line in lines:
                 match line:
                     case "":

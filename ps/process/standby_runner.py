@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.config.timing import ELECTION_TIMEOUT_NS, standby_lost_ns
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, StartServing
 from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
@@ -47,7 +47,7 @@ class StandbyRunner:
         self.process, self.port, self.gate = process, port, gate
         self.clock, self.lending, self.pulse = AwakeClock(), BufferLoans(), Watchdog(gate, process.index, None)
         self.replay: JournalReplay  # of the newest machine, once there is one
-        self.serves: list[Serve] = []  # the view in which this server takes over, once there is one
+        self.serves: list[StartServing] = []  # the view in which this server takes over, once there is one
         self.stale = False  # the primary went back to a checkpoint that is not here
         self.refused_ns = 0  # since when the primary has another standby, 0: it has none
         first = parse_address("", process.coordinator)[1] if process.coordinator else number
@@ -98,7 +98,7 @@ class StandbyRunner:
                     self.port.send(address, encode(message))
                 case Log(event, values):
                     emit("log", name=event, values=values)
-                case Serve():
+                case StartServing():
                     self.serves.append(effect)
 
     def _receive(self, peer: Peer, frames: list[m.Buffer]) -> None:

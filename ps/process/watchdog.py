@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from narrows.protocols.runtime.cli.output import emit
-from narrows.protocols.runtime.network.encryption_cost import SealingCost
+from narrows.protocols.runtime.network.encryption_cost import EncryptionCost
 from narrows.ps.process.access_control import AccessControl
 
 BEAT_S = 1.0
@@ -33,7 +33,7 @@ class Watchdog:
 
     def __init__(self, gate: AccessControl, index: int, folder: Path | None, seals: float = 0.0) -> None:
         self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
-        self.sealing = SealingCost(seals)
+        self.sealing = EncryptionCost(seals)
 
     def beat(self, asked: Callable[[], int]) -> None:
         """Give a sign of life if one is due; the loop calls this each turn. `asked` returns the bytes of the arrays."""

@@ -36,7 +36,7 @@ from narrows.protocols.config.timing import (
     REPLICATION_BEAT_NS,
     STANDBY_MISSED_NS,
 )
-from narrows.protocols.effects import CopyEffect, Log, Send, SendToPeer, Serve, Stop
+from narrows.protocols.effects import CopyEffect, Log, Send, SendToPeer, StartServing, StopProcess
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.replication.events import MachineEvent
@@ -132,13 +132,15 @@ class ReplicationPrimary:
 
     def hear_view(self, view: m.FailoverNotice) -> list[CopyEffect]:
         """Take a newer view from shard 0."""
-        return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
+        return [StartServing(view.view, view.standby)] if view.view > self.machine.view else []
 
     def deposed(self, view: m.FailoverNotice) -> list[CopyEffect]:
         """Stop this server, if the notice comes from a standby that serves in a newer view."""
         if view.view <= self.machine.view:
             return []
-        return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
+        return [
+            StopProcess(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")
+        ]
 
     def vote(self, peer: bytes, vote: m.FailoverVote) -> list[CopyEffect]:
         """Take a member's vote for this server. A member that has failed over to this server gets the shards' ports."""
@@ -189,7 +191,7 @@ class ReplicationPrimary:
             there = self.feed.address if self.feed.copied(now_ns) else ""
             return [*effects, Send(COORDINATOR, m.ReplicationProgress(self.index, self.machine.view, there, self.port))]
         decided = self._decide(now_ns)
-        if any(isinstance(effect, Serve) for effect in decided):
+        if any(isinstance(effect, StartServing) for effect in decided):
             self.said_ns = 0  # the other shards hear of it with the next tick
         return effects + decided
 
@@ -209,16 +211,16 @@ class ReplicationPrimary:
         if not machine.standby:
             self.missed_ns = 0
             if siblings.newest > machine.view:  # this shard failed and went back to a checkpoint
-                return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
+                return [*effects, StartServing(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
-                effects.append(Serve(max(machine.view + 1, self.first_view), self.feed.address))
+                effects.append(StartServing(max(machine.view + 1, self.first_view), self.feed.address))
             return effects + self._tell(m.FailoverNotice(machine.view, "", True))
         if not siblings.at(machine.view):
             return effects
         if whole:
             # A member that has voted for this server in the next view no longer counts on the standby.
             if any(view > machine.view for view in self.votes.values()):
-                return [*effects, Serve(machine.view + 2, machine.standby)]
+                return [*effects, StartServing(machine.view + 2, machine.standby)]
             self.missed_ns = 0
             if self.shown != machine.view and all(
                 self.votes.get(each.worker, 0) >= machine.view for each in machine.members
@@ -232,10 +234,10 @@ class ReplicationPrimary:
             return effects
         if self._elected(machine.view + 1):
             text = f"the standby at {machine.standby} is lost; the run goes on without one"
-            return [*effects, Log("standby", {"there": False, "text": text}), Serve(machine.view + 1, "")]
+            return [*effects, Log("standby", {"there": False, "text": text}), StartServing(machine.view + 1, "")]
         if now_ns - self.missed_ns > ELECTION_TIMEOUT_NS:
             text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
-            return [Stop(RefuseCode.SERVER_LOST, text)]
+            return [StopProcess(RefuseCode.SERVER_LOST, text)]
         return effects + [
             Send(member.peer, m.FailoverNotice(machine.view + 1, "", False)) for member in self._electors()
         ]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.timing import REPLICATION_BEAT_NS, REPLICATION_CUT_NS
-from narrows.protocols.effects import CopyEffect, Send, SendToPeer, Serve
+from narrows.protocols.effects import CopyEffect, Send, SendToPeer, StartServing
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_stream import ReplicatedMachine
@@ -154,7 +154,7 @@ class Standby:
         if self.machine is None or view.view <= self.machine.view:
             return []
         self.handle()
-        return [Serve(view.view, view.standby)]
+        return [StartServing(view.view, view.standby)]
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
         """Handle events, send beats, and as shard 0 begin to serve once half of the members have voted for it."""
@@ -175,5 +175,5 @@ class Standby:
         members = [member.worker for member in machine.members]
         view = machine.view + 1
         if members and 2 * sum(self.votes.get(worker) == view for worker in members) >= len(members):
-            effects.append(Serve(machine.view + 1, ""))
+            effects.append(StartServing(machine.view + 1, ""))
         return effects

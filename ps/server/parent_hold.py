@@ -18,10 +18,10 @@ class ParentHold:
 
     def __init__(self, coordinator: Coordinator, member: Member) -> None:
         self.coordinator, self.member = coordinator, member
-        self.word: e.Held | None = None  # the newest request
+        self.word: e.PushesPaused | None = None  # the newest request
         self.version = 0  # version of the ledger that tells the shards
 
-    def said(self, word: e.Held) -> None:
+    def said(self, word: e.PushesPaused) -> None:
         """Note that the newest ledger tells this request to the shards."""
         self.word, self.version = word, self.coordinator.version
 

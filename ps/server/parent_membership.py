@@ -2,11 +2,11 @@
 
 How it works
 
-    Joined ──> declare ──> Started ──> _placed ──> ledger with the seat ──> each shard begins there
-                              │                        │
-                        gossip: ask a peer        Turned | Held | Moved: the same seat, changed
-                        for the round                  │
-                                              leave ──> Left ──> the process ends
+    MemberWelcomed ──> declare ──> MemberStarted ──> _placed ──> ledger with the seat ──> each shard begins there
+                                        │                │
+                                  gossip: ask a peer     ServerChanged | PushesPaused | MemberResharded: same seat, changed
+                                  for the round          │
+                                                         leave ──> MemberLeft ──> the process ends
 
 1. `Server.start` sends a Hello. `_joined` checks whether the cluster can be a member under the parent's settings.
 2. As soon as a worker has declared its model here, `declare` declares it to the parent.
@@ -30,10 +30,10 @@ from dataclasses import replace
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, Stop
+from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, StopProcess
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.heartbeat_summary import NAME_MAX, SummaryRow
 from narrows.protocols.member.member import Member, MemberPhase
@@ -74,10 +74,10 @@ class ParentMembership:
         self.place: ParentSeat | None = None
         self.leaves = False  # True once all is done and the parent was sent a Leave
         # gossip: a run that had begun before us, while a peer is asked for the round
-        self.late: e.Started | None = None
+        self.late: e.MemberStarted | None = None
         self.early: list[MemberEffect] = []  # events of peers that came before shard 0 had the newest seat
         self.holding = ParentHold(coordinator, member)
-        self.final = Stop()  # the effect that this process ends with
+        self.final = StopProcess()  # the effect that this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
         coordinator.attendance.says_above = self._waits
 
@@ -126,7 +126,7 @@ class ParentMembership:
         upward.said = member.epoch
         clock = max(self.shard.above.clock, place.clock)
         asked = (upward.number, *upward.call, clock, upward.value, upward.weight)
-        return asks(member.say(0, [m.AgreeAsk(member.worker, member.epoch, *asked)], now_ns))
+        return asks(member.say(0, [m.AgreeRequest(member.worker, member.epoch, *asked)], now_ns))
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Let time pass: join or leave with the workers, and repeat what is not acknowledged."""
@@ -161,15 +161,15 @@ class ParentMembership:
         coordinator = self.coordinator
         if isinstance(event, (Send, SendToPeer)):
             return [event]
-        if isinstance(event, e.Joined):
+        if isinstance(event, e.MemberWelcomed):
             return self._joined(event, now_ns)
-        if isinstance(event, e.Turned):
+        if isinstance(event, e.ServerChanged):
             return self._turned(event, now_ns)
-        if isinstance(event, e.Held):
+        if isinstance(event, e.PushesPaused):
             return self._held(event, now_ns)
-        if isinstance(event, e.Moved):
+        if isinstance(event, e.MemberResharded):
             return self._moved(event, now_ns)
-        if isinstance(event, e.Started):
+        if isinstance(event, e.MemberStarted):
             coordinator.buffers.packed = coordinator.buffers.packed or event.buffers
             return self._started(event, now_ns)
         if isinstance(event, e.OfPeers):
@@ -178,14 +178,14 @@ class ParentMembership:
             text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"
             told = coordinator.introduced_above(coordinator.above.roster, True, now_ns)
             return [Log("above", {"text": text}), *told]
-        if isinstance(event, e.Failed):
+        if isinstance(event, e.MemberFailed):
             return self.end(event.code, event.text, now_ns)
-        if isinstance(event, e.BuffersWanted):
+        if isinstance(event, e.BuffersRequested):
             # The clocks of workers here are not those of the parent's run: their buffers count as the newest there are.
             return asks(self.member.buffers(packed, m.CLOCK_MAX)) if (packed := coordinator.buffers.packed) else []
-        if isinstance(event, e.AgreedTold):
+        if isinstance(event, e.AgreementArrived):
             return [*self.coordinator.agreements.told_above(event.number, event.value)]
-        if isinstance(event, e.Left):
+        if isinstance(event, e.MemberLeft):
             # All was acknowledged before the Leave. A restarted peer that asks again gets no answer from this process.
             return [self.final] if self.leaves else []
         return self.shard.from_above([event], now_ns)
@@ -204,7 +204,7 @@ class ParentMembership:
 
     # Standbys, of the parent and of this cluster.
 
-    def _turned(self, event: e.Turned, now_ns: int) -> list[ServerEffect]:
+    def _turned(self, event: e.ServerChanged, now_ns: int) -> list[ServerEffect]:
         """Go on with the parent's standby, which serves now. Each shard keeps its seat there."""
         self.parent = event.address
         text = f"the standby at {self.parent} serves above now; training goes on"
@@ -228,7 +228,7 @@ class ParentMembership:
 
     # Another plan of the parent's run.
 
-    def _held(self, event: e.Held, now_ns: int) -> list[ServerEffect]:
+    def _held(self, event: e.PushesPaused, now_ns: int) -> list[ServerEffect]:
         """Have each shard push no update from that clock on."""
         if self.place is None or not self.coordinator.above.place or event == self.holding.word:
             return []
@@ -237,7 +237,7 @@ class ParentMembership:
         self.holding.said(event)
         return told
 
-    def _moved(self, event: e.Moved, now_ns: int) -> list[ServerEffect]:
+    def _moved(self, event: e.MemberResharded, now_ns: int) -> list[ServerEffect]:
         """Go on under another plan of the parent's run.
 
         Each shard keeps its seat and its residual; the workers here notice no more than a pause.
@@ -258,7 +258,7 @@ class ParentMembership:
             self.late = None
             return self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
         self.early.append(event)
-        if isinstance(event, e.RosterNews):
+        if isinstance(event, e.RosterChanged):
             told = self.coordinator.introduced_above(bytes(encode(event.roster)[0]), False, now_ns)
         return [*told, *self._ask(now_ns), *self.hand_on(now_ns)]
 
@@ -282,7 +282,7 @@ class ParentMembership:
 
     # The beginning: joined, then started, then seated.
 
-    def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
+    def _joined(self, event: e.MemberWelcomed, now_ns: int) -> list[ServerEffect]:
         """Check the parent's settings, and let workers come; end if the cluster cannot be a member."""
         settings = Settings.unpacked(event.settings)
         why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports), any(event.hosts))
@@ -302,19 +302,19 @@ class ParentMembership:
             elsewhere: True if some of the parent's shards are on other machines.
         """
         mode = settings.mode()
-        if mode.rule is Rule.MIX and self._unreachable:
+        if mode.rule is FoldRule.MIX and self._unreachable:
             return (
                 f"its clusters gossip, and from other machines nobody reaches {self.host}: give --bind an address of this "
                 "machine that they reach"
             )
-        if mode.rule is Rule.MIX and self.stands:
+        if mode.rule is FoldRule.MIX and self.stands:
             return "its clusters gossip, and would not find a standby of this one: leave out --replicas"
         if mode.streams:
             return (
                 "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
                 "it at once: start it without these flags"
             )
-        if mode.rule is Rule.OPTIMIZER:
+        if mode.rule is FoldRule.OPTIMIZER:
             return (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )
@@ -334,7 +334,7 @@ class ParentMembership:
         above = self.parent.removeprefix("tcp://").rpartition(":")[0]
         return self.host in LOCAL_HOSTS and above not in LOCAL_HOSTS
 
-    def _started(self, event: e.Started, now_ns: int) -> list[ServerEffect]:
+    def _started(self, event: e.MemberStarted, now_ns: int) -> list[ServerEffect]:
         """Take the seat that the parent gives.
 
         Under gossip the parent does not know the round: its clock only says whether the run has begun. Then a peer says
@@ -344,7 +344,7 @@ class ParentMembership:
         assert self.member.settings is not None
         mode = self.member.settings.mode()
         self.late, self.early, self.holding.word = None, [], None
-        if mode.rule is not Rule.MIX:
+        if mode.rule is not FoldRule.MIX:
             return self._placed(event, 0, event.clock, now_ns)
         if coordinator.declared and before is not None:
             number = before.round + (coordinator.min_clock - before.at) // mode.local_steps
@@ -354,7 +354,7 @@ class ParentMembership:
             return self._ask(now_ns)
         return self._placed(event, 0, 0, now_ns)
 
-    def _placed(self, event: e.Started, number: int, clock: int, now_ns: int) -> list[ServerEffect]:
+    def _placed(self, event: e.MemberStarted, number: int, clock: int, now_ns: int) -> list[ServerEffect]:
         """Begin at the seat of `event`.
 
         Args:
@@ -386,11 +386,11 @@ class ParentMembership:
         coordinator = self.coordinator
         self.member.end_session()
         if self.leaves:
-            return [Stop()]  # all was acknowledged, and shards that have ended would not see a later ledger
+            return [StopProcess()]  # all was acknowledged, and shards that have ended would not see a later ledger
         if coordinator.over:
             return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all workers here are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
-        self.final = Stop(code, text)
+        self.final = StopProcess(code, text)
         return [*coordinator.roster.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
     def leave(self, now_ns: int) -> list[ServerEffect]:
@@ -405,7 +405,7 @@ class ParentMembership:
 
 def _now(coordinator: Coordinator, seat: Seat) -> tuple[SummaryRow, ...]:
     """Return the figures of a member with its present clock, so that clocks of one moment are compared."""
-    if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # under gossip each peer counts its own clocks
+    if not seat.rows or coordinator.run.mode.rule is FoldRule.MIX:  # under gossip each peer counts its own clocks
         return seat.rows
     first, *others = seat.rows
     return replace(first, summary=replace(first.summary, clock=coordinator.rounds.clock(seat))), *others

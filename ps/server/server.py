@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Log, Send, ServerEffect, Stop
+from narrows.protocols.effects import Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeer
 from narrows.protocols.member.member import Member
@@ -42,7 +42,7 @@ from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.shard.shard import Shard
 from narrows.ps.shard.shard_requests import OfWorkers
 
-OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)
+OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersRequest, m.RangeRequest, m.AgreeRequest)
 FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.RemoteShardsOffer)
 # messages of clusters that gossip with this one
 OF_CLUSTERS = (m.Offer, m.OfferAck, m.GossipEnded, m.ModelRequest, m.Ping)
@@ -94,7 +94,7 @@ class Server:
 
     @property
     def ended(self) -> bool:
-        """True if the run is over and this shard has reported all of it. The coordinator ends by `Stop` instead."""
+        """True if the run is over and this shard has reported all of it. The coordinator ends by `StopProcess` instead."""
         reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
         return self.coordinator is None and (self.shard.retired or (self.over and reported))
 
@@ -326,7 +326,7 @@ class Server:
             return effects
         outer: list[ServerEffect] = []
         for effect in effects:
-            if isinstance(effect, Stop) and self.membership is not None:
+            if isinstance(effect, StopProcess) and self.membership is not None:
                 outer += self.membership.leave(now_ns)
             elif isinstance(effect, Send) and effect.peer == COORDINATOR:
                 self.inner.append(effect.message)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys
-from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.ps.filters.update_filters import UpdateFilters
 from narrows.ps.shard.folding import rates_of, unpack_hyper
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
@@ -107,13 +107,15 @@ class FoldAtBarrier:
             self.closing[clock] = self._terms(clock, list(pairs))
         terms, shares = self.closing[clock]
         changes: list[Change] = []
-        if self.mode.rule is Rule.OPTIMIZER:
+        if self.mode.rule is FoldRule.OPTIMIZER:
             shrink = clip(terms, clock)  # called without terms too: the other shards wait for our norm
             if shrink is None:
                 return None
             changes = [Step(terms, *self._hyper(terms), shrink=shrink, rates=self._rates(terms))] if terms else []
         elif terms:
-            changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else OuterStep(terms, self.turn(clock))]
+            changes = [
+                self._fold(terms, shares) if self.mode.rule is FoldRule.ADD else OuterStep(terms, self.turn(clock))
+            ]
         del self.closing[clock]
         return changes
 

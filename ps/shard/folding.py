@@ -30,7 +30,7 @@ from typing import Protocol
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys
-from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.effects import Log
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import unpack
@@ -125,7 +125,7 @@ class FoldAtOnce:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
         samples = self.inbox.samples(seat.samples)
         share = self.screen.shares(samples)[samples.index((seat.worker, seat.samples))]
-        weight = share * self.gain.factor * factor if self.mode.rule is Rule.ADD else share * factor
+        weight = share * self.gain.factor * factor if self.mode.rule is FoldRule.ADD else share * factor
         # A few more than may be in flight: updates that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
@@ -139,11 +139,11 @@ class FoldAtOnce:
         rule = self.mode.rule
         said = rates_of(update)
         rates = self._hold(self.rates, seat, said) if said else b""
-        if rule is Rule.ADD:
+        if rule is FoldRule.ADD:
             return Fold(((weight, update),), ((seat.worker, share),), rates)
-        if rule is Rule.OUTER:
+        if rule is FoldRule.OUTER:
             return OuterStep(((weight, update),), self.keys)
-        if rule is Rule.MIX:
+        if rule is FoldRule.MIX:
             return self._handed_over(seat, update)
         said, absent, _ = unpack_hyper(update[0].hyper)
         hyper = self._hold(self.hypers, seat, said)

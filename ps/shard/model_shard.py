@@ -35,11 +35,11 @@ from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, covers, fragment, split
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.robust import Robust
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
-from narrows.protocols.effects import Checkpoint, Log, ServerEffect
+from narrows.protocols.effects import Log, ServerEffect, WriteCheckpoint
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -128,8 +128,8 @@ class ModelShard:
         self.plan, self.inbox, self.means = plan, inbox, means
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
-        down = ladder(settings.compress_down, sparse=mode.rule is not Rule.OPTIMIZER)
-        if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
+        down = ladder(settings.compress_down, sparse=mode.rule is not FoldRule.OPTIMIZER)
+        if mode.rule is FoldRule.OPTIMIZER and means.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
         self.finite = not down.lossless  # a lossy downlink can only code first weights that are finite
         gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
@@ -138,8 +138,10 @@ class ModelShard:
             end,
             barrier=mode.barrier,
             codings=down.specs,
-            outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is Rule.OUTER else None,
-            optimizer=means.optimizer(plan, begin, end) if means.optimizer and mode.rule is Rule.OPTIMIZER else None,
+            outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
+            optimizer=means.optimizer(plan, begin, end)
+            if means.optimizer and mode.rule is FoldRule.OPTIMIZER
+            else None,
             lent=means.lent,
             gain=gain,
             cut=robust.cut,
@@ -150,7 +152,7 @@ class ModelShard:
             checks.append(NormClip(index, settings.max_update_norm, store.weights_length))
         if robust.cosine:
             checks.append(CosineFilter(index))
-        far = UnboundedNorms(store.weights_length, mode.rule is Rule.OPTIMIZER)
+        far = UnboundedNorms(store.weights_length, mode.rule is FoldRule.OPTIMIZER)
         self.screen = screen = UpdateFilters(index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust))
         self.folding: Folding = (
             FoldAtBarrier(mode, inbox, self.turn, store.mean, gain, screen)
@@ -337,12 +339,12 @@ class ModelShard:
         """Let the clocks after the checkpoint be folded."""
         self.writes = False
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> WriteCheckpoint:
         """Ask the runner for a checkpoint of the present clock."""
         self.written = self.asked = self.min_clock
         seats = self.inbox.seats.values() if not self.mode.barrier else ()
         self.saved = tuple((seat.worker, seat.clock) for seat in seats)
-        return Checkpoint(self.min_clock)
+        return WriteCheckpoint(self.min_clock)
 
     # The parent.
 
@@ -413,7 +415,7 @@ class ModelShard:
         self.apply(changes)
         if changes:
             self.above.moved()
-        if self.mode.rule is Rule.MIX:
+        if self.mode.rule is FoldRule.MIX:
             # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
             self.written = -1
         seat.clock += 1

@@ -63,7 +63,7 @@ class PublicationChild:
     sent: dict[int, SentPublication] = field(default_factory=dict)  # publications sent and not yet acknowledged
     again: dict[int, SentPublication] = field(default_factory=dict)  # publications to send once more
     # requests for rows that are not yet answered, by request number
-    asks: dict[int, m.RowsAsk] = field(default_factory=dict)
+    asks: dict[int, m.RowsRequest] = field(default_factory=dict)
     pull: m.Pull | None = None  # request for the master copy that is not yet answered
     request: int = 0  # number of the newest Pull
     doubt: bool = False  # True if what was sent may be lost: the next Follow counts as a repeated one

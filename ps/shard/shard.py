@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import Load, Log, MemberEffect, Send, ServerEffect
+from narrows.protocols.effects import LoadCheckpoint, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.parent.parent_link import ParentLink
 from narrows.ps.shard.model_shard import MeanFactory, ModelShard, pairs
@@ -160,7 +160,7 @@ class Shard:
         if planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
             self._plan(planned.plan, clock).go_on(planned)
             return effects
-        return [*effects, Load(ledger.restart_clock)]
+        return [*effects, LoadCheckpoint(ledger.restart_clock)]
 
     def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
         """Make the ModelShard of this model spec, and its ShardRequests."""

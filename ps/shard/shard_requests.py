@@ -17,7 +17,7 @@ from dataclasses import replace
 from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import ASKS_MAX
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_VALUES, pack
@@ -27,7 +27,7 @@ from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.push_assembler import PushSequence, check_part
 from narrows.ps.store.changes import FloatArray
 
-OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk | m.MomentsAsk
+OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsRequest | m.MomentsRequest
 
 
 class ShardRequests:
@@ -57,10 +57,10 @@ class ShardRequests:
         if isinstance(message, m.Follow):
             self.publications.follow(seat, message, now_ns)
             return self.serve(seat, ledger, now_ns), False
-        if isinstance(message, m.RowsAsk):
+        if isinstance(message, m.RowsRequest):
             self._ask(seat, message)
             return self.serve(seat, ledger, now_ns), False
-        if isinstance(message, m.MomentsAsk):
+        if isinstance(message, m.MomentsRequest):
             return self._moments(seat, message, ledger, now_ns), False
         self.publications.pull(seat, message)
         # The coordinator must know of a worker that waits for the last model: no clock waits for that worker any more.
@@ -112,7 +112,7 @@ class ShardRequests:
         if (
             isinstance(planned.folding, FoldAtBarrier)
             and push.clock == seat.taken
-            and planned.mode.rule is not Rule.ADD
+            and planned.mode.rule is not FoldRule.ADD
         ):
             planned.folding.early(push.part)
         effects: list[ServerEffect] = []
@@ -124,7 +124,7 @@ class ShardRequests:
                 effects += self.serve(each, ledger, now_ns)
         return [*effects, *self._rows(seat, now_ns)], seat.clock != began
 
-    def _ask(self, seat: PushSequence, ask: m.RowsAsk) -> None:
+    def _ask(self, seat: PushSequence, ask: m.RowsRequest) -> None:
         """Keep a request for rows until it may be answered; beyond ASKS_MAX drop it, for the worker repeats it."""
         self.store.tables.opened(ask.payload, asks=True)
         asks = self.publications.child(seat).asks
@@ -143,10 +143,10 @@ class ShardRequests:
         for ask in may:
             del asks[ask.request]
             values = self.store.tables.read(ask.payload)
-            effects.append(Send(seat.peer, m.Rows(seat.worker, seat.epoch, ask.request, now_ns, values)))
+            effects.append(Send(seat.peer, m.RowsAnswer(seat.worker, seat.epoch, ask.request, now_ns, values)))
         return effects
 
-    def _moments(self, seat: PushSequence, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+    def _moments(self, seat: PushSequence, ask: m.MomentsRequest, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Answer with the present state of the optimizer."""
         (low, high), optimizer = self.store.whole, self.store.optimizer
         if optimizer is None:
@@ -162,7 +162,7 @@ class ShardRequests:
         else:
             payload = pack(optimizer.kept())
         clock = self.planned.min_clock
-        return [Send(seat.peer, m.Moments(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
+        return [Send(seat.peer, m.MomentsAnswer(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
     def _ack(self, seat: PushSequence, clock: int, now_ns: int) -> Send:
         """Acknowledge an accepted update, with its weight if it is folded."""

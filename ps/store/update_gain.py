@@ -26,7 +26,7 @@ import numpy as np
 
 from narrows.compression.sampling import sample_of
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import GAIN_MAX, Mode, Rule
+from narrows.protocols.config.modes import GAIN_MAX, FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.ps.store.changes import FloatArray
 
@@ -96,7 +96,7 @@ class Gain:
     def of(settings: Settings, mode: Mode, plan: ModelSpec, size: int) -> Gain:
         """Make the gain of a shard of `size` keys from checked settings."""
         clocks = settings.look_ahead if settings.look_ahead >= 0 else LOOK_AHEAD * (1 - plan.degree)
-        late = mode.rule is Rule.ADD and not mode.barrier and mode.bound
+        late = mode.rule is FoldRule.ADD and not mode.barrier and mode.bound
         return Gain(size, plan.degree, max(settings.update_gain, 0.0), clocks / late if late else 0.0)
 
     def merging(self, members: int) -> MergeFactors:

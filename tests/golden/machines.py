@@ -176,9 +176,9 @@ def _answers(server: Server, event: MachineEvent) -> list[bytes]:
                 found += [b"%d" % peer if isinstance(peer, int) else bytes(peer), *_said(message)]
             case e.SendToPeer(address, message):
                 found += [address.encode(), *_said(message)]
-            case e.Checkpoint(clock) | e.Load(clock):
+            case e.WriteCheckpoint(clock) | e.LoadCheckpoint(clock):
                 found.append(b"%d" % clock)
-            case e.Stop():
+            case e.StopProcess():
                 found.append(b"stop")
     return found
 

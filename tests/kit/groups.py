@@ -16,7 +16,7 @@ from kit import scripts
 from kit.in_process import Cluster, together
 from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import Joined, MemberEffect, Moved, Started
+from narrows.protocols.effects import MemberEffect, MemberResharded, MemberStarted, MemberWelcomed
 from narrows.worker import session
 from narrows.worker.group.group import Group
 from narrows.worker.group.group_link import OF_SHARD, owner
@@ -85,7 +85,7 @@ class Routed(deque[MemberEffect]):
         self.ranks, self.shards = ranks, shards
 
     def append(self, event: MemberEffect) -> None:
-        if isinstance(event, (Started, Moved)):
+        if isinstance(event, (MemberStarted, MemberResharded)):
             self.shards = len(event.ranges)
         if isinstance(event, OF_SHARD):
             rank = owner(event.shard, self.shards, len(self.ranks) + 1)
@@ -117,7 +117,7 @@ class RankLink(LinkCommands):
         """There is no thread to end."""
 
 
-def _joined(group: ThreadGroup, let_in: Callable[[], tuple[Any, Joined]]) -> tuple[Any, Joined]:
+def _joined(group: ThreadGroup, let_in: Callable[[], tuple[Any, MemberWelcomed]]) -> tuple[Any, MemberWelcomed]:
     table = group.table
     if group.leads:
         link, _ = let_in()

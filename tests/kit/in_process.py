@@ -16,15 +16,15 @@ from narrows.compression import warm_up
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import (
     NS,
-    Checkpoint,
-    Failed,
-    Joined,
     Log,
     MemberEffect,
+    MemberFailed,
+    MemberWelcomed,
     Send,
     SendToPeer,
     ServerEffect,
-    Stop,
+    StopProcess,
+    WriteCheckpoint,
 )
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
@@ -80,7 +80,7 @@ class Cluster:
         self.telling = False
         self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
-        self.stopped: Stop | None = None
+        self.stopped: StopProcess | None = None
         self.checkpoints: list[int] = []  # the clocks at which one was asked for
         self.logs: list[Log] = []
         self.servers: list[Server] = []
@@ -135,11 +135,11 @@ class Cluster:
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
         for effect in made:
-            if isinstance(effect, Stop):
+            if isinstance(effect, StopProcess):
                 self.stopped = effect
             if isinstance(effect, Log):
                 self.logs.append(effect)
-            if isinstance(effect, Checkpoint):
+            if isinstance(effect, WriteCheckpoint):
                 self.checkpoints.append(effect.clock)
             if isinstance(effect, Send):
                 peer = effect.peer
@@ -204,7 +204,7 @@ class Link(LinkCommands):
         self.rate = float("inf")  # bytes a second, each way
         self.call(lambda member, now: member.join(now))
         joined = self.take(1.0)
-        assert isinstance(joined, Joined)
+        assert isinstance(joined, MemberWelcomed)
         self.joined = joined
 
     def listen(self) -> None:
@@ -228,7 +228,7 @@ class Link(LinkCommands):
                 if peer is not None and not self.cluster.lost(effect):
                     peer.bytes_down += sum(map(len, frames))
                     peer.deliver(peer.member.receive_peer(decode(frames), self.cluster.now()))
-            elif isinstance(effect, Failed):
+            elif isinstance(effect, MemberFailed):
                 self.error = effect.text
             else:
                 self.events.append(effect)

@@ -17,7 +17,7 @@ from torch import nn
 from narrows.compression import parse
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.home import HOST
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
 from narrows.worker import DistributedOptimizer
@@ -96,7 +96,7 @@ def same_on_a_device(
     for where in ("host", "device"):
         monkeypatch.setenv("NARROWS_ARRAYS", where)
         mode = settings.validated().mode()
-        barrier = mode.barrier or mode.rule is Rule.MIX
+        barrier = mode.barrier or mode.rule is FoldRule.MIX
         if levels == 1:
             with run(settings) as started:
                 traces.append(trace(started, barrier, at, make))

@@ -82,7 +82,9 @@ def test_what_is_repeated_or_overtaken_counts_once(monkeypatch: pytest.MonkeyPat
 
     def shaken(link: in_process.Link, effects: Sequence[MemberEffect]) -> None:
         again = [
-            effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, m.Push | m.RowsAsk)
+            effect
+            for effect in effects
+            if isinstance(effect, Send) and isinstance(effect.message, m.Push | m.RowsRequest)
         ]
         twice[0] += len(again)
         deliver(link, [*again[::-1], *effects])
@@ -103,7 +105,7 @@ def test_rows_are_coded_as_the_run_is_where_that_keeps_every_value(
     def looked(link: in_process.Link, effects: Sequence[MemberEffect]) -> None:
         said = [effect.message for effect in effects if isinstance(effect, Send)]
         seen["up"] |= {rows.decode(p.payload).coding for p in said if isinstance(p, m.Push) and p.codec == codecs.ROWS}
-        seen["down"] |= {rows.decode(ask.payload).coding for ask in said if isinstance(ask, m.RowsAsk)}
+        seen["down"] |= {rows.decode(ask.payload).coding for ask in said if isinstance(ask, m.RowsRequest)}
         deliver(link, effects)
 
     monkeypatch.setattr(in_process.Link, "deliver", looked)
@@ -242,7 +244,7 @@ def test_what_names_no_row_is_refused_and_changes_nothing() -> None:
                 )
                 for why, change in BAD.items()
             ]
-            said += [(why, m.RowsAsk(0, seat.epoch, 999, 0, asked)) for why, asked in BAD_ASKS.items()]
+            said += [(why, m.RowsRequest(0, seat.epoch, 999, 0, asked)) for why, asked in BAD_ASKS.items()]
             for why, message in said:
                 with pytest.raises(RemoteProtocolError, match=why):
                     server.handle(seat.peer, message, 0)

@@ -32,7 +32,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import OFFER_RETRY
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, edges, partners
-from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, SendToPeer
+from narrows.protocols.effects import NS, ModelRequested, OfferArrived, PeerLost, RosterChanged, Send, SendToPeer
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.gossip.driver import GossipDriver
 from narrows.protocols.gossip.exchanges import LAST, GossipExchanges
@@ -301,7 +301,7 @@ def test_what_no_peer_says_ends_that_pair_alone(wrong: dict[str, Any], early: bo
     if early:
         assert peers.receive(offer(**wrong), 0) == []
         news, *effects = peers.roster(roster, 0)
-        assert news == RosterNews(roster)
+        assert news == RosterChanged(roster)
     else:
         peers.roster(roster, 0)
         effects = peers.receive(offer(**wrong), 0)
@@ -349,7 +349,7 @@ def test_a_joiner_hears_from_a_peer_whose_owner_is_busy() -> None:
     peers = GossipPeers(0, LEASE_NS)
     peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0)
     told, asked = peers.receive(m.ModelRequest(1, 0), 0)
-    assert isinstance(told, SendToPeer) and isinstance(told.message, m.OfferAck) and asked == AdoptAsked(1)
+    assert isinstance(told, SendToPeer) and isinstance(told.message, m.OfferAck) and asked == ModelRequested(1)
 
 
 def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
@@ -639,7 +639,7 @@ def test_nobody_joins_once_all_have_done_their_last_step(shards: int) -> None:
             link.call(lambda member, now: [beat(member, now, ended=True)])
         for joined in started_.sessions[:2]:
             events = cast(in_process.Link, joined.link).events
-            rosters += [event.roster for event in events if isinstance(event, RosterNews)][-1:]
+            rosters += [event.roster for event in events if isinstance(event, RosterChanged)][-1:]
         assert coordinator.meeting.closed and [roster.closed for roster in rosters] == [True, True]
         assert {len(roster.members) for roster in rosters} == {2} and rosters[0].members == rosters[1].members
         waits.link.call(lambda member, now: member.declare(coordinator.roster.plan_packed, now))

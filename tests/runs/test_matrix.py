@@ -8,7 +8,7 @@ import torch
 from kit.in_process import Cluster
 from kit.scripts import Array, build, flat, mean_loss, run, train, tree
 
-from narrows.protocols.config.modes import MODES, Rule
+from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 
 STEPS = 8
@@ -41,7 +41,7 @@ def test_one_level(mode: str, compress: str) -> None:
 
 @pytest.mark.parametrize("above", ABOVE)
 @pytest.mark.parametrize("compress", SPECS[::2])
-@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.update_rule is not Rule.MIX])
+@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.update_rule is not FoldRule.MIX])
 def test_two_levels(mode: str, compress: str, above: str) -> None:
     """Compressed above, where the link is narrow."""
     root = Cluster(Settings(sync=above, compress=compress, workers=2, shards=2, **ABOVE[above]))  # type: ignore[arg-type]

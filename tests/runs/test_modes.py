@@ -12,40 +12,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.scripts import build, flat, loss_of, run
 
-from narrows.protocols.config.modes import ELEMENTWISE, MODES, WINDOW, Rule
+from narrows.protocols.config.modes import ELEMENTWISE, MODES, WINDOW, FoldRule
 from narrows.protocols.config.settings import SHARDS_MAX, STALENESS_MAX, Settings, contradiction
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.replica import STANDS_IN_UNBOUNDED, stand_in
 from narrows.worker import DistributedOptimizer
 
 # The table of docs/modes.md: flags -> H, bound, folded at a barrier, pushed, server rule, window.
-TABLE: list[tuple[dict[str, Any], tuple[int, int | None, bool, str, Rule, int]]] = [
-    ({"sync": "bsp"}, (1, 0, True, "gradient", Rule.OPTIMIZER, 1)),
-    ({"sync": "bsp", "push": "update"}, (1, 0, True, "update", Rule.ADD, 1)),
-    ({"sync": "ssp"}, (1, 1, False, "update", Rule.ADD, 2)),
-    ({"sync": "ssp", "staleness": 0}, (1, 0, False, "update", Rule.ADD, 1)),
-    ({"sync": "ssp", "staleness": 3}, (1, 3, False, "update", Rule.ADD, 4)),
-    ({"sync": "ssp", "push": "gradient"}, (1, 1, False, "gradient", Rule.OPTIMIZER, 2)),
-    ({"sync": "async"}, (1, None, False, "update", Rule.ADD, WINDOW)),
-    ({"sync": "async", "push": "gradient"}, (1, None, False, "gradient", Rule.OPTIMIZER, WINDOW)),
-    ({"sync": "local"}, (10, 0, True, "update", Rule.OUTER, 1)),
-    ({"sync": "local", "local_steps": 500}, (500, 0, True, "update", Rule.OUTER, 1)),
-    ({"sync": "local", "local_steps": 1}, (1, 0, True, "update", Rule.OUTER, 1)),
+TABLE: list[tuple[dict[str, Any], tuple[int, int | None, bool, str, FoldRule, int]]] = [
+    ({"sync": "bsp"}, (1, 0, True, "gradient", FoldRule.OPTIMIZER, 1)),
+    ({"sync": "bsp", "push": "update"}, (1, 0, True, "update", FoldRule.ADD, 1)),
+    ({"sync": "ssp"}, (1, 1, False, "update", FoldRule.ADD, 2)),
+    ({"sync": "ssp", "staleness": 0}, (1, 0, False, "update", FoldRule.ADD, 1)),
+    ({"sync": "ssp", "staleness": 3}, (1, 3, False, "update", FoldRule.ADD, 4)),
+    ({"sync": "ssp", "push": "gradient"}, (1, 1, False, "gradient", FoldRule.OPTIMIZER, 2)),
+    ({"sync": "async"}, (1, None, False, "update", FoldRule.ADD, WINDOW)),
+    ({"sync": "async", "push": "gradient"}, (1, None, False, "gradient", FoldRule.OPTIMIZER, WINDOW)),
+    ({"sync": "local"}, (10, 0, True, "update", FoldRule.OUTER, 1)),
+    ({"sync": "local", "local_steps": 500}, (500, 0, True, "update", FoldRule.OUTER, 1)),
+    ({"sync": "local", "local_steps": 1}, (1, 0, True, "update", FoldRule.OUTER, 1)),
     # A push of clock c, after its inner steps, is merged merge_delay steps later: so many clocks may be begun before.
-    ({"sync": "local", "fragments": 5, "merge_delay": 0}, (2, 0, True, "update", Rule.OUTER, 1)),
-    ({"sync": "local", "fragments": 5}, (2, 1, True, "update", Rule.OUTER, 2)),
-    ({"sync": "local", "fragments": 5, "merge_delay": 2}, (2, 1, True, "update", Rule.OUTER, 2)),
-    ({"sync": "local", "fragments": 5, "merge_delay": 3}, (2, 2, True, "update", Rule.OUTER, 3)),
-    ({"sync": "local", "merge_delay": 9}, (10, 1, True, "update", Rule.OUTER, 2)),
-    ({"sync": "local", "staleness": 2}, (10, 2, False, "update", Rule.OUTER, 3)),
-    ({"sync": "gossip"}, (1, 1, False, "model", Rule.MIX, 2)),
-    ({"sync": "gossip", "local_steps": 5, "staleness": 0}, (5, 0, False, "model", Rule.MIX, 1)),
-    ({"sync": "gossip", "topology": "random"}, (1, None, False, "model", Rule.MIX, WINDOW)),
+    ({"sync": "local", "fragments": 5, "merge_delay": 0}, (2, 0, True, "update", FoldRule.OUTER, 1)),
+    ({"sync": "local", "fragments": 5}, (2, 1, True, "update", FoldRule.OUTER, 2)),
+    ({"sync": "local", "fragments": 5, "merge_delay": 2}, (2, 1, True, "update", FoldRule.OUTER, 2)),
+    ({"sync": "local", "fragments": 5, "merge_delay": 3}, (2, 2, True, "update", FoldRule.OUTER, 3)),
+    ({"sync": "local", "merge_delay": 9}, (10, 1, True, "update", FoldRule.OUTER, 2)),
+    ({"sync": "local", "staleness": 2}, (10, 2, False, "update", FoldRule.OUTER, 3)),
+    ({"sync": "gossip"}, (1, 1, False, "model", FoldRule.MIX, 2)),
+    ({"sync": "gossip", "local_steps": 5, "staleness": 0}, (5, 0, False, "model", FoldRule.MIX, 1)),
+    ({"sync": "gossip", "topology": "random"}, (1, None, False, "model", FoldRule.MIX, WINDOW)),
 ]
 
 
 @pytest.mark.parametrize(("flags", "row"), TABLE, ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "")  # fmt: skip  # noqa: E501
-def test_the_table_of_modes(flags: dict[str, Any], row: tuple[int, int | None, bool, str, Rule, int]) -> None:
+def test_the_table_of_modes(flags: dict[str, Any], row: tuple[int, int | None, bool, str, FoldRule, int]) -> None:
     settings = Settings(**flags).validated()
     mode = settings.mode()
     assert (mode.local_steps, mode.bound, mode.barrier, mode.push, mode.rule, mode.window) == row
@@ -316,7 +316,7 @@ def test_own_writes_stand_in_as_the_rule_says(data: st.DataObject) -> None:
     updates = {clock: data.draw(st.sampled_from([-1.0, 0.5, 3.0])) for clock in range(own_clock)}
     folded = {clock: data.draw(st.sampled_from([0.25, 0.5, 1.0])) for clock in updates if data.draw(st.booleans())}
     mode = Settings(**flags).validated().mode()
-    ahead = data.draw(st.sampled_from([1.0, 1.25, 1.5, 2.1])) if mode.rule is Rule.ADD else 1.0
+    ahead = data.draw(st.sampled_from([1.0, 1.25, 1.5, 2.1])) if mode.rule is FoldRule.ADD else 1.0
     ours = sum(stand_in(mode, c, own_clock, min_clock, folded.get(c), ahead) * u for c, u in updates.items())
     assert STANDS_IN_UNBOUNDED == 1
     assert ours == pytest.approx(own_writes(flags, updates, own_clock, min_clock, folded, ahead), abs=1e-12)

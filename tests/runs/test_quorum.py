@@ -153,7 +153,7 @@ class Pusher:
         """Whether the states for the next update are there."""
         while self.link.events:
             event = self.link.events.popleft()
-            if isinstance(event, e.Started):
+            if isinstance(event, e.MemberStarted):
                 self.ranges, self.clock = event.ranges, event.clock
                 self._pull()
             elif isinstance(event, e.GiveWeights):

@@ -21,7 +21,7 @@ from narrows.compression.replica import ArrayReplica
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import Log, Moved, Send
+from narrows.protocols.effects import Log, MemberResharded, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -176,14 +176,16 @@ def test_a_place_that_is_none_is_refused() -> None:
     member.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
-    assert member.receive(0, m.Move(3, 7, 1, 5), 0) == member.receive(0, m.Move(4, 8, 1, 5), 0) == []
+    assert member.receive(0, m.Reshard(3, 7, 1, 5), 0) == member.receive(0, m.Reshard(4, 8, 1, 5), 0) == []
     for ports, ranges in (((1, 2), ((0, 3), (3, 4))), ((1, 0), ((0, 2), (2, 4))), ((), ())):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges, (), OVER_TWO), 0)
-    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0)
-    assert isinstance(moved, Moved) and (moved.epoch, moved.clock) == (9, 5)
+            member.receive(0, m.Reshard(3, 8, 2, 5, 9, ports, ranges, (), OVER_TWO), 0)
+    moved, beat = member.receive(0, m.Reshard(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0)
+    assert isinstance(moved, MemberResharded) and (moved.epoch, moved.clock) == (9, 5)
     assert isinstance(beat, Send) and beat.message == m.Heartbeat(3, 9, 0, move=2)
-    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0) == [], "it comes twice"
+    assert member.receive(0, m.Reshard(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0) == [], (
+        "it comes twice"
+    )
 
 
 def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itself() -> None:
@@ -195,8 +197,8 @@ def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itsel
     ranges = ((0, 2), (2, 4))
     for hosts in (("",), ("", "a b"), ("", "*"), ("", "a:1/b")):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts, OVER_TWO), 0)
-    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2"), OVER_TWO), 0)
-    assert isinstance(moved, Moved) and moved.hosts == ("", "10.0.0.2")
+            member.receive(0, m.Reshard(3, 8, 1, 5, 9, (1, 2), ranges, hosts, OVER_TWO), 0)
+    moved, _ = member.receive(0, m.Reshard(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2"), OVER_TWO), 0)
+    assert isinstance(moved, MemberResharded) and moved.hosts == ("", "10.0.0.2")
     here, there = member.sessions
     assert here.meter is member.meter is not there.meter

@@ -200,7 +200,7 @@ def test_a_shard_refuses_what_is_none_of_its_keys() -> None:
     def refused(started: Run, begin: int, end: int, text: str) -> None:
         shards: Any = optimizer_of.sync.shards
         server = started.cluster.servers[1]
-        ask = m.MomentsAsk(shards.worker, shards.place, 1, begin, end, "exp_avg")
+        ask = m.MomentsRequest(shards.worker, shards.place, 1, begin, end, "exp_avg")
         peer = next(peer for peer, (_, shard) in started.cluster.links.items() if shard == 1)
         with pytest.raises(RemoteProtocolError, match=text):
             server.shard.handle(peer, ask, started.cluster.now())

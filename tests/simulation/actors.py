@@ -25,7 +25,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import TableSpec, rows_of
 from narrows.protocols.config.key_ranges import fragment, parts, split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.retry import RETRY_FACTOR_MAX, Retry
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
@@ -300,7 +300,7 @@ class Host(Protocol):
         """It cannot read a checkpoint, and ends."""
 
     def worker_pushed(self, worker: Worker) -> None: ...
-    def worker_failed(self, worker: Worker, failed: e.Failed) -> None: ...
+    def worker_failed(self, worker: Worker, failed: e.MemberFailed) -> None: ...
     def server_event(self, process: Process) -> None: ...
 
 
@@ -479,7 +479,7 @@ class Process:
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
         run = self.run
         for effect in effects:
-            if not self.leave and not isinstance(effect, e.Load):  # which is done again
+            if not self.leave and not isinstance(effect, e.LoadCheckpoint):  # which is done again
                 continue
             self.leave -= 1
             if isinstance(effect, e.Send):
@@ -494,11 +494,11 @@ class Process:
                     continue  # it is for the process above
                 told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text", "settings"))
                 run.sim.note(f"{self.port} log {effect.event} {told}")
-            elif isinstance(effect, e.Checkpoint):
+            elif isinstance(effect, e.WriteCheckpoint):
                 self._checkpoint(effect.clock)
-            elif isinstance(effect, e.Load):
+            elif isinstance(effect, e.LoadCheckpoint):
                 self._load(effect.clock)
-            elif isinstance(effect, e.Stop):
+            elif isinstance(effect, e.StopProcess):
                 run.over = True
 
     # Killed, and made again.
@@ -617,7 +617,7 @@ class Worker:
         self.computing = False  # with `clock`
         self.computed = False  # the update of `clock` is there and not yet pushed
         self.rows: list[int] = []  # ranges that are in it
-        self.ask: m.RangeAsk | None = None  # for another one: the newest
+        self.ask: m.RangeRequest | None = None  # for another one: the newest
         self.asking = False  # and it is not answered
         self.enough = False  # there is no other one now: the update is of those in `rows`
         self.steps = 0
@@ -712,7 +712,7 @@ class Worker:
             for shard in sorted(self.rows_due):
                 count = self._rows_on(shard)
                 asked = rows.encode(0, count, np.arange(count, dtype=np.uint32))
-                self._say(shard, [m.RowsAsk(self.worker, self.epoch, self.clock, self.clock, asked)])
+                self._say(shard, [m.RowsRequest(self.worker, self.epoch, self.clock, self.clock, asked)])
         return not self.rows_due
 
     def _rows_on(self, shard: int) -> int:
@@ -720,14 +720,14 @@ class Worker:
 
     def _event(self, event: MemberEffect) -> None:
         checker = self.run.checker
-        if isinstance(event, e.Started):
+        if isinstance(event, e.MemberStarted):
             self._start(event)
-        elif isinstance(event, e.RangeTold):
+        elif isinstance(event, e.RangeArrived):
             self._told(event)
-        elif isinstance(event, e.Held):
+        elif isinstance(event, e.PushesPaused):
             for exchange in self.exchanges:
                 exchange.held_at = event.at
-        elif isinstance(event, e.Moved):
+        elif isinstance(event, e.MemberResharded):
             self._move(event)
         elif isinstance(event, e.GiveWeights):
             keys = event.shard, self.replicas[event.shard].begin, self.replicas[event.shard].end
@@ -745,16 +745,16 @@ class Worker:
                 checker.model_arrived(self, event.shard, exchange.shared.tobytes())
         elif isinstance(event, e.RowsArrived) and event.request == self.rows_at:
             self.rows_due.discard(event.shard)
-        elif isinstance(event, e.BuffersWanted):
+        elif isinstance(event, e.BuffersRequested):
             self._apply(self.member.buffers(BUFFERS, self.clock))
-        elif isinstance(event, e.Failed):
+        elif isinstance(event, e.MemberFailed):
             self.ended = True
             self.run.worker_failed(self, event)
-        elif isinstance(event, e.Left):
+        elif isinstance(event, e.MemberLeft):
             self.ended = True
             self.run.sim.note(f"{self.name} left")
 
-    def _start(self, event: e.Started) -> None:
+    def _start(self, event: e.MemberStarted) -> None:
         """A place, or another one: what was under way belongs to the life before."""
         self._adopt(Settings.unpacked(event.settings))
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
@@ -769,7 +769,7 @@ class Worker:
         for shard, messages in enumerate(begun):
             self._say(shard, messages)
 
-    def _move(self, event: e.Moved) -> None:
+    def _move(self, event: e.MemberResharded) -> None:
         """The keys are cut anew, or the plan is another one, and this life goes on."""
         self._adopt(Settings.unpacked(event.settings))
         before, replicas = self.exchanges, self.replicas
@@ -800,10 +800,10 @@ class Worker:
             return
         number, self.asking = 1 + (self.ask.number if self.ask is not None else 0), True
         what = (self.clock, len(self.rows), work.samples, SIZE, work.ranges)
-        self.ask = m.RangeAsk(self.worker, self.epoch, number, *what)
+        self.ask = m.RangeRequest(self.worker, self.epoch, number, *what)
         self._say(0, [self.ask])
 
-    def _told(self, told: e.RangeTold) -> None:
+    def _told(self, told: e.RangeArrived) -> None:
         if not self.asking or self.ask is None or told.number != self.ask.number:
             return
         self.asking = False
@@ -856,7 +856,7 @@ class Worker:
         for shard, exchange in enumerate(self.exchanges):
             begin, end = exchange.turn(clock)
             pieces = exchange.replica.encode(values[begin:end], clock)
-            hyper, more = HYPER if self.mode.rule is Rule.OPTIMIZER else b"", list[Piece]()
+            hyper, more = HYPER if self.mode.rule is FoldRule.OPTIMIZER else b"", list[Piece]()
             if self.tables:
                 hyper, end = pack([RATES, [], RATES]), exchange.replica.end
                 at, gradient = rows_given((self.worker, self.epoch, clock))

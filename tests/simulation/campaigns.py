@@ -17,7 +17,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import why_not
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
@@ -132,7 +132,7 @@ def _more(case: Case, random: Random, kills: bool) -> Case:
     if case.restart is not None and chance(0.4):
         case = replace(case, torn=between(2, 6))
     if settings.fragments == 1 and chance(0.2):
-        of_clocks = settings.mode().barrier and settings.mode().rule in (Rule.OPTIMIZER, Rule.OUTER)
+        of_clocks = settings.mode().barrier and settings.mode().rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)
         robust = ("cosine", "trim:0.1", "median")[between(0, 2 if of_clocks else 0)]
         case = replace(case, settings=replace(settings, robust=robust).validated(), liar=between(0, settings.workers))
     if kills:
@@ -180,7 +180,7 @@ def _case_of(seed: int, restart: bool) -> Case:
         outer_lr=0.5 if row["sync"] == "local" else -1.0,
         outer_momentum=0.5 if row["sync"] == "local" else -1.0,
     ).validated()
-    gradients, unbound = settings.mode().rule is Rule.OPTIMIZER, settings.mode().bound is None
+    gradients, unbound = settings.mode().rule is FoldRule.OPTIMIZER, settings.mode().bound is None
     return Case(
         seed,
         settings,
@@ -206,11 +206,11 @@ def _case_of(seed: int, restart: bool) -> Case:
         if restart
         else None,
         seed % WIRE_EVERY == WIRE_EVERY - 1,
-        settings.mode().rule is Rule.ADD and seed // len(MODES) % 2 == 0,
+        settings.mode().rule is FoldRule.ADD and seed // len(MODES) % 2 == 0,
     )
 
 
-OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights, m.RangeAsk, m.RowsAsk)
+OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights, m.RangeRequest, m.RowsRequest)
 
 
 def forged(message: m.Message) -> m.Message:
@@ -349,7 +349,7 @@ class Run:
         self.sim.struck["worker restarted"] += 1
         self._work(index, 1)
 
-    def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
+    def worker_failed(self, worker: Worker, failed: e.MemberFailed) -> None:
         self.sim.note(f"{worker.name} failed: {failed.text}")
         if failed.code != m.RefuseCode.OVER:
             raise Violation(f"{worker.name} fails, though servers and links come back: {failed.text}")

@@ -57,14 +57,14 @@ class Guest:
         for effect in effects:
             if isinstance(effect, e.Send):
                 hall.sim.send(self.name, "s0", effect.message)
-            elif isinstance(effect, e.Started):
+            elif isinstance(effect, e.MemberStarted):
                 self.place = (effect.worker, effect.epoch, effect.clock)
                 self._step(effect.epoch, 0)
-            elif isinstance(effect, e.RosterNews) and effect.roster.closed and not self.left:
+            elif isinstance(effect, e.RosterChanged) and effect.roster.closed and not self.left:
                 self._take(self.member.leave(self.place[2], hall.sim.now_ns))
-            elif isinstance(effect, (e.Left, e.Failed)):
+            elif isinstance(effect, (e.MemberLeft, e.MemberFailed)):
                 self.gone = True
-                if isinstance(effect, e.Failed) and effect.code != m.RefuseCode.OVER:
+                if isinstance(effect, e.MemberFailed) and effect.code != m.RefuseCode.OVER:
                     raise Violation(f"{self.name} fails: {effect.text}")
 
     def _step(self, epoch: int, done: int) -> None:
@@ -127,7 +127,7 @@ class Hall:
         todo = deque(effects)
         while todo:
             effect = todo.popleft()
-            self.over |= isinstance(effect, e.Stop)
+            self.over |= isinstance(effect, e.StopProcess)
             if isinstance(effect, e.Send) and isinstance(effect.message, m.Ledger):
                 todo += self.coordinator.handle(b"", self._report(effect.message), self.sim.now_ns)
             elif isinstance(effect, e.Send) and isinstance(effect.peer, bytes):

@@ -252,7 +252,7 @@ class Node:
         self.go_on()
 
     def carried_out(self, says: Says) -> list[MemberEffect]:
-        said = [say for say in says if not isinstance(say, Log | (e.SayEnded if not self.net.ends else Log))]
+        said = [say for say in says if not isinstance(say, Log | (e.AnnounceEnd if not self.net.ends else Log))]
         return [effect for say in said for effect in self.peers.carry_out(say, self.net.now_ns)]
 
     def say(self, says: Says) -> None:

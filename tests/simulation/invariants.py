@@ -113,7 +113,7 @@ class Checker:
             if before is None or (message.clock >= before.clock and message.have >= before.have):
                 self.follows[who] = message
 
-        elif isinstance(message, m.RowsAsk):
+        elif isinstance(message, m.RowsRequest):
             self.asks[process.index, message.worker, message.epoch, message.request] = message.clock
 
     def settled(self, worker: Worker, event: e.PushSettled) -> None:
@@ -222,7 +222,7 @@ class Checker:
                         self._on_state(mirror, effect.message)
                     elif isinstance(effect.message, m.PushAck):
                         self._on_ack(mirror, effect.message)
-                    elif isinstance(effect.message, m.Rows):
+                    elif isinstance(effect.message, m.RowsAnswer):
                         self._on_rows(mirror, effect.message)
         self._went_back(process, effects)
         if self.run.ranges is not None:
@@ -276,7 +276,7 @@ class Checker:
         if coordinator.run.generation == generation and going:
             raise Violation(f"{where} is the last model, and workers {going} go on")
 
-    def _on_rows(self, mirror: Mirror, rows: m.Rows) -> None:
+    def _on_rows(self, mirror: Mirror, rows: m.RowsAnswer) -> None:
         clock = self.asks[mirror.index, rows.worker, rows.epoch, rows.request]
         for worker, epoch, joined in mirror.process.shard.ledger.members:
             own = (worker, epoch) == (rows.worker, rows.epoch)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
-from narrows.protocols.messages import Wish
+from narrows.protocols.messages import RemoteShardsWish
 from narrows.ps.shard.shard import Shard
 from simulation.actors import Kit, Process
 from simulation.campaigns import Case, Trace, case_of
@@ -58,7 +58,7 @@ class Machine:
 
     def __init__(self, run: Visited, name: str, shards: int) -> None:
         self.run, self.name, self.shards = run, name, shards
-        self.join = m.RemoteShardsOffer(f"token {name}", f"host-{name}", shards, -1, Wish.STAY)
+        self.join = m.RemoteShardsOffer(f"token {name}", f"host-{name}", shards, -1, RemoteShardsWish.STAY)
         self.room: m.RemoteShardsGrant | None = None
         self.mine: set[int] = set()  # shards that are started here
         run.sim.start(self, name)
@@ -119,7 +119,7 @@ class Visited(Moved):
             return
         self.served |= machine.serves
         if machine.serves and not visit.lost_ns and coordinator.min_clock >= visit.goes:
-            machine.join = replace(machine.join, wish=Wish.GO)
+            machine.join = replace(machine.join, wish=RemoteShardsWish.GO)
         if machine.room is not None and machine.room.over:
             self._told(machine.room)
 

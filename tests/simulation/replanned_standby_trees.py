@@ -161,10 +161,10 @@ class Orphan(Loser):
         if parent is None and tree.before is not None:
             self.disk = tree.before.root.disk
 
-    def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
+    def worker_failed(self, worker: Worker, failed: e.MemberFailed) -> None:
         self.codes[worker.name] = failed.code
 
-    def stopped(self, process: Process, stop: e.Stop) -> None:
+    def stopped(self, process: Process, stop: e.StopProcess) -> None:
         super().stopped(process, stop)
         self.codes[process.port] = stop.code
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, packed
@@ -50,7 +50,7 @@ def drops_of(seed: int, restart: bool = False, kills: bool = False) -> Drops:
     """The drops of a run whose updates are added and whose plan can change."""
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
-    case = next(case for case in found if movable(case) and case.settings.mode().rule is Rule.ADD)
+    case = next(case for case in found if movable(case) and case.settings.mode().rule is FoldRule.ADD)
     begins: dict[str, Any] = {"sync": "bsp", "staleness": -1} if random.chance(0.5) else {"sync": "ssp", "staleness": 1}
     begins |= {"compress": "dense", "compress_down": "dense", "replan": "change", "replan_after": 1.0}
     settings = replace(case.settings, **begins).validated()

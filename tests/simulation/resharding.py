@@ -5,7 +5,7 @@
     exactly once  what was folded before is not folded again under the next epoch
     nothing lost  who leaves has every update in the model that it has pushed over whichever shards
 
-`Moved` stands where ps/command/reshard.py stands: it starts and ends processes as the coordinator says.
+`MemberResharded` stands where ps/command/reshard.py stands: it starts and ends processes as the coordinator says.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def movable(case: Case) -> bool:
 
 
 class MoveChecker(Checker):
-    """The checker of a `Moved`."""
+    """The checker of a `MemberResharded`."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

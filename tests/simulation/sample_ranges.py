@@ -49,7 +49,7 @@ class Work:
         for effect in effects:
             if isinstance(effect, Log) and effect.event == "epoch":
                 self._epoch(process, effect.values)
-            elif isinstance(effect, Send) and isinstance(effect.message, m.Range):
+            elif isinstance(effect, Send) and isinstance(effect.message, m.RangeAnswer):
                 self._told(process, effect.message)
 
     def _folded(self, process: Process, whole: bool = False) -> dict[int, Counter[int]]:
@@ -64,7 +64,7 @@ class Work:
             for index, held in ((index, mirror.held) for index, mirror in current.items())
         }
 
-    def _told(self, process: Process, told: m.Range) -> None:
+    def _told(self, process: Process, told: m.RangeAnswer) -> None:
         if told.over:
             self.run.sim.struck["all ranges done"] += 1
             for shard, found in self._folded(process, whole=True).items():

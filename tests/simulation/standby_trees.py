@@ -329,7 +329,7 @@ class Roamer(Worker):
             match effect:
                 case e.SendToPeer(address, message):
                     self.run.send(self.name, where(address), message)
-                case e.Turned(address, ports):
+                case e.ServerChanged(address, ports):
                     host = address.rpartition(":")[0]
                     self.shards = [where(f"{host}:{port}") for port in ports]
                     self.run.sim.struck["turned"] += 1
@@ -485,7 +485,7 @@ class Serving(Process):
 
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, (e.Log, e.Checkpoint, e.Load)):
+            if isinstance(effect, (e.Log, e.WriteCheckpoint, e.LoadCheckpoint)):
                 super()._carry_out([effect])
             elif self.leave:
                 self.leave -= 1
@@ -514,13 +514,13 @@ class Serving(Process):
             case e.SendToPeer(address, message):
                 if not isinstance(message, m.FailoverVote) or address == self.server.beside:
                     node.send(self.port, where(address), message)
-            case e.Stop():
+            case e.StopProcess():
                 node.stopped(self, effect)
 
     def _at_once(self, effects: Iterable[e.CopyEffect]) -> None:
         for effect in effects:
             match effect:
-                case e.Serve(view, standby):
+                case e.StartServing(view, standby):
                     before = self.original.before if self.original.before != self.server.before else ""
                     self._happen(
                         MachineEvent(EventKind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, before))
@@ -528,7 +528,7 @@ class Serving(Process):
                     if not standby:
                         self.original.feed.forget()
                         self.run.sim.struck["alone"] += not self.index and not before
-                case e.Stop(_, text):
+                case e.StopProcess(_, text):
                     self.run.sim.note(f"{self.port} stops: {text}")
                     self.run.sim.struck["deposed"] += not self.site.lost
                     self.site.end()
@@ -555,7 +555,7 @@ class Second:
         assert site.follows is not None
         self.site, self.node, self.index = site, site.node, index
         self.port, self.up = site.port(index), f"{site.port(index)}.0"
-        self.serves: list[e.Serve] = []
+        self.serves: list[e.StartServing] = []
         self.held = deque[tuple[int, ServerEffect]]()  # of nobody
         self.replay: JournalReplay
         self.stale = False
@@ -612,7 +612,7 @@ class Second:
                     self.node.send(self.port, source_of(peer), message)
                 case e.SendToPeer(address, message):
                     self.node.send(self.port, where(address), message)
-                case e.Serve():
+                case e.StartServing():
                     self.serves.append(effect)
         if self.serves and self.site.shards[self.index] is self:
             self.site.takes_over(self)
@@ -662,11 +662,11 @@ class House(Node):
         for site in self.sites if self.over else ():
             site.end()
 
-    def stopped(self, process: Process, stop: e.Stop) -> None:
+    def stopped(self, process: Process, stop: e.StopProcess) -> None:
         """A server process here ends."""
         self.over = True
 
-    def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
+    def worker_failed(self, worker: Worker, failed: e.MemberFailed) -> None:
         raise Violation(f"{worker.name} fails, though somebody serves: {failed.text}")
 
     # Faults.

@@ -220,7 +220,7 @@ class Shard:
                     self._send(to, message)
                 case e.SendToPeer(address, message):
                     self._send(address, message)
-                case e.Serve(view, standby):
+                case e.StartServing(view, standby):
                     if self.original is None:
                         assert self.standby is not None
                         self._serves(self.box, self.standby.siblings)
@@ -231,7 +231,7 @@ class Shard:
                     if not standby:
                         self.theatre.sim.struck["alone"] += 1
                         self._original.feed.forget()
-                case e.Stop():
+                case e.StopProcess():
                     self.theatre.sim.struck["deposed"] += 1
                     self.server.end()
         self._release()
@@ -383,7 +383,7 @@ class Guest:
                     self.theatre.sim.send(self.name, f"{self.server}0", message)
                 case e.SendToPeer(address, message):
                     self.theatre.sim.send(self.name, address, message)
-                case e.Turned(address, ports):
+                case e.ServerChanged(address, ports):
                     if list(ports) != list(range(self.theatre.shards)):
                         raise Violation(f"{self.name} was told of the ports {ports}")
                     self.server = address[:-1]

@@ -46,7 +46,7 @@ def of_the_first(moves: Resharding, seat: Seat) -> list[Send]:
     """Rank 0 is told of the plan that the run began with."""
     said = word(moves, seat)
     first = replace(moves.run.settings, plan_number=1, sync="bsp", staleness=0, compress="dense", compress_down="dense")
-    told = [replace(each.message, settings=first.packed()) for each in said if isinstance(each.message, m.Move)]
+    told = [replace(each.message, settings=first.packed()) for each in said if isinstance(each.message, m.Reshard)]
     return [Send(seat.peer, each) for each in told if each.place] if not seat.rank and told and told[0].place else said
 
 

@@ -254,7 +254,7 @@ class Node:
     def worker_pushed(self, worker: Worker) -> None:
         self.tree.worker_pushed(self, worker)
 
-    def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
+    def worker_failed(self, worker: Worker, failed: e.MemberFailed) -> None:
         self.sim.note(f"{worker.name} failed: {failed.text}")
         if failed.code != m.RefuseCode.OVER:
             raise Violation(f"{worker.name} fails, though links come back: {failed.text}")

@@ -160,17 +160,17 @@ MOVE: dict[str, Any] = {
     "settings": b"of the run",
 }
 SAID = [
-    e.Started(3, 7, 4, ((0, 5), (5, 9)), b"buffers", True),
-    e.Moved(**MOVE),
-    e.Held(6),
-    e.BuffersWanted(),
-    e.BuffersTold(b"buffers"),
-    e.RangeTold(3, 7, False),
-    e.AgreedTold(3, 0.5),
+    e.MemberStarted(3, 7, 4, ((0, 5), (5, 9)), b"buffers", True),
+    e.MemberResharded(**MOVE),
+    e.PushesPaused(6),
+    e.BuffersRequested(),
+    e.BuffersArrived(b"buffers"),
+    e.RangeArrived(3, 7, False),
+    e.AgreementArrived(3, 0.5),
     e.ServerStops(),
-    e.Left(),
-    e.LinkSeen(1, 2, 3, 4, 5),
-    e.Failed(5, "why"),
+    e.MemberLeft(),
+    e.LinkMeasured(1, 2, 3, 4, 5),
+    e.MemberFailed(5, "why"),
     e.GiveWeights(1),
     e.StatePart(1, STATE),
     e.StateArrived(1, (STATE, STATE)),
@@ -228,13 +228,15 @@ def ranks() -> Ranks:
 
 
 def test_events_of_a_shard_go_to_its_rank_and_those_of_the_run_to_all_in_one_order(ranks: Ranks) -> None:
-    ranks.hub._deliver(e.Moved(**MOVE | {"ranges": ((0, 1), (1, 2), (2, 3)), "ports": (1, 2, 3), "hosts": ()}))
+    ranks.hub._deliver(
+        e.MemberResharded(**MOVE | {"ranges": ((0, 1), (1, 2), (2, 3)), "ports": (1, 2, 3), "hosts": ()})
+    )
     for shard in range(3):
         ranks.hub._deliver(e.PushSettled(shard, 1))
-    ranks.hub._deliver(e.Held(4))
+    ranks.hub._deliver(e.PushesPaused(4))
     for rank, link in ((0, ranks.hub), (1, ranks.ranks[1]), (2, ranks.ranks[2])):
         heard = [link.take(GONE_S) for _ in range(3)]
-        assert isinstance(heard[0], e.Moved) and heard[1:] == [e.PushSettled(rank, 1), e.Held(4)]
+        assert isinstance(heard[0], e.MemberResharded) and heard[1:] == [e.PushSettled(rank, 1), e.PushesPaused(4)]
 
 
 def test_a_rank_speaks_through_the_first(ranks: Ranks) -> None:
@@ -264,7 +266,7 @@ def test_a_rank_may_hang_up_in_the_midst_of_what_it_hears(ranks: Ranks, monkeypa
 
     monkeypatch.setattr(threading, "excepthook", found.append)
     connection._recv = at_leisure  # after the length of the event's first frame
-    ranks.hub._deliver(e.Held(4))
+    ranks.hub._deliver(e.PushesPaused(4))
     link.close()
     gone.set()
     ended = until(lambda: link._error or found, "the thread to end")

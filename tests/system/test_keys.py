@@ -34,7 +34,7 @@ from narrows.protocols.runtime.network.curve_auth import (
     listens,
     new_pair,
 )
-from narrows.protocols.runtime.network.key_files import LIST_S, Guard, Identity
+from narrows.protocols.runtime.network.key_files import LIST_S, AdmittedKeys, Identity
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.worker.runtime.member_link import tell_left
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_the_revoked_key_stays(tmp_path: Path) -> None:
 
 
 def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> None:
-    guard, public = Guard(str(folder)), key_files.member_key(key_of(folder), "--key").public
+    guard, public = AdmittedKeys(str(folder)), key_files.member_key(key_of(folder), "--key").public
     assert guard.who(public) == Identity("city", "worker") and guard.who("0" * 64) is None
     (folder / "members" / "torn.json").write_text('{"name": "torn", "role"')
     other = key_files.member_key(str(key_files.add(str(folder), "other", "cluster")), "--key").public

@@ -68,8 +68,8 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
                     m.Heartbeat(**who, sent_ns=1, ended=True),
                     m.Declare(member.worker, member.epoch, member.plan, "tcp://10.0.0.1:1"),
                     m.Buffers(**who, clock=0, payload=b"none"),
-                    m.BuffersAsk(**who, clock=0),
-                    m.RangeAsk(**who, number=1, clock=0, holds=0, samples=9, size=3, limit=3),
+                    m.BuffersRequest(**who, clock=0),
+                    m.RangeRequest(**who, number=1, clock=0, holds=0, samples=9, size=3, limit=3),
                 ]
             for answer in said(ports[shard], forged):
                 assert isinstance(answer, m.Refuse) and "not from worker 0" in answer.text

@@ -38,7 +38,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrows.protocols.config.checkpoint_names import FOLDER, STATE, state_file
-from narrows.protocols.config.modes import Mode, Rule
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
@@ -271,7 +271,7 @@ class OptimizerStateFile:
 def _has_moments(worker: StatefulWorker) -> bool:
     """True if this worker's optimizers have a state with which another process can go on."""
     holds_weights = any(hasattr(each, "eval") for each in each_of(worker.inner))
-    return worker.mode.rule is not Rule.OPTIMIZER and not holds_weights
+    return worker.mode.rule is not FoldRule.OPTIMIZER and not holds_weights
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ class ServerOptimizerState:
                 shard, begin, end, name = todo.popleft()
                 self.requests += 1
                 self.asked[shard, self.requests] = (shard, begin, end, name)
-                shards.say(shard, [m.MomentsAsk(shards.worker, place, self.requests, begin, end, name)])
+                shards.say(shard, [m.MomentsRequest(shards.worker, place, self.requests, begin, end, name)])
             return not self.asked
 
         self.engine.wait(done, WAIT_LIMIT_S, "the state of the servers' optimizer")
@@ -191,7 +191,7 @@ class ServerOptimizerState:
 
 
 def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
-    """Return the rows [tensor, name, value] of a `Moments` message. Raises RemoteProtocolError for malformed rows."""
+    """Return the rows [tensor, name, value] of a `MomentsAnswer` message. Raises RemoteProtocolError for malformed rows."""
     rows: Any = unpack(payload)
 
     def sound(tensor: Any, name: Any, value: Any) -> bool:
@@ -209,7 +209,7 @@ def put_together(
     """Join the states of pieces to the state of each tensor.
 
     Args:
-        known: rows [tensor, name, value], as in a `Moments` message.
+        known: rows [tensor, name, value], as in a `MomentsAnswer` message.
         values: for each name, float32[keys of the model].
         specs: the tensors of the model.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.config.checkpoint_names import FOLDER
-from narrows.protocols.config.modes import MODES, Rule
+from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import given
@@ -65,7 +65,7 @@ class WorkerOptions:
     @property
     def server_steps(self) -> bool:
         """Whether the embedded server steps the script's optimizer."""
-        return Settings(**self.run).validated().mode().rule is Rule.OPTIMIZER
+        return Settings(**self.run).validated().mode().rule is FoldRule.OPTIMIZER
 
     def in_run(self, index: int) -> dict[str, str]:
         """A manager numbers its tasks, of which each is one ps-worker. The session sets what only the server knows."""

@@ -36,7 +36,7 @@ from typing import Any, cast
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
-from narrows.protocols.effects import Failed, Joined, MemberEffect
+from narrows.protocols.effects import MemberEffect, MemberFailed, MemberWelcomed
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
@@ -47,17 +47,17 @@ from narrows.worker.runtime.member_link import Command, LinkCommands, LinkEvents
 # Events that rank 0 passes on. Their fields travel as one frame; messages among them follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (
     *(
-        e.Started,
-        e.Moved,
-        e.Held,
-        e.BuffersWanted,
-        e.BuffersTold,
-        e.RangeTold,
-        e.AgreedTold,
+        e.MemberStarted,
+        e.MemberResharded,
+        e.PushesPaused,
+        e.BuffersRequested,
+        e.BuffersArrived,
+        e.RangeArrived,
+        e.AgreementArrived,
         e.ServerStops,
-        e.Left,
-        e.LinkSeen,
-        e.Failed,
+        e.MemberLeft,
+        e.LinkMeasured,
+        e.MemberFailed,
     ),
     *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived),
 )
@@ -162,7 +162,7 @@ class GroupLink(MemberLink):
             self._fail(GroupEndedError(f"process {rank} of this group has ended"))
 
     def _deliver(self, event: MemberEffect) -> None:
-        if isinstance(event, (Joined, e.Moved)):
+        if isinstance(event, (MemberWelcomed, e.MemberResharded)):
             self.shards = len(event.ports)
         if isinstance(event, OF_SHARD):
             rank = owner(event.shard, self.shards, len(self.ranks) + 1)
@@ -188,7 +188,7 @@ class GroupLink(MemberLink):
         super()._fail(error)
         if isinstance(error, NarrowsError) and not isinstance(error, GroupEndedError):
             for rank in range(1, len(self.ranks) + 1):
-                self._tell(rank, Failed(error.exit_code, str(error)))
+                self._tell(rank, MemberFailed(error.exit_code, str(error)))
 
 
 class GroupMemberLink(LinkEvents, LinkCommands):
@@ -206,7 +206,7 @@ class GroupMemberLink(LinkEvents, LinkCommands):
     def _hear(self) -> None:
         error: NarrowsError = GroupEndedError("the first process of this group has ended")
         with suppress(EOFError, OSError):
-            while not isinstance(event := receive_event(self._hub), Failed):
+            while not isinstance(event := receive_event(self._hub), MemberFailed):
                 self._deliver(event)
             error = BY_EXIT_CODE.get(event.code, NarrowsError)(event.text)
         self._fail(error)
@@ -231,7 +231,7 @@ class GroupMemberLink(LinkEvents, LinkCommands):
             _hang_up(self._hub)
 
 
-def joined(group: Group, let_in: Callable[[], tuple[MemberLink, Joined]]) -> tuple[MemberLink, Joined]:
+def joined(group: Group, let_in: Callable[[], tuple[MemberLink, MemberWelcomed]]) -> tuple[MemberLink, MemberWelcomed]:
     """Join the run with all ranks of a group.
 
     Args:
@@ -251,7 +251,7 @@ def joined(group: Group, let_in: Callable[[], tuple[MemberLink, Joined]]) -> tup
             raise BY_EXIT_CODE.get(code, NarrowsError)(text)
         where: Any = unpack(place)
         # GroupMemberLink has all methods that an engine calls.
-        return cast(MemberLink, GroupMemberLink(where[0], where[1], group.rank)), Joined(
+        return cast(MemberLink, GroupMemberLink(where[0], where[1], group.rank)), MemberWelcomed(
             **{name: _as_tuples(v) for name, v in values.items()}
         )
     group.waits()

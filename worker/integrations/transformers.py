@@ -41,7 +41,7 @@ UNKNOWN = (
 SHUFFLES = {"random": True, "sequential": False}  # Trainer's sampling strategies, as `shuffle` of RunSampler
 
 
-class Share(RunSampler):
+class TrainerSampler(RunSampler):
     """This worker's share of a Trainer's data; empty once the run is over, so that no further step is taken."""
 
     def __init__(self, trainer: Any, dataset: Any) -> None:
@@ -63,7 +63,7 @@ class Share(RunSampler):
         return iter(()) if 0 < self.trainer.state.max_steps <= step_count() else super().__iter__()
 
 
-class StreamShare(IterableDataset[Any]):
+class TrainerStream(IterableDataset[Any]):
     """This worker's share of a streaming dataset, from the run's batch on.
 
     The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the
@@ -123,7 +123,7 @@ class StreamShare(IterableDataset[Any]):
         return ours
 
 
-class Follows(TrainerCallback):  # type: ignore[misc]
+class TrainerProgress(TrainerCallback):  # type: ignore[misc]
     """Keeps the steps and the schedule of a Trainer at those of the run."""
 
     def __init__(self, trainer: Any) -> None:
@@ -161,7 +161,7 @@ class Follows(TrainerCallback):  # type: ignore[misc]
         state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best
 
 
-class InRun(Base):  # type: ignore[misc]
+class TrainerOverrides(Base):  # type: ignore[misc]
     """The methods that a Trainer overrides in a run.
 
     Attributes:
@@ -173,11 +173,11 @@ class InRun(Base):  # type: ignore[misc]
     shared: DistributedOptimizer | None = None
     loads = 0  # best models that were loaded so far
     best: str | None = None  # path of the newest of them
-    stream: StreamShare | None = None
+    stream: TrainerStream | None = None
 
     def __init__(self, *args: Any, **values: Any) -> None:
         super().__init__(*args, **values)
-        self.add_callback(Follows(self))
+        self.add_callback(TrainerProgress(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
         """Train. Raises UsageError for a Trainer's checkpoint in a run, which resumes from the servers' own."""
@@ -201,7 +201,7 @@ class InRun(Base):  # type: ignore[misc]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return Share(self, dataset) if hasattr(dataset, "__len__") else super()._get_train_sampler(dataset)
+        return TrainerSampler(self, dataset) if hasattr(dataset, "__len__") else super()._get_train_sampler(dataset)
 
     def get_train_dataloader(self) -> Any:
         whole: Any = self.train_dataset
@@ -209,7 +209,7 @@ class InRun(Base):  # type: ignore[misc]
         if not isinstance(whole, IterableDataset) or current().link is None:
             return super().get_train_dataloader()
         size, batch = world_size(), args.train_batch_size
-        self.stream = self.train_dataset = StreamShare(whole, batch, rank() % size, size, args.data_seed or 0)
+        self.stream = self.train_dataset = TrainerStream(whole, batch, rank() % size, size, args.data_seed or 0)
         if size > 1 and not self.stream.cut:
             say(f"the training data stream, and are cut for {size} workers: a script need not cut them")
         try:
@@ -255,4 +255,6 @@ def distributed(trainer: type) -> Any:
     Args:
         trainer: transformers.Trainer, or a class that is derived from it.
     """
-    return type(trainer.__name__, (InRun, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__})
+    return type(
+        trainer.__name__, (TrainerOverrides, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__}
+    )

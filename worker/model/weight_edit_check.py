@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrows.protocols.config.model_spec import TRAINED
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.worker.model.flat import FlatModel, dtype_of, plain, raw_bytes
@@ -182,7 +182,7 @@ class WeightEditCheck:
 
     def __init__(self, flat: FlatModel, apart: Collection[int], settings: Settings) -> None:
         inexact = NOT_JUST_THAT if settings.outer_momentum > 0 or settings.merge_delay > 0 else ""
-        self.flat, self.text = flat, LOST if settings.mode().rule is Rule.OPTIMIZER else inexact
+        self.flat, self.text = flat, LOST if settings.mode().rule is FoldRule.OPTIMIZER else inexact
         self.registered = RegisteredTensor(flat)
         self.owned = OwnedTensor(flat, {*map(id, flat.parameters), *apart})
 

@@ -25,7 +25,7 @@ from narrows.protocols.config.deployment import Deployment, StageEdge, StageServ
 from narrows.protocols.errors import NarrowsError, StageLostError, UsageError
 from narrows.protocols.runtime.cli import plan_file
 from narrows.protocols.runtime.network.channel_runner import ChannelRunner
-from narrows.protocols.runtime.network.key_files import Secret
+from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.worker import session
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
@@ -168,7 +168,7 @@ def _exit_code(error: BaseException) -> int:
     return StageLostError.exit_code if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _check_key(ours: WorkerProcess, key: Secret | None) -> None:
+def _check_key(ours: WorkerProcess, key: SecretKeyFile | None) -> None:
     if ours.key != (key.public if key is not None else ""):
         raise UsageError(
             f"--key: the plan has {ours.key or 'no key'} for this process, and --key {key.public if key else 'is not given'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from narrows.protocols.effects import Joined
+from narrows.protocols.effects import MemberWelcomed
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.worker.runtime.member_link import MemberLink
 
@@ -14,7 +14,7 @@ TRY_S = 5.0  # wait for one of several servers before the next one is dialled
 
 def let_in(
     addresses: Sequence[str], dial: Callable[[str, float], MemberLink], connect_s: float
-) -> tuple[MemberLink, Joined]:
+) -> tuple[MemberLink, MemberWelcomed]:
     """Dial each address in turn until a server admits this worker.
 
     Args:
@@ -46,9 +46,9 @@ def let_in(
             raise UnreachableError(f"none of {', '.join(addresses)} let this worker in within {connect_s:.0f} s")
 
 
-def _joined(link: MemberLink, limit_s: float) -> Joined:
+def _joined(link: MemberLink, limit_s: float) -> MemberWelcomed:
     deadline = time.monotonic() + limit_s + 1
-    while not isinstance(joined := link.take(0.5), Joined):
+    while not isinstance(joined := link.take(0.5), MemberWelcomed):
         if time.monotonic() > deadline:
             raise UnreachableError(f"{link.address}: the server did not let this worker in within {limit_s:.0f} s")
     return joined

@@ -30,13 +30,23 @@ from collections.abc import Callable, Sequence
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
 from narrows.protocols.config.timing import Timing
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, SendToPeer, Turned
+from narrows.protocols.effects import (
+    NS,
+    MemberEffect,
+    MemberFailed,
+    MemberResharded,
+    MemberWelcomed,
+    RosterChanged,
+    Send,
+    SendToPeer,
+    ServerChanged,
+)
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
-from narrows.protocols.runtime.network.key_files import Secret, keyed, refusal
+from narrows.protocols.runtime.network.key_files import SecretKeyFile, keyed, refusal
 from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
@@ -110,17 +120,17 @@ class LinkCommands:
     def ask_buffers(self, clock: int) -> None:
         self.call(lambda member, now: member.ask_buffers(clock))
 
-    def ask_range(self, ask: m.RangeAsk) -> None:
+    def ask_range(self, ask: m.RangeRequest) -> None:
         self.call(lambda member, now: member.say(0, [ask], now))
 
-    def ask_agreed(self, ask: m.AgreeAsk) -> None:
+    def ask_agreed(self, ask: m.AgreeRequest) -> None:
         self.call(lambda member, now: member.say(0, [ask], now))
 
     def leave(self, clock: int) -> None:
         self.call(lambda member, now: member.leave(clock, now))
 
     def ask_link(self) -> None:
-        """Ask for the link's figures, which arrive as an event `LinkSeen`."""
+        """Ask for the link's figures, which arrive as an event `LinkMeasured`."""
         self.call(lambda member, now: [member.meter.read()])
 
 
@@ -143,7 +153,7 @@ class MemberLink(LinkEvents, LinkCommands):
         host: str,
         expect: bytes,
         timing: Timing | None = None,
-        key: Secret | None = None,
+        key: SecretKeyFile | None = None,
     ) -> None:
         super().__init__()
         self.address, self.key = address, key
@@ -259,16 +269,16 @@ class MemberLink(LinkEvents, LinkCommands):
                     elif isinstance(message, m.FailoverVote) and is_address(address):
                         self._standby = endpoint(*parse_address("", address))
                         self._put(self._standby, message)
-                case Turned(address, ports):
+                case ServerChanged(address, ports):
                     self._move(address, ports)
-                case Failed(code, text):
+                case MemberFailed(code, text):
                     if code == m.RefuseCode.UNREACHABLE and (why := unknown(self.host)):
                         text = f"{why}; check the name"
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
-                    if isinstance(effect, (Joined, Moved)):
+                    if isinstance(effect, (MemberWelcomed, MemberResharded)):
                         self._find(effect.ports, effect.hosts)
-                    elif isinstance(effect, RosterNews):
+                    elif isinstance(effect, RosterChanged):
                         self._dial(effect.roster)
                     self._deliver(effect)
 
@@ -337,7 +347,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self.drops.note(type(message).__name__, receipt)
 
 
-def tell_left(address: str, token: str, key: Secret | None = None) -> None:
+def tell_left(address: str, token: str, key: SecretKeyFile | None = None) -> None:
     """Tell the coordinator that the worker of `token` has left, and wait up to LINGER_MS for the answer."""
     curve = CurveKeys(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:

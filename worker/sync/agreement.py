@@ -3,8 +3,8 @@
 The main thread owns it.
 
     worker                                 coordinator
-    AgreeAsk(number, step, value)   ──>    waits for each live worker that is not past this step
-    AgreedTold(number, mean)        <──    answers all of them with the mean
+    AgreeRequest(number, step, value)   ──>    waits for each live worker that is not past this step
+    AgreementArrived(number, mean)        <──    answers all of them with the mean
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Agreement:
 
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
-        self.ask: m.AgreeAsk | None = None  # the newest request
-        self.told: e.AgreedTold | None = None  # the newest answer
+        self.ask: m.AgreeRequest | None = None  # the newest request
+        self.told: e.AgreementArrived | None = None  # the newest answer
         self.at, self.calls = -1, 0  # the script's step, and earlier calls at this step
         self.alone = False  # the user was told that no server is left to agree by
 
@@ -63,7 +63,7 @@ class Agreement:
         shards, number = self.engine.sync.shards, 1 + (self.ask.number if self.ask is not None else 0)
         # Under gossip the server sees no updates, and counts rounds.
         clock = max(shards.clock, self.engine.sync.clock)
-        self.ask = m.AgreeAsk(shards.worker, shards.place, number, self.at, self.calls, clock, value, 1)
+        self.ask = m.AgreeRequest(shards.worker, shards.place, number, self.at, self.calls, clock, value, 1)
         self.engine.link.ask_agreed(self.ask)
         return shards.epoch
 
@@ -73,9 +73,11 @@ class Agreement:
         return told or sync.server_gone or sync.shards.epoch != place
 
     def handle(self, event: MemberEffect) -> None:
-        if isinstance(event, e.AgreedTold):
+        if isinstance(event, e.AgreementArrived):
             self.told = event
-        elif isinstance(event, e.Moved) and self.ask is not None:  # the answer may have been for the place before
+        elif (
+            isinstance(event, e.MemberResharded) and self.ask is not None
+        ):  # the answer may have been for the place before
             ask = self.ask
             again = (ask.number, ask.at, ask.call, ask.clock, ask.value, ask.weight)
-            self.engine.link.ask_agreed(m.AgreeAsk(event.worker, event.epoch, *again))
+            self.engine.link.ask_agreed(m.AgreeRequest(event.worker, event.epoch, *again))

@@ -5,7 +5,7 @@ The main thread owns it; autograd's threads may hand in gradients of rows.
 How it works
 
     Embedding.forward    EmbeddingTables                       shards (row r is on shard r % shards)
-    indices         ──>  look_up: RowsAsk to each shard   ──>  answer once the staleness bound allows
+    indices         ──>  look_up: RowsRequest to each shard   ──>  answer once the staleness bound allows
     rows            <──  float32[n, dim], rows rising     <──
     backward        ──>  collect(rows, gradient)
     step            ──>  pieces: sums by row, coded       ──>  part of the push; the shard steps these rows
@@ -215,7 +215,7 @@ class EmbeddingTables:
                 payload = rows.encode(number, *_local(spec, numbers[at], shard, shards.count), coding=self.down)
                 asks.append(RowsLookup(shard, self.requests, at))
                 self.wanted[shard, self.requests] = None
-                shards.say(shard, [m.RowsAsk(shards.worker, shards.epoch, self.requests, clock, payload)])
+                shards.say(shard, [m.RowsRequest(shards.worker, shards.epoch, self.requests, clock, payload)])
         return PendingRows((shards.epoch, clock), numbers, tuple(asks))
 
     def arrived(self, event: RowsArrived) -> None:

@@ -7,7 +7,7 @@ How it works
                        ready()                wait until the parameters hold what this clock computes on
                        optimize()             the script's optimizer, or none where the server steps
                        ShardExchanges.push    one Exchange a shard, over the MemberLink's I/O thread
-      EventWait.poll ── Engine._handle        events of that thread: Started, Moved, StateArrived, PushSettled, ...
+      EventWait.poll ── Engine._handle        events of that thread: MemberStarted, StateArrived, PushSettled, ...
 
 1. The constructor lays the model out as one flat float32 space, declares it to the server, and waits until the run
    starts.
@@ -31,7 +31,7 @@ import torch
 
 from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import START_LIMIT_S
 from narrows.protocols.effects import MemberEffect
@@ -122,7 +122,7 @@ class Engine:
         self.agreeing = Agreement(self)
         self.skips = SkippedSteps.of_environment(rank)
         self.shared = SharedModel(self)
-        gradients = self.mode.rule is Rule.OPTIMIZER
+        gradients = self.mode.rule is FoldRule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
         # A cluster has the same degree to its parent, which receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
@@ -150,7 +150,7 @@ class Engine:
         """
         if self.group is None:
             return None
-        why = "under --sync gossip whole models are mixed" if self.mode.rule is Rule.MIX else ""
+        why = "under --sync gossip whole models are mixed" if self.mode.rule is FoldRule.MIX else ""
         why = "--dp-clip needs the length of whole updates" if self.privacy is not None else why
         why = "with overlap=True gradients leave before the group has summed them" if overlap else why
         if why:
@@ -164,11 +164,11 @@ class Engine:
     def _sync(self, overlap: int) -> SyncStep:
         """Make the `SyncStep` of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
-        if rule is Rule.MIX:
+        if rule is FoldRule.MIX:
             if overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return GossipStep(self)
-        if rule is Rule.OPTIMIZER:
+        if rule is FoldRule.OPTIMIZER:
             direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
             direct = direct and self.home is HOST and self.slice is None
             lends = self.privacy is None and self.slice is None  # else gradients change where they lie
@@ -208,19 +208,19 @@ class Engine:
         self.tuning.waited(time.monotonic() - began)
 
     def _handle(self, event: MemberEffect) -> None:
-        if isinstance(event, (e.Started, e.Moved)):
+        if isinstance(event, (e.MemberStarted, e.MemberResharded)):
             self._change(Settings.unpacked(event.settings))
-        if isinstance(event, e.Started):
+        if isinstance(event, e.MemberStarted):
             self._started = True
             self.buffers.load(event.buffers)
             self.sync.begin(event)
-        elif isinstance(event, e.BuffersWanted):
+        elif isinstance(event, e.BuffersRequested):
             self.send_buffers()
-        elif isinstance(event, e.BuffersTold):
+        elif isinstance(event, e.BuffersArrived):
             self.shared.heard(event.packed)
         elif isinstance(event, e.RowsArrived):
             self.tables.arrived(event)
-        elif isinstance(event, e.Left):
+        elif isinstance(event, e.MemberLeft):
             self.left = True
         else:
             self.agreeing.handle(event)
@@ -388,7 +388,7 @@ class Engine:
         self.meet("finish()" if last else "leave()")
         if isinstance(self.sync, UpdateStep):
             self.sync.taking.give_back()
-        self.shared.end(self.sync.flush(last), own=self.mode.rule is Rule.MIX and not last)
+        self.shared.end(self.sync.flush(last), own=self.mode.rule is FoldRule.MIX and not last)
         self.send_buffers()
         self.leave(self.sync.final_clock)
 

@@ -120,7 +120,7 @@ class GossipStep:
 
     # Events.
 
-    def begin(self, event: e.Started) -> None:
+    def begin(self, event: e.MemberStarted) -> None:
         """Take a place in the run. After a rejoin all pairs begin anew, and the model stays."""
         before, self.driver = self.driver, self._driver(event.worker, self.driver.round)
         self.shards.begin(event, follow=event.clock == 0)
@@ -156,7 +156,7 @@ class GossipStep:
         for say in says:
             if isinstance(say, Log):
                 self._tell(f"worker {say.values['peer']} is no longer mixed with: {say.values['why']}")
-            elif isinstance(say, e.SayEnded):
+            elif isinstance(say, e.AnnounceEnd):
                 self.engine.link.call(lambda member, now: member.end(now))
             else:
                 self.engine.link.call(partial(_to_peers, say))

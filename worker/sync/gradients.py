@@ -122,7 +122,7 @@ class GradientStep(UpdateStep):
                 "at once: use --compress dense, or leave out overlap=True"
             )
 
-    def begin(self, event: e.Started) -> None:
+    def begin(self, event: e.MemberStarted) -> None:
         super().begin(event)
         if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
             self.overlap.cut(list(event.ranges))
@@ -135,7 +135,9 @@ class GradientStep(UpdateStep):
         super().handle(event)
         if isinstance(event, e.MomentsArrived):
             self.servers.arrived(event)
-        if isinstance(event, e.Moved) and self.overlap is not None:  # no part has left: ready() waits for the move
+        if (
+            isinstance(event, e.MemberResharded) and self.overlap is not None
+        ):  # no part has left: ready() waits for the move
             self.overlap.cut(list(event.ranges))
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from narrows.compression.home import HOST, Home, Landed, Landing
+from narrows.compression.home import HOST, Home, LandedPayload, Landing
 from narrows.protocols.config.key_ranges import Keys, parts
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import FRAME_VALUES
@@ -86,7 +86,7 @@ class GradientOverlap:
         self.gone: set[tuple[int, int]] = set()
         self.landing: deque[tuple[int, int, Landing]] = deque()  # shard, part and its copy
         self.copied: list[torch.Tensor] = []  # keeps the sources of these copies alive
-        self.last: Landing = Landed()  # the newest copy: when it is done, all are
+        self.last: Landing = LandedPayload()  # the newest copy: when it is done, all are
 
     def _hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class GradientOverlap:
         if self.home is HOST:
             numbers = real(gradient)
             torch.from_numpy(out).view(numbers.shape).copy_(numbers)
-            return Landed()
+            return LandedPayload()
         flat = real(gradient.detach()).reshape(-1).float()  # a copy, if not float32 or not contiguous
         self.copied.append(flat)
         return self.home.land(flat, out)

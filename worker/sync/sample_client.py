@@ -2,7 +2,7 @@
 
 How it works
 
-    for batch in ranges(...):  take ── RangeAsk(clock, holds) ──>  coordinator leases a range for the update of this
+    for batch in ranges(...):  take ── RangeRequest(clock, holds) ──>  coordinator leases a range for the update of this
         clock loss.backward()             <── range ── optimizer.step()       the update of this clock holds the ranges
         that were taken for it
 
@@ -46,8 +46,8 @@ class SampleClient:
 
     def __init__(self, engine: StepEngine, sync: SamplingStep) -> None:
         self.engine, self.sync = engine, sync
-        self.ask: m.RangeAsk | None = None  # the newest request
-        self.told: e.RangeTold | None = None  # the newest answer
+        self.ask: m.RangeRequest | None = None  # the newest request
+        self.told: e.RangeArrived | None = None  # the newest answer
         self.steps = -1  # the script's steps when the newest range was handed out
         self.holds, self.life = 0, (0, 0)  # ranges of the update of this (epoch, clock)
         self.fresh = 0  # of these, ranges that were taken since the newest step
@@ -91,7 +91,7 @@ class SampleClient:
             self.holds = max(0, self.holds - self.fresh)
             self._answer(self.ask.samples, self.ask.size, 0)
 
-    def _answer(self, samples: int, size: int, limit: int) -> e.RangeTold | None:
+    def _answer(self, samples: int, size: int, limit: int) -> e.RangeArrived | None:
         """Send a request, and return its answer; None if this worker had to rejoin meanwhile."""
         self.engine.waiting.calls("ranges()")
         self.engine.waiting.poll()
@@ -99,7 +99,7 @@ class SampleClient:
         if self.life != (self.sync.composed, shards.clock):
             self.holds, self.life = 0, (self.sync.composed, shards.clock)
         number, epoch = 1 + (self.ask.number if self.ask is not None else 0), shards.epoch
-        self.ask = m.RangeAsk(shards.worker, shards.place, number, shards.clock, self.holds, samples, size, limit)
+        self.ask = m.RangeRequest(shards.worker, shards.place, number, shards.clock, self.holds, samples, size, limit)
         self.engine.link.ask_range(self.ask)
 
         def told() -> bool:
@@ -109,11 +109,13 @@ class SampleClient:
         return self.told if shards.epoch == epoch else None
 
     def handle(self, event: MemberEffect) -> None:
-        if isinstance(event, e.RangeTold):
+        if isinstance(event, e.RangeArrived):
             self.told = event
-        elif isinstance(event, e.Moved) and self.ask is not None:  # the answer may have been for the place before
-            self.engine.link.ask_range(m.RangeAsk(event.worker, event.epoch, *_rest(self.ask)))
+        elif (
+            isinstance(event, e.MemberResharded) and self.ask is not None
+        ):  # the answer may have been for the place before
+            self.engine.link.ask_range(m.RangeRequest(event.worker, event.epoch, *_rest(self.ask)))
 
 
-def _rest(ask: m.RangeAsk) -> tuple[int, int, int, int, int, int]:
+def _rest(ask: m.RangeRequest) -> tuple[int, int, int, int, int, int]:
     return ask.number, ask.clock, ask.holds, ask.samples, ask.size, ask.limit

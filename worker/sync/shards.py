@@ -48,7 +48,7 @@ class ShardWait(Protocol):
     def __call__(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None: ...
 
 
-def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
+def _place(event: e.MemberStarted | e.MemberResharded) -> tuple[int, int, int]:
     return event.worker, event.epoch, event.clock
 
 
@@ -121,7 +121,7 @@ class ShardExchanges:
 
     # Events.
 
-    def begin(self, event: e.Started, follow: bool = True) -> None:
+    def begin(self, event: e.MemberStarted, follow: bool = True) -> None:
         """Take a place in the run, the first one or another after a rejoin.
 
         Updates in flight are given up; the residuals are kept.
@@ -138,7 +138,7 @@ class ShardExchanges:
             begun = exchange.begin(*_place(event))
             self.say(shard, begun if follow else [])
 
-    def _cut(self, event: e.Started | e.Moved) -> None:
+    def _cut(self, event: e.MemberStarted | e.MemberResharded) -> None:
         """Make an exchange and a replica for each shard of this event. Residuals move with their keys."""
         before, first = self.replicas, not self.count
         if self.plan != self.tuning.plan:
@@ -157,7 +157,7 @@ class ShardExchanges:
                 replica.inherit(before)
         self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
 
-    def _moved(self, event: e.Moved) -> None:
+    def _moved(self, event: e.MemberResharded) -> None:
         """Go on with new key ranges or a new plan.
 
         The server moves keys only between two clocks, with all pushes folded. So no update is given up.
@@ -194,12 +194,12 @@ class ShardExchanges:
                 self.say(shard, exchange.give(self.arrays.first(*keys)))
             case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
                 self.say(shard, self._with(shard).take(event))
-            case e.Held(at):
+            case e.PushesPaused(at):
                 for exchange in self.exchanges:
                     exchange.held_at = at
-            case e.Moved():
+            case e.MemberResharded():
                 self._moved(event)
-            case e.LinkSeen():
+            case e.LinkMeasured():
                 self.tuning.seen.append(event)
 
     def _with(self, shard: int) -> Exchange[Array]:

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.worker.model.flat import Array
 from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import complain as say
@@ -41,7 +41,7 @@ class SharedModel:
         engine.waiting.calls("eval() or shared()")
         self.changes.look()
         kept = engine.flat.kept(), engine.buffers.kept()
-        self._set(engine.sync.shared(), own=engine.mode.rule is Rule.MIX)
+        self._set(engine.sync.shared(), own=engine.mode.rule is FoldRule.MIX)
         self.kept = kept
 
     def put_back(self) -> None:

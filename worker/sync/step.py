@@ -65,7 +65,7 @@ class SyncStep(Protocol):
         "gain" and "agreement" are those of the mean update. "held_back" is the length of the residual in updates.
         """
 
-    def begin(self, event: e.Started) -> None:
+    def begin(self, event: e.MemberStarted) -> None:
         """Take a place in the run: at the start, and again after each rejoin. Updates in flight are given up then."""
 
     def handle(self, event: MemberEffect) -> None:

@@ -30,7 +30,7 @@ class StreamingStep(UpdateStep):
 
     unmerged: deque[int]  # clocks that were pushed and whose fragment is not merged yet, rising
 
-    def begin(self, event: e.Started) -> None:
+    def begin(self, event: e.MemberStarted) -> None:
         self.unmerged = deque()
         super().begin(event)
 

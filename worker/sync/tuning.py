@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from narrows.compression import Compressor, ladder, parse
 from narrows.compression.auto import Auto, Clock, Switch
-from narrows.protocols.config.modes import Rule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import NS, LinkSeen
+from narrows.protocols.effects import NS, LinkMeasured
 from narrows.worker.group.group import Group
 
 
@@ -34,7 +34,7 @@ class CodecTuning:
         self.spent_s = (0.0, 0.0)  # seconds of waiting and of encoding, since this worker began
         self.sampled = 0  # samples of all pushes, as step_samples() gave them
         self.ended_s: float | None = None  # when the newest clock ended; None: before the first push
-        self.seen: list[LinkSeen] = []  # measurements of the link in this clock
+        self.seen: list[LinkMeasured] = []  # measurements of the link in this clock
         self.switches: list[tuple[int, Switch]] = []  # and the first clock of each; the session takes them out
         self.change(settings)
 
@@ -43,7 +43,7 @@ class CodecTuning:
         self.plan, self.mode = settings.plan_number, settings.mode()
         mode = self.mode
         # A sparse or late gradient costs far more loss than an update (README.md, "Results"): `auto` chooses none.
-        sparse = mode.rule is not Rule.OPTIMIZER
+        sparse = mode.rule is not FoldRule.OPTIMIZER
         up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
         self.auto = Auto(up, down, self.count, mode.window)
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1

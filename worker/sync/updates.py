@@ -133,7 +133,7 @@ class UpdateStep:
     def weigh(self, samples: int) -> None:
         self.shards.samples_pending += samples
 
-    def begin(self, event: e.Started) -> None:
+    def begin(self, event: e.MemberStarted) -> None:
         self.mode = self.engine.mode
         self.shards.begin(event)
 

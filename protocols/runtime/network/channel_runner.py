@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from narrows.protocols.addresses import parse_address
-from narrows.protocols.effects import NS, Failed
+from narrows.protocols.effects import NS, MemberFailed
 from narrows.protocols.errors import (
     BY_EXIT_CODE,
     AuthenticationError,
@@ -250,7 +250,7 @@ class ChannelRunner:
                     with self._changed:
                         self._flying[peer] -= count
                         self._changed.notify_all()
-                case Failed(code, text):
+                case MemberFailed(code, text):
                     self._fail(ERRORS.get(code, NarrowsError)(text))
 
     def _fail(self, error: BaseException) -> None:

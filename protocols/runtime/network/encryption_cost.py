@@ -43,7 +43,7 @@ def rate() -> float:
         return 2 * CHUNKS * CHUNK_BYTES / (time.perf_counter() - began)  # the one thread sealed and opened each chunk
 
 
-class SealingCost:
+class EncryptionCost:
     """The encryption of one process.
 
     Args:

@@ -39,7 +39,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Secret:
+class SecretKeyFile:
     """A key file with a secret."""
 
     name: str
@@ -64,7 +64,7 @@ def _write(path: Path, values: dict[str, str]) -> None:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _read(path: Path, flag: str) -> Secret:
+def _read(path: Path, flag: str) -> SecretKeyFile:
     try:
         others = _others(path)
         text = path.read_text()
@@ -73,7 +73,7 @@ def _read(path: Path, flag: str) -> Secret:
     if others:
         raise UsageError(f"{flag} {path}: others can read this secret; chmod 600 {path}")
     try:
-        secret = Secret(**json.loads(text))
+        secret = SecretKeyFile(**json.loads(text))
         sound = all(isinstance(value, str) for value in asdict(secret).values())
         sound = sound and all(HEX.fullmatch(key) for key in (secret.public, secret.secret))
         if not sound or public_of(secret.secret) != secret.public:
@@ -96,7 +96,7 @@ def _others(path: Path) -> bool:
     return bool(found.st_mode & stat.S_IRGRP) and (ours or found.st_gid not in (os.getegid(), *os.getgroups()))
 
 
-def member_key(path: str, flag: str) -> Secret:
+def member_key(path: str, flag: str) -> SecretKeyFile:
     """Read the file that `ps-serve keys add` made. Raises UsageError."""
     secret = _read(Path(path), flag)
     if secret.role not in ROLES or not HEX.fullmatch(secret.server):
@@ -104,7 +104,7 @@ def member_key(path: str, flag: str) -> Secret:
     return secret
 
 
-def server_key(folder: str) -> Secret:
+def server_key(folder: str) -> SecretKeyFile:
     """Read the key of the ps-serve that has this folder. Raises UsageError."""
     if not (Path(folder) / "server.key").exists():
         raise UsageError(f"--keys {folder}: there are no keys of a server; ps-serve keys init {folder} makes them")
@@ -176,7 +176,7 @@ def listed(folder: str) -> list[str]:
     return sorted(path.stem for path in (Path(folder) / "members").glob("*.json"))
 
 
-class Guard:
+class AdmittedKeys:
     """The keys that the server of a folder admits. Any thread may ask."""
 
     def __init__(self, folder: str) -> None:
@@ -214,12 +214,12 @@ class Guard:
         self.stamp, self.members = stamp, found
 
 
-def keyed(address: str, own: Secret | None) -> str:
+def keyed(address: str, own: SecretKeyFile | None) -> str:
     """Return an address as it is sent to peers, with the own public key if there is one."""
     return f"{address}/{own.public}" if own is not None else address
 
 
-def refusal(why: HandshakeFailure, key: Secret | None, flag: str) -> str:
+def refusal(why: HandshakeFailure, key: SecretKeyFile | None, flag: str) -> str:
     """Return a sentence for the user of a process that a server has refused; "" if the reason is not certain yet."""
     if why is HandshakeFailure.REFUSED and key is not None:
         return f"the server does not let in the key of {key.name}: its owner lists it with ps-serve keys add"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrows.protocols.runtime.network import encryption_cost
-from narrows.protocols.runtime.network.encryption_cost import NEAR, WINDOW_S, SealingCost
+from narrows.protocols.runtime.network.encryption_cost import NEAR, WINDOW_S, EncryptionCost
 
 
 def test_a_core_seals_so_many_bytes_a_second() -> None:
@@ -12,7 +12,7 @@ def test_a_core_seals_so_many_bytes_a_second() -> None:
 
 def test_it_is_said_once_where_it_takes_most_of_a_core() -> None:
     now = 0.0
-    own = SealingCost(100e6, lambda: now)
+    own = EncryptionCost(100e6, lambda: now)
     said = []
     for passed in (100e6 * NEAR * WINDOW_S - 1, 80e6 * WINDOW_S, 100e6 * WINDOW_S):
         own.passed += int(passed)
@@ -27,6 +27,6 @@ def test_it_is_said_once_where_it_takes_most_of_a_core() -> None:
 
 def test_nothing_is_said_where_nothing_is_sealed() -> None:
     now = 0.0
-    own = SealingCost(0.0, lambda: now)
+    own = EncryptionCost(0.0, lambda: now)
     own.passed, now = 1 << 40, WINDOW_S
     assert not own.look()

@@ -17,7 +17,7 @@ from narrows.protocols.config.timing import (
     SUMMARY_BYTES_PER_SECOND,
     VOTE_RETRY,
 )
-from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, Turned
+from narrows.protocols.effects import NS, MemberEffect, Send, SendToPeer, ServerChanged
 from narrows.protocols.member.failover_view import FailoverView
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.member.member import Member
@@ -178,7 +178,7 @@ def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:
         and not ours.hear(m.FailoverNotice(0, "", True, (5, 6)), 0)
         and ours.turned
     )
-    assert ours.hear(m.FailoverNotice(2, "tcp://next:1", True, (5, 6)), 0) == [Turned(THERE, (5, 6))]
+    assert ours.hear(m.FailoverNotice(2, "tcp://next:1", True, (5, 6)), 0) == [ServerChanged(THERE, (5, 6))]
     assert not ours.turned and (ours.view, ours.standby) == (2, "tcp://next:1")
     assert not ours.hear(m.FailoverNotice(3, "", True, (5, 6)), 0), "it has not turned"
 
@@ -192,7 +192,7 @@ def test_it_asks_the_standby_too_where_the_server_lacks_votes_and_stays_meanwhil
     assert votes(ours.told(m.FailoverNotice(2, "", False))) == [(0, 2, 0)], "its vote is with the server"
     assert votes(ours.tick(4 * NS, 1, 4 * NS)) == [(THERE, 3, 1)], "which counts for nobody: the view is the one after"
     assert not ours.hear(m.KeepServing(3, 1), 4 * NS) and ours.asking
-    assert ours.hear(m.FailoverNotice(2, "", True, (5,)), 4 * NS) == [Turned(THERE, (5,))] and not ours.listens
+    assert ours.hear(m.FailoverNotice(2, "", True, (5,)), 4 * NS) == [ServerChanged(THERE, (5,))] and not ours.listens
 
 
 def test_it_asks_no_more_once_the_server_is_elected() -> None:

@@ -11,7 +11,7 @@ from narrows.protocols.member.member import Member, MemberPhase
 def test_a_server_that_has_never_answered_is_told_once_and_not_waited_for() -> None:
     ours = Member("token", "host")
     ours.join(0)
-    assert ours.leave(-1, 1) == [Send(0, m.Leave("token", -1)), e.Left()] and ours.phase is MemberPhase.OVER
+    assert ours.leave(-1, 1) == [Send(0, m.Leave("token", -1)), e.MemberLeft()] and ours.phase is MemberPhase.OVER
     assert ours.tick(1 << 40) == []
 
 

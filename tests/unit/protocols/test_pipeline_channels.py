@@ -9,7 +9,7 @@ import pytest
 from kit.seed import SEED
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Failed
+from narrows.protocols.effects import NS, MemberFailed
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.pipeline_channels import (
     IN_FLIGHT_MAX,
@@ -35,7 +35,7 @@ class Pair:
         self.wires: list[deque[m.Message]] = [deque(), deque()]  # to each
         self.came: list[list[m.PipelineTensor]] = [[], []]
         self.taken = [0, 0]  # of ours, by the other
-        self.failed: list[Failed] = []
+        self.failed: list[MemberFailed] = []
 
     def apply(self, end: int, effects: list[Effect]) -> None:
         for effect in effects:
@@ -46,7 +46,7 @@ class Pair:
                     self.came[end].append(tensor)
                 case TensorTaken(_, count):
                     self.taken[end] += count
-                case Failed():
+                case MemberFailed():
                     self.failed.append(effect)
 
     def deliver(self, end: int) -> None:
@@ -142,8 +142,8 @@ def test_who_is_silent_for_a_lease_is_lost_and_no_sooner() -> None:
     pair.settle()
     heard = pair.now
     lonely = pair.ends[0]
-    assert not [e for e in lonely.tick(heard + LEASE) if isinstance(e, Failed)]
-    (failed,) = [e for e in lonely.tick(heard + LEASE + 1) if isinstance(e, Failed)]
+    assert not [e for e in lonely.tick(heard + LEASE) if isinstance(e, MemberFailed)]
+    (failed,) = [e for e in lonely.tick(heard + LEASE + 1) if isinstance(e, MemberFailed)]
     assert failed.code == 6 and failed.text.startswith("stage 1 was not heard for 10 s")
 
 
@@ -152,7 +152,7 @@ def test_who_has_left_is_not_waited_for_and_who_failed_ends_the_others() -> None
     pair.settle()
     pair.apply(1, pair.ends[1].leave(failed=False))
     pair.deliver(0)
-    assert not [e for e in pair.ends[0].tick(pair.now + 3 * LEASE) if isinstance(e, (Failed, SendOnChannel))]
+    assert not [e for e in pair.ends[0].tick(pair.now + 3 * LEASE) if isinstance(e, (MemberFailed, SendOnChannel))]
     pair.apply(1, pair.ends[1].leave(failed=True))
     pair.deliver(0)
     assert [failed.code for failed in pair.failed] == [6] and "--resume" in pair.failed[0].text
@@ -178,8 +178,8 @@ def test_another_life_another_plan_and_who_never_comes() -> None:
         (beat,) = begun.leave(failed=False)
         assert isinstance(beat, SendOnChannel)
         (failed,) = pair.ends[0].receive(beat.message, 0)
-        assert isinstance(failed, Failed) and failed.text.startswith(text)
-    (late,) = [e for e in again.tick(START_NS + 1) if isinstance(e, Failed)]
+        assert isinstance(failed, MemberFailed) and failed.text.startswith(text)
+    (late,) = [e for e in again.tick(START_NS + 1) if isinstance(e, MemberFailed)]
     assert late.code == 3 and "stage 0 was not there within 600 s" in late.text
     with pytest.raises(RemoteProtocolError, match="Ping is not of a process of this pipeline"):
         again.receive(m.Ping(0, 1), 0)

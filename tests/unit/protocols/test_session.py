@@ -256,8 +256,8 @@ def test_over_another_connection_it_says_once_that_what_was_sent_does_not_come()
 
 def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
     """An ask for rows may have the same number."""
-    ours, ask = session(), m.MomentsAsk(0, 1, 7, 0, 4, "exp_avg")
-    rows = m.RowsAsk(0, 1, 7, 0, b"")
+    ours, ask = session(), m.MomentsRequest(0, 1, 7, 0, 4, "exp_avg")
+    rows = m.RowsRequest(0, 1, 7, 0, b"")
     wait_ns = REQUEST_RETRY.wait_ns(FRAME_BYTES)
     ours.say([ask, rows], 0)
 
@@ -266,9 +266,9 @@ def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
         return [message for message in said if not isinstance(message, m.Follow)]
 
     assert asked(wait_ns - 1) == [] and asked(wait_ns) == [ask, rows]
-    assert ours.receive(m.Moments(0, 1, 8, 3, 0, b"else"), wait_ns) == []
-    assert ours.receive(m.Moments(0, 1, 7, 3, 0, b"them"), wait_ns) == [e.MomentsArrived(0, 7, 3, b"them")]
-    assert ours.receive(m.Moments(0, 1, 7, 4, 0, b"late"), wait_ns) == []
+    assert ours.receive(m.MomentsAnswer(0, 1, 8, 3, 0, b"else"), wait_ns) == []
+    assert ours.receive(m.MomentsAnswer(0, 1, 7, 3, 0, b"them"), wait_ns) == [e.MomentsArrived(0, 7, 3, b"them")]
+    assert ours.receive(m.MomentsAnswer(0, 1, 7, 4, 0, b"late"), wait_ns) == []
     assert asked(4 * wait_ns) == [rows]
     ours.repeat_soon()
     assert asked(4 * wait_ns + 1) == [rows]

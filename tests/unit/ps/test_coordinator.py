@@ -16,13 +16,13 @@ from narrows.protocols.config.embedding_spec import TableSpec
 from narrows.protocols.config.model_spec import BUFFERS_BYTES_MAX, ModelSpec, TensorSpec, pack_arrays
 from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
-from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.messages import Wish
+from narrows.protocols.messages import RemoteShardsWish
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
 from narrows.ps.coordinator import coordinator
 from narrows.ps.coordinator.agreements import Agreements
-from narrows.ps.coordinator.attendance import FRESH_NS, Attendance
+from narrows.ps.coordinator.attendance import FRESH_NS, StartNotice
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
 from narrows.ps.coordinator.clock_quorum import FIRST_STEP_NS, Clocks
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -481,7 +481,7 @@ def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
     packed = [pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2")]
 
     def ask(seat: Seat, clock: int) -> list[tuple[Any, int, bytes]]:
-        return told(ours.handle(seat.peer, m.BuffersAsk(seat.worker, seat.epoch, clock), 0))
+        return told(ours.handle(seat.peer, m.BuffersRequest(seat.worker, seat.epoch, clock), 0))
 
     def send(seat: Seat, clock: int, payload: bytes) -> list[tuple[Any, int, bytes]]:
         return told(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch, clock, payload), 0))
@@ -519,7 +519,7 @@ def test_the_end_of_gossip_is_shown_with_no_module_buffers_of_before_it() -> Non
         ours.rounds.enter(seat, 0)
     early, last = (pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2"))
     ours.handle(lowest.peer, m.Buffers(lowest.worker, lowest.epoch, 0, early), 0)  # it has evaluated in mid-run
-    assert ours.handle(other.peer, m.BuffersAsk(other.worker, other.epoch, 1), 0) == []
+    assert ours.handle(other.peer, m.BuffersRequest(other.worker, other.epoch, 1), 0) == []
     told = ours.handle(lowest.peer, m.Buffers(lowest.worker, lowest.epoch, 1, last), 0)
     assert told == [Send(other.peer, m.Buffers(other.worker, other.epoch, 1, last))]
 
@@ -627,14 +627,19 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
     assert "shard 1 could not write" in str(log.values["text"]) and moves.run.shards == 2
     assert [word.message for word in moves.word(seat)] == []  # it is not ready
     seat.ready_sent, moves.roster.plan = True, ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),))
-    assert [word.message for word in moves.word(seat)] == [m.Move(seat.worker, seat.epoch, 2, -1)]
+    assert [word.message for word in moves.word(seat)] == [m.Reshard(seat.worker, seat.epoch, 2, -1)]
 
 
 # Machines that join.
 
 
 def says(
-    ours: Coordinator, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY, now_ns: int = 0
+    ours: Coordinator,
+    token: str,
+    shards: int = 1,
+    first: int = -1,
+    wish: RemoteShardsWish = RemoteShardsWish.STAY,
+    now_ns: int = 0,
 ) -> m.RemoteShardsGrant:
     """Join as a machine does, and return the answer."""
     effects = ours.handle(b"guest", m.RemoteShardsOffer(token, f"host-{token}", shards, first, wish), now_ns)
@@ -658,7 +663,9 @@ class House:
             report(ours.run, shard, checkpoints=(0,))
             ours.lines[shard] = coordinator.ShardLine(b"old")
 
-    def says(self, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY) -> m.RemoteShardsGrant:
+    def says(
+        self, token: str, shards: int = 1, first: int = -1, wish: RemoteShardsWish = RemoteShardsWish.STAY
+    ) -> m.RemoteShardsGrant:
         return says(self.ours, token, shards, first, wish, self.now_ns)
 
     def moves(self) -> None:
@@ -690,9 +697,9 @@ def test_a_machine_that_joins_gets_the_shards_after_the_last_and_gives_them_back
     assert (room.first, room.count, room.shards, room.target, room.over) == (2, 2, 2, 4, False)
     house.moves()
     assert house.says("a", 2, 2).shards == 4 and house.hosts == ("", "", "host-a", "host-a")
-    assert house.says("a", 2, 2, Wish.GO).target == 2
+    assert house.says("a", 2, 2, RemoteShardsWish.GO).target == 2
     house.moves()
-    room = house.says("a", 2, 2, Wish.GO)
+    room = house.says("a", 2, 2, RemoteShardsWish.GO)
     assert (room.over, room.code, room.shards) == (True, 0, 2) and not any(house.hosts) and not house.ours.moves.away
 
 
@@ -714,7 +721,7 @@ def test_one_machine_comes_after_the_other_and_goes_before_it() -> None:
     house.moves()
     assert house.says("b").first == 3
     house.moves()
-    assert house.says("a", 1, 2, Wish.GO).target == 2
+    assert house.says("a", 1, 2, RemoteShardsWish.GO).target == 2
     house.moves()
     assert house.says("a", 1, 2).code == 0 and house.says("b", 1, 3).code == m.RefuseCode.NOT_A_MEMBER
     assert house.says("b again").first == 2
@@ -723,7 +730,7 @@ def test_one_machine_comes_after_the_other_and_goes_before_it() -> None:
 def test_a_move_to_a_machine_that_goes_is_called_off() -> None:
     house = House()
     house.says("a")
-    room = house.says("a", wish=Wish.GO)
+    room = house.says("a", wish=RemoteShardsWish.GO)
     assert room.over and room.code == 0 and house.ours.moves.phase is ReshardPhase.STILL and not house.ours.moves.away
 
 
@@ -768,7 +775,7 @@ def test_a_machine_that_is_lost_is_done_without(says_so: bool) -> None:
     run = house.ours.run
     clock, epoch = house.ours.min_clock, run.epoch
     if says_so:
-        house.says("a", 1, 2, Wish.GONE)
+        house.says("a", 1, 2, RemoteShardsWish.GONE)
     else:
         house.now_ns = 30 * NS
         house.says("b", 1, 3)
@@ -789,8 +796,8 @@ def test_where_no_checkpoint_is_left_a_lost_machine_ends_the_run() -> None:
     house.says("a")
     house.moves()
     report(house.ours.run, 0, checkpoints=())
-    house.says("a", 1, 2, Wish.GONE)
-    (stop,) = (each for each in house.ours.tick(0) if isinstance(each, Stop))
+    house.says("a", 1, 2, RemoteShardsWish.GONE)
+    (stop,) = (each for each in house.ours.tick(0) if isinstance(each, StopProcess))
     assert stop.code == m.RefuseCode.SERVER_LOST and "no checkpoint is on all shards" in stop.text
 
 
@@ -825,11 +832,11 @@ def test_a_report_of_a_machine_that_has_lost_its_shards_counts_no_more() -> None
 # Whom a run waits for.
 
 
-def attendance(child: bool = False, **flags: Any) -> Attendance:
+def attendance(child: bool = False, **flags: Any) -> StartNotice:
     run = run_of(**flags)
     rounds = Clocks(run)
     above = ParentPlace(run, rounds, child)
-    return Attendance(run, rounds, above, CheckpointSchedule(run, rounds, above), GossipDirectory(run))
+    return StartNotice(run, rounds, above, CheckpointSchedule(run, rounds, above), GossipDirectory(run))
 
 
 def test_a_run_says_how_many_workers_have_joined_and_how_many_are_missing() -> None:
@@ -935,9 +942,9 @@ def test_calls_at_two_steps_do_not_wait_for_each_other() -> None:
     rounds = Clocks(run)
     above, first, second = ParentPlace(run, rounds, False), member(run, rounds), member(run, rounds)
     agreements = Agreements(run, rounds, above, GossipDirectory(run))
-    agreements.hear(first, m.AgreeAsk(first.worker, first.epoch, 1, 20, 0, 2, 4.0, 1))
+    agreements.hear(first, m.AgreeRequest(first.worker, first.epoch, 1, 20, 0, 2, 4.0, 1))
     assert not agreements.decide(0) and not agreements.answers(), "the other may come to that step"
-    agreements.hear(second, m.AgreeAsk(second.worker, second.epoch, 1, 30, 0, 3, 8.0, 1))
+    agreements.hear(second, m.AgreeRequest(second.worker, second.epoch, 1, 30, 0, 3, 8.0, 1))
     assert agreements.decide(0)
     ((answer,),) = [[effect.message for effect in agreements.answers()]]
-    assert isinstance(answer, m.Agreed) and (answer.worker, answer.value) == (first.worker, 4.0)
+    assert isinstance(answer, m.AgreeAnswer) and (answer.worker, answer.value) == (first.worker, 4.0)

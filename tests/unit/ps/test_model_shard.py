@@ -14,7 +14,7 @@ from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.retry import RetryTimer
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import REQUEST_RETRY
-from narrows.protocols.effects import NS, Checkpoint
+from narrows.protocols.effects import NS, WriteCheckpoint
 from narrows.protocols.wire import pack
 from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
 from narrows.ps.shard.publications import PublicationChild, SentPublication
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_written_before_the_clock_after_it_is_folded() -> None:
     for clock in range(2):
         push(planned, clock)
     ledger = ledger_of(2, checkpoint=1)
-    assert planned.run(ledger, 0) == [Checkpoint(1)]
+    assert planned.run(ledger, 0) == [WriteCheckpoint(1)]
     assert (planned.min_clock, planned.stage, planned.store.publication) == (1, ClockStage.CHECKPOINT, 1)
     assert planned.run(ledger, 0) == [] and planned.min_clock == 1, "whatever comes meanwhile"
     planned.has_written()

@@ -6,7 +6,7 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.effects import NS, Log, Send, Stop
+from narrows.protocols.effects import NS, Log, Send, StopProcess
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -36,7 +36,7 @@ def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_
     assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
     assert not coordinator.generations.at_rest
     answer = MachineEvent(EventKind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
-    assert server.happen(answer) == ([Stop()] if done else []) and member.phase is MemberPhase.OVER
+    assert server.happen(answer) == ([StopProcess()] if done else []) and member.phase is MemberPhase.OVER
     assert server.happen(answer) == [], "an answer that comes twice is none"
 
 
@@ -44,7 +44,7 @@ def test_one_to_which_no_server_above_has_answered_waits_for_no_answer() -> None
     server, _, _ = cluster()
     assert server.membership is not None
     said, end = server.membership.leave(NS)
-    assert isinstance(said, Send) and isinstance(said.message, m.Leave) and end == Stop()
+    assert isinstance(said, Send) and isinstance(said.message, m.Leave) and end == StopProcess()
 
 
 @pytest.mark.parametrize("stands", [True, False])

@@ -18,7 +18,7 @@ from narrows.protocols.config.timing import (
 )
 from narrows.protocols.config.timing import REPLICATION_BEAT_NS as BEAT_NS
 from narrows.protocols.config.timing import REPLICATION_CUT_NS as CUT_NS
-from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Serve, Stop
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, StartServing, StopProcess
 from narrows.protocols.wire import decode, encode
 from narrows.ps.replication import replication_stream
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -101,7 +101,7 @@ def parts(effects: list[CopyEffect]) -> list[int]:
 
 
 def serves(effects: list[CopyEffect]) -> list[tuple[int, str]]:
-    return [(each.view, each.standby) for each in effects if isinstance(each, Serve)]
+    return [(each.view, each.standby) for each in effects if isinstance(each, StartServing)]
 
 
 def told(effects: list[CopyEffect]) -> list[tuple[bytes, m.FailoverNotice]]:
@@ -282,7 +282,7 @@ def test_a_shard_takes_newer_views_alone() -> None:
     assert [serves(ours.hear_view(m.FailoverNotice(view, THERE, True))) for view in (2, 3, 4)] == [[], [], [(4, THERE)]]
     assert not ours.receive(THERE.encode(), m.FailoverNotice(3, "", True), 0)
     (stop,) = ours.receive(THERE.encode(), m.FailoverNotice(4, "", True), 0)
-    assert isinstance(stop, Stop) and stop.code == m.RefuseCode.SERVER_LOST
+    assert isinstance(stop, StopProcess) and stop.code == m.RefuseCode.SERVER_LOST
 
 
 def vote(ours: ReplicationPrimary, worker: int, view: int, attempt: int = 0, name: bytes = b"") -> list[CopyEffect]:
@@ -586,7 +586,7 @@ def test_a_server_that_hears_neither_its_standby_nor_its_members_ends() -> None:
     ours.tick(missed_ns)
     assert told(ours.tick(missed_ns + ELECTION_TIMEOUT_NS))
     (stop,) = ours.tick(missed_ns + ELECTION_TIMEOUT_NS + BEAT_NS)
-    assert isinstance(stop, Stop) and stop.code == m.RefuseCode.SERVER_LOST
+    assert isinstance(stop, StopProcess) and stop.code == m.RefuseCode.SERVER_LOST
 
 
 def test_a_view_waits_until_all_shards_have_come_to_it() -> None:

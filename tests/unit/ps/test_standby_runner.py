@@ -21,7 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import ELECTION_TIMEOUT_NS, REPLICATION_CUT_NS, STANDBY_LOST_LEASES
-from narrows.protocols.effects import NS, Stop
+from narrows.protocols.effects import NS, StopProcess
 from narrows.protocols.errors import (
     AuthenticationError,
     IncompatibleError,
@@ -303,7 +303,7 @@ def test_the_run_is_over_with_its_machine() -> None:
     assert not life.follower.over
     life.has_all()
     assert not life.follower.over
-    life.follower.replay.stop = Stop()
+    life.follower.replay.stop = StopProcess()
     assert life.follower.over
     life.follower.replay.stop = None
     life.follower.server.shard.settings = Settings(shards=1).validated()
@@ -370,7 +370,7 @@ def test_it_waits_for_a_server_whose_run_is_over_until_that_is_gone(stdin: int) 
     """That holds its last words back for us."""
     life = Life()
     life.has_all()
-    life.follower.replay.stop = Stop()
+    life.follower.replay.stop = StopProcess()
     lost_ns = max(NS, int(STANDBY_LOST_LEASES * LEASE_NS))
     life.wire.turns += [life.silence(lost_ns), life.silence(1), life.silence(ELECTION_TIMEOUT_NS)]
     assert not life.loop() and len(life.wire.turns) == 1
