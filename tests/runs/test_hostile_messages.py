@@ -6,14 +6,16 @@ with bytes changed. They go to a copy of the machine that would have got them. N
 
 from __future__ import annotations
 
-import copy
 import copyreg
+import io
 import math
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from kit.seed import SEED
 from kit.virtual_time import Script, finished
 from numba.core.dispatcher import Dispatcher
 
-from narrows.compression import codecs, parse
+from narrows.compression import parse
 from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.compression.compressor import Chain
 from narrows.compression.value_codings import Section
@@ -126,16 +128,34 @@ def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
         yield decode([bytes(frame) for frame in encode(copied)])
 
 
-UNCHANGING = (ModelSpec, Mode, Settings, Timing, Retry, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
+UNCHANGING = (
+    *(ModelSpec, Mode, Settings, Timing, Retry, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher),
+    *(FunctionType, ModuleType),
+)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _copies_share_what_never_changes() -> Iterator[None]:
-    """Most of the time would go into copying it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in UNCHANGING:
-            patch.setattr(kind, "__deepcopy__", lambda self, memo: self, raising=False)
-        yield
+class Copies:
+    """Copies of all servers of a cluster as they are now; the copies share the objects that never change."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.shared: dict[int, Any] = {}
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = self._shared  # type: ignore[method-assign]
+        pickler.dump(servers)
+        self.written = file.getvalue()
+
+    def _shared(self, found: Any) -> int | None:
+        if not isinstance(found, UNCHANGING):
+            return None
+        self.shared[id(found)] = found
+        return id(found)
+
+    def make(self) -> list[Server]:
+        unpickler = pickle.Unpickler(io.BytesIO(self.written))
+        unpickler.persistent_load = self.shared.__getitem__  # type: ignore[method-assign]
+        copied: list[Server] = unpickler.load()
+        return copied
 
 
 def state_of(server: Server) -> tuple[Any, ...]:
@@ -197,10 +217,11 @@ class Hostile(Cluster):
         ends: bool = False,
     ) -> None:
         """Copies of all servers here take copies of a message, and all that follows from it. `ends`: whoever says it is
-        trusted with the end of this cluster, and only with that."""
+        trusted with the end of this cluster, and only with that. The copies that refused a message take the next one."""
+        copies, before = Copies(self.servers), state_of(self.servers[shard])
+        victims: list[Server] = []
         for fake in forged(message, self.tally.rng, self.tally.count):
-            victims: list[Server] = copy.deepcopy(self.servers, {id(codecs): codecs})
-            before = state_of(victims[shard])
+            victims = victims or copies.make()
             try:
                 effects = take(victims[shard], fake)
                 self.tally.taken += 1
@@ -211,8 +232,11 @@ class Hostile(Cluster):
                 assert ends or state_of(victims[shard]) == before, (
                     f"{fake} was refused ({text}), yet it changed the state"
                 )
-                effects = victims[shard].fail_above(text, self.now()) if ends else []
+                if not ends:
+                    continue
+                effects = victims[shard].fail_above(text, self.now())
             self._follow(victims, shard, effects)
+            victims = []
 
     def _follow(self, victims: list[Server], shard: int, effects: list[ServerEffect]) -> None:
         """Take all effects, and hand on what the servers of one cluster say to each other."""
