@@ -155,14 +155,17 @@ class StageServers:
         Returns:
             The exit code of the first server that failed, else that of a signal, else 0.
         """
+        if self.children.given:  # this command was forked, so its fork server has imported all that servers need
+            self.children.prepare(self.environment, [])
+            self.children.next(MEET_S)
         for index in range(len(self.servers)):
             self._start(index)
         told = 0
         while len(self.codes) < len(self.started):
             match self.children.next(0.2):
-                case (index, "exit", code):
+                case (index, "exit", code) if index >= 0:
                     self._ended(index, code)
-                case (index, kind, str(line)):
+                case (index, kind, str(line)) if index >= 0:
                     say(f"{self.servers[index].name}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
             for number in self.heard[told:]:
                 for child in self.started.values():
@@ -176,7 +179,9 @@ class StageServers:
     def _start(self, index: int) -> None:
         listens: dict[int | str, str] = {1: "out", 2: "err"}
         words, passed = self.words[index], {"NARROWS_PARENT_FD": self.parent_fd}
-        self.started[index] = self.children.start(index, words, self.environment, listens=listens, passed=passed)
+        self.started[index] = self.children.start(
+            *(index, words, self.environment), listens=listens, passed=passed, name="ps-serve", nests=True
+        )
 
     def _ended(self, index: int, code: int) -> None:
         server = self.servers[index]

@@ -167,6 +167,23 @@ def test_a_script_ends_as_it_does_with_python(how: str, here: Path, forks: Start
     assert (code, out, err) == plain(*words)
 
 
+def test_a_command_of_narrows_ends_as_a_script_does_but_destroys_nothing(here: Path) -> None:
+    """Handlers, threads, output and exit code are those of the interpreter."""
+    (here / "patch").mkdir()
+    (here / "patch" / "ours.py").write_text(
+        "from narrows.protocols.runtime.processes import interpreter\ninterpreter.OURS = 'command'"
+    )
+    ends = "class Kept:\n    def __del__(self): print('destroyed')\nkept = Kept()\nraise SystemExit"
+    with nursery([("", "ours")], PYTHONPATH=str(here / "patch"), PYTHONUNBUFFERED="") as starter:
+        for how, code in (("with handlers", 7), ("after its threads", None), ("well", 300)):
+            (here / "command.py").write_text(f"{ENDS[how]}\n{ends}({code})")
+            expected = plain("-m", "command")
+            got = starter.run("-m", "command")
+            assert expected[1].endswith("destroyed") and got[0] == expected[0] and got[2] == expected[2]
+            assert got[1] == expected[1].removesuffix("destroyed").rstrip("\n")
+        assert starter.children.forks
+
+
 def test_a_script_that_is_interrupted(here: Path, forks: Starter) -> None:
     path = here / "script.py"
     # Waits in turns: Python may not see a signal that comes just before a wait without end.
