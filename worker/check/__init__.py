@@ -1,1 +1,1 @@
-"""ps-worker --check: what a script does, and what is found in it."""
+"""ps-worker --check: watches the first steps of a script, and names its faults."""

@@ -1,8 +1,22 @@
-"""The findings of `ps-worker --check` on a script, from what its workers told. Pure.
+"""The findings of `ps-worker --check`: faults and notices about a script, and what a run of it would cost. Pure.
+
+How it works
+
+    worker 0: ScriptWatch ──  event "check"  ──┐
+    worker 1: ScriptWatch ──  event "check"  ──┴─> CheckedEvents, one a worker ─> found, facts, times ─> console
+
+1. The `ScriptWatch` of each worker sends facts: the model, each of the first STEPS steps, the end.
+2. `CheckedEvents.take` collects the facts of one worker.
+3. `found` applies each rule of `FAULTS` and `NOTICES` to all workers. Facts of different workers are compared: equal
+   inputs, equal gradients and equal random states are faults of a data-parallel script.
+4. `facts` describes the model and the size of a push. `times` predicts the seconds of a step on a link, from the
+   measured compute time and the encoded sizes.
 
 Rules
-- A rule is a function of all workers: a sentence with the way out, or "" where all is well. `FAULTS` end the check with the
-  exit code of a usage error, `NOTICES` do not.
+- A rule takes the facts of all workers. It returns one sentence that names the fault and the way out, or "" if there is
+  no fault.
+- A fault ends the check with the exit code of a usage error. A notice does not.
+- A rule returns "" if an earlier rule already explains the symptom.
 """
 
 from __future__ import annotations
@@ -15,11 +29,12 @@ from typing import Any
 from narrows.compression import predict
 from narrows.protocols.config.settings import Settings
 
-STEPS = 2  # of worker/check/script_watch.py, which needs torch
-TIMES = ("never", "once", "twice")  # up to STEPS
-SHOWN = 3  # names of tensors in a sentence
-STALENESS = 8  # the highest bound that is suggested
-# Beside the flags that were given: what README's table suggests for links, from wide to narrow. S is chosen for the link.
+STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
+TIMES = ("never", "once", "twice")  # the words for 0 to STEPS steps
+SHOWN = 3  # the largest number of tensor names in a sentence
+STALENESS = 8  # the highest staleness bound that `times` suggests
+# Flags that `times` tries beside those of the user: the rows of README's table, from wide links to narrow ones. The
+# staleness bound of ssp is chosen for the link.
 SUGGESTED: tuple[dict[str, Any], ...] = (
     {"sync": "bsp"},
     {"sync": "ssp", "compress": "topk:0.11+sign"},
@@ -30,19 +45,25 @@ SUGGESTED: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class CheckedEvents:
-    """By one worker: the model that it gave DistributedOptimizer, the steps that it began, and what they cost."""
+    """The facts of one worker, from its events."""
 
-    model: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    costs: list[dict[str, Any]] = field(default_factory=list)
-    beside: list[dict[str, Any]] = field(default_factory=list)  # steps of other optimizers
-    shuffled: list[dict[str, Any]] = field(default_factory=list)  # datasets that a DataLoader shuffles by itself
-    broken: dict[str, Any] = field(default_factory=dict)  # a gradient or a loss
-    done: dict[str, Any] = field(default_factory=dict)
-    error: str = ""  # of ours
-    code: int = 0
+    model: dict[str, Any] = field(default_factory=dict)  # what DistributedOptimizer wrapped; empty: nothing yet
+    steps: list[dict[str, Any]] = field(default_factory=list)  # the steps that the worker has begun, at most STEPS
+    costs: list[dict[str, Any]] = field(default_factory=list)  # the figures of each finished step, as in --record
+    beside: list[dict[str, Any]] = field(default_factory=list)  # steps of optimizers other than the wrapper
+    shuffled: list[dict[str, Any]] = field(default_factory=list)  # datasets that a DataLoader itself shuffles
+    broken: dict[str, Any] = field(default_factory=dict)  # the first gradient or loss that is not finite
+    done: dict[str, Any] = field(default_factory=dict)  # the facts after STEPS steps; empty: not reached
+    error: str = ""  # the sentence of a NarrowsError that ended the worker
+    code: int = 0  # the exit code of the worker
 
     def take(self, what: str, event: dict[str, Any]) -> None:
+        """Store one fact.
+
+        Args:
+            what: the kind of fact, as `ScriptWatch` names it.
+            event: the values of the fact.
+        """
         match what:
             case "model":
                 self.model = event
@@ -61,7 +82,10 @@ class CheckedEvents:
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds of the last step, which is not the first: neither encoding nor waiting, nor what the check itself took."""
+        """Seconds that the last watched step computed: without encoding, waits and the work of the check.
+
+        None if the worker has not finished STEPS steps. The first step does not count: it warms up.
+        """
         if not self.done or len(self.costs) < STEPS:
             return None
         step = self.costs[STEPS - 1]
@@ -79,12 +103,12 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _alike(values: Sequence[Any]) -> bool:
-    """All workers told the same, and something."""
+    """Return whether at least two workers sent a value, the same one, and it is not empty."""
     return len(values) > 1 and bool(values[0]) and all(value == values[0] for value in values)
 
 
 def _first(workers: Workers, name: str) -> list[Any]:
-    """This of the first step of each worker."""
+    """Return the value of this name in the first step of each worker; None for a worker without a step or a value."""
     return [told.steps[0].get(name) if told.steps else None for told in workers]
 
 
@@ -108,7 +132,11 @@ def not_distributed(workers: Workers) -> str:
 
 
 def _beside(workers: Workers, wrapped: bool) -> str:
-    """The class of an optimizer that the script steps itself, one that DistributedOptimizer wraps or not; "": there is none."""
+    """Return the class name of an optimizer that the script steps itself; "" if there is none.
+
+    Args:
+        wrapped: True: look for an optimizer that DistributedOptimizer wraps. False: for any other.
+    """
     steps = [each for told in workers if told.model for each in told.beside]
     return next((str(each["optimizer"]) for each in steps if each["wrapped"] is wrapped), "")
 
@@ -167,7 +195,7 @@ def not_finite(workers: Workers) -> str:
 
 
 def _undisturbed(workers: Workers) -> bool:
-    """No worker ended for another reason than that its script did."""
+    """Return whether each worker's script made an optimizer and ended by itself, without an error or another fault."""
     return all(told.model and not (told.error or told.code or told.broken or told.beside) for told in workers)
 
 
@@ -200,7 +228,11 @@ def same_samples(workers: Workers) -> str:
 
 
 def whole_datasets(workers: Workers) -> str:
-    """Random augmentation makes two reads of one sample differ: then nothing is said."""
+    """Find a DataLoader that shuffles the whole dataset, the same one in all workers.
+
+    Two datasets count as the same if their first samples are equal. Random augmentation makes two reads of a sample
+    differ; then the rule finds nothing.
+    """
     of = [told.shuffled[0] if told.shuffled else {} for told in workers]
     if not _alike(of) or not of[0]["first"] or same_samples(workers):
         return ""
@@ -236,7 +268,11 @@ def without_gradient(workers: Workers) -> str:
 
 
 def counts_itself(workers: Workers) -> str:
-    """A check sees the first steps alone, so it goes by what the script has asked."""
+    """Find a loop that counts steps or epochs without the run.
+
+    The check sees the first steps alone. So the rule goes by the calls of the script: none of them followed the run's
+    step or its end (`session.follows`).
+    """
     if not any(told.done and not {"step", "end"} & {*told.done["follows"]} for told in workers):
         return ""
     return (
@@ -247,6 +283,7 @@ def counts_itself(workers: Workers) -> str:
 
 
 def counts_rates(workers: Workers) -> str:
+    """Find a learning-rate scheduler that the run does not move on."""
     alone = [
         told.done["scheduled"] and not {"step", "schedule"} & {*told.done["follows"]} for told in workers if told.done
     ]
@@ -278,6 +315,7 @@ NOTICES: tuple[Rule, ...] = (
 
 
 def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
+    """Return the sentences of the rules that found something, in the order of the rules."""
     return [sentence for rule in rules if (sentence := rule(workers))]
 
 
@@ -285,7 +323,16 @@ def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
 
 
 def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
-    """Lines of what the first worker gave DistributedOptimizer, and of what a run with these flags sends of it."""
+    """Describe the model and the traffic of a run.
+
+    Args:
+        workers: the facts of all workers.
+        run: the flags of the run, by name.
+
+    Returns:
+        Lines about the first worker's model, its optimizers, tables and buffers, the bytes of a push, and the compute
+        seconds of a step; none if no worker made a DistributedOptimizer.
+    """
     model = next((told.model for told in workers if told.model), None)
     if model is None:
         return []
@@ -317,7 +364,18 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
 
 
 def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]) -> list[str]:
-    """A table of how long a step takes on a link: with the flags `given`, where there are any, and with those of SUGGESTED."""
+    """Predict how long a step takes on a link.
+
+    Args:
+        workers: the facts of all workers.
+        link: the speed and latency of the link.
+        name: the link as the user wrote it.
+        given: the flags of the run that the user gave, by name; may be empty.
+
+    Returns:
+        The lines of a table with a row for `given`, if there are any, and a row for each of `SUGGESTED`. `--compress
+        auto` has no row but a line below, because the SPEC is not known before the run.
+    """
     coded, compute_s = _coded(workers), _compute_s(workers)
     if not coded or compute_s is None:
         return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
@@ -352,18 +410,22 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
 
 
 def specs(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """SPECs that an update is to be encoded with: `dense`, and the SPECs of these flags."""
+    """Return the SPECs with which `ScriptWatch` encodes an update: `dense`, and those of these sets of flags.
+
+    `auto` is left out, since the run chooses its SPEC later.
+    """
     each = [Settings(**flags).validated() for flags in runs]
     named = ["dense", *(spec for settings in each for spec in (settings.compress, settings.compress_down))]
     return [spec for spec in dict.fromkeys(named) if not spec.startswith("auto")]
 
 
 def _coded(workers: Workers) -> dict[str, list[float]]:
-    """By SPEC: bytes and seconds."""
+    """Return [bytes, seconds] of an encoded update, by SPEC, from the first worker that measured them."""
     return next((told.done["encoded"] for told in workers if told.done.get("encoded")), {})
 
 
 def _compute_s(workers: Workers) -> float | None:
+    """Return the compute seconds of a step on the slowest worker; None if no worker has finished."""
     known = [seconds for told in workers if (seconds := told.compute_s) is not None]
     return max(known) if known else None
 

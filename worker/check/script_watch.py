@@ -3,7 +3,7 @@
 ps-worker compares the facts of its workers (worker/check/findings.py).
 
 Rules
-- Each fact is an event "check", sent at once. So of a worker that hangs or fails the earlier facts are known.
+- Each fact is an event "check", sent at once. So the launcher knows the earlier facts of a worker that hangs or fails.
 - After STEPS steps the next step ends the script by a SystemExit: `finally` blocks run, `except Exception` does not
   catch it.
 - Only the worker's process is watched. Processes that are forked from the one that has imported torch, such as a
@@ -34,12 +34,12 @@ from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.child_process import is_child
 from narrows.worker.sync.embedding_tables import EmbeddingTables, coding_of
 
-WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
-STEPS = 2
-BESIDE_MAX = 100  # steps of an optimizer beside the wrapped one, without one of that: the script ends then
-HEAD = 4096  # values of each gradient that are compared
-SAMPLE = 1 << 24  # values of an update that are encoded, of a larger model
-ENCODED = 3  # times
+WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; removed, so the script's processes lack it
+STEPS = 2  # steps that are watched
+BESIDE_MAX = 100  # steps of other optimizers after which the script ends, though the wrapper has made too few
+HEAD = 4096  # the largest number of values of each gradient that are compared
+SAMPLE = 1 << 24  # the largest number of values of an update that are encoded; costs are scaled to the model's size
+ENCODED = 3  # how often an update is encoded; the fastest time counts
 
 Tell = Callable[..., None]
 
@@ -65,8 +65,8 @@ class ScriptWatch:
         self.before: FloatArray | None = None  # the weights before the first step
         self.lost_s = 0.0  # seconds that the check itself took since the last step
         self.loss: float | None = None  # the first loss since the last step that is not finite
-        self.rows: list[tuple[int, Any]] = []  # by table: all rows, and those of the newest step
-        self.follows = set[str]()  # what of the script follows the run (session.follows)
+        self.rows: list[tuple[int, Any]] = []  # by table: the number of rows, and the row indices of the newest step
+        self.follows = set[str]()  # the parts of the script that follow the run (session.follows)
         self.forward = WatchedForward()
         self.replaced = torch.autograd.backward, DataLoader.__iter__
         torch.autograd.backward = self._backward
@@ -88,7 +88,7 @@ class ScriptWatch:
 
     @property
     def here(self) -> bool:
-        """Whether this process is to be looked at: the variable is in the environment of each worker that is forked."""
+        """Whether this process is watched: the environment of each forked worker has the variable."""
         if self.process[0] != os.getpid():
             self.process = os.getpid(), bool(os.environ.pop(WATCH, "")) and not is_child()
         return self.process[1]
@@ -102,11 +102,11 @@ class ScriptWatch:
             return
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
         tables = [module for module in model.modules() if isinstance(module, Embedding)]
-        apart = {id(module.weight) for module in tables}  # whose gradients are of rows alone
+        apart = {id(module.weight) for module in tables}  # table weights: their gradients are of rows alone
         owned = {id(p) for group in inner.param_groups for p in group["params"]}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
         self.absent = {name for name, p in trained.items() if id(p) in owned}
-        self.known = {id(p): p for p in model.parameters()}  # which keeps them: no other has that id
+        self.known = {id(p): p for p in model.parameters()}  # keeps the parameters alive: no other gets their id
         self._say(
             "model",
             trainable=sum(p.numel() for p in trained.values()),
@@ -130,7 +130,7 @@ class ScriptWatch:
         if optimizer is not self.wrapper:
             if not self.within and (
                 self.wrapper is None or engine is not None
-            ):  # else it is tried while the engine is made
+            ):  # else the engine, which is being made, tries the optimizer
                 self._beside(optimizer)
             return None
         began, self.within = time.perf_counter(), True
@@ -143,7 +143,7 @@ class ScriptWatch:
         return ((optimizer, self._seeing(closure)), {}) if closure else None
 
     def _seeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of a step, which has its gradients once it has been called."""
+        """Wrap the closure of a step. The gradients exist once the closure has been called; then report them."""
 
         def seeing() -> Any:
             loss, began = closure(), time.perf_counter()
@@ -154,19 +154,19 @@ class ScriptWatch:
         return seeing
 
     def _backward(self, tensors: Any, *args: Any, **values: Any) -> None:
-        """torch.autograd.backward, which each loss.backward() calls."""
+        """Replace torch.autograd.backward, which each loss.backward() calls: note a loss that is not finite."""
         for loss in () if not self.here else (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
             if self.loss is None and loss.numel() == 1 and not torch.isfinite(loss.detach()).all():
                 self.loss = loss.item()
         self.replaced[0](tensors, *args, **values)
 
     def _iterates(self, loader: DataLoader[Any]) -> Any:
-        """DataLoader.__iter__: whether the whole dataset is shuffled, and what is first in it."""
+        """Replace DataLoader.__iter__: report a dataset that is shuffled whole, with its first sample's fingerprint."""
         if self.here and type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
             began, generator = time.perf_counter(), torch.get_rng_state()
             try:
                 first = fingerprint(tree_leaves(loader.dataset[0]))
-            except Exception:  # the script's own: the loader meets it next
+            except Exception:  # an error of the script's dataset: the loader raises it next
                 first = ""
             torch.set_rng_state(generator)
             self._say("shuffled", samples=len(loader.sampler), first=first)
@@ -179,7 +179,11 @@ class ScriptWatch:
         raise CheckedScript(0)
 
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
-        """Facts of the gradients that are there. Raises Checked where one, or the loss, is not finite."""
+        """Return facts of the present gradients.
+
+        Raises:
+            CheckedScript: a gradient or the loss is not finite.
+        """
         heads, shown = list[torch.Tensor](), self.loss if loss is None else float(loss)
         for name, p in self.model.named_parameters():
             if p.grad is None:
@@ -243,7 +247,7 @@ class ScriptWatch:
         return costs
 
     def _row_bytes(self, tables: EmbeddingTables, spec: str) -> int:
-        """Of the rows of a step under this SPEC."""
+        """Return the bytes of the embedding rows of a step under this SPEC."""
         return sum(
             len(rows.encode(i, count, numbers.astype(np.uint32), np.zeros((len(numbers), tables.specs[i].dim), np.float32),
                             coding_of(spec)))
@@ -257,8 +261,8 @@ class WatchedForward:
     def __init__(self) -> None:
         self.depth = 0
         self.inputs = list[str]()
-        self.random = ""  # the states of the generators before the first of them
-        self.drew = False  # they were others after it
+        self.random = ""  # fingerprint of the generators' states before the first forward pass
+        self.drew = False  # a forward pass drew random numbers
         self.hooks = list[Any]()
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -267,7 +271,7 @@ class WatchedForward:
             self.hooks.append(module.register_forward_hook(self._leaves, always_call=True))
 
     def close(self) -> dict[str, Any]:
-        """End it, and return what was seen. A later step is not looked at: it is timed."""
+        """Remove the hooks, and return the facts of the passes so far. Later steps are timed, so not watched."""
         if not self.inputs:
             return {}
         for hook in self.hooks:

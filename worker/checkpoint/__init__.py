@@ -1,1 +1,1 @@
-"""States of optimizers, and the files of a worker."""
+"""Optimizer states and the checkpoint files that a worker writes and reads."""

@@ -1,14 +1,15 @@
-"""Checkpoints of a gossip worker: files of its own model, which no server has, and with which --resume begins.
+"""Checkpoints of a gossip worker: files of its own model, which no server has. --resume begins with them.
 
 How it works
-1. A worker writes its model after each round whose number is a multiple of `every`. `every` is a power of two: about as
-   many rounds as take the time of --checkpoint-every. So workers write the same rounds, and a slower or faster worker
-   writes every second, fourth, ... of another's.
-2. It keeps the newest files, and the newest of a multiple of `SPARSE * every`, which slower workers have too.
-3. A worker that joins tells the coordinator which models are in its folder. In a run that is resumed, the coordinator
-   takes the newest round that a majority has reached (ps/coordinator/checkpoint_schedule.py). Of each of these workers
-   the shards average the oldest model that is of this round or a newer one.
-4. A run that begins at round 0 is a new one: files of an earlier run are renamed.
+1. A worker writes its model after each round whose number is a multiple of `every`. `every` is a power of two: the
+   number of rounds that take about the time of --checkpoint-every. So the rounds that a slower or faster worker writes
+   are every second, fourth, ... round of another worker.
+2. A worker keeps its KEPT newest files, and the newest file of a multiple of `SPARSE * every`, a round that slower
+   workers have written too.
+3. A worker that joins sends the coordinator the list of the models in its folder. When a run is resumed, the
+   coordinator takes the newest round that a majority has reached (ps/coordinator/checkpoint_schedule.py). From each of
+   these workers the shards take the oldest model of this round or a newer one, and average them.
+4. A run that begins at round 0 is a new run: files of an earlier run are renamed.
 
 A thread writes the files. A worker that is stopped or ends waits for the thread.
 """
@@ -35,9 +36,9 @@ from narrows.worker.checkpoint.optimizer_state import write_whole
 from narrows.worker.model.flat import FloatArray
 from narrows.worker.runtime.launcher_pipe import say
 
-KEPT = 3  # newest files that are kept
-SPARSE = 4  # and the newest of a multiple of this times `every`
-END_S = 8.0  # limit for writing the last file
+KEPT = 3  # the number of newest files that are kept
+SPARSE = 4  # the newest file of a multiple of this times `every` rounds is kept too
+END_S = 8.0  # how long `end` waits for the last file
 
 
 class GossipCheckpoints:
@@ -53,11 +54,11 @@ class GossipCheckpoints:
     def __init__(self, settings: Settings, folder: str, rank: int, plan: bytes) -> None:
         self.settings, self.folder, self.rank, self.plan = settings, Path(folder), rank, plan
         self.keeps = folder not in ("", "none")
-        self.made_unix = time.time()
-        self.began_s, self.begun = time.monotonic(), 0  # time and number of the first round here
-        self.took_s = 0.0  # seconds for writing the newest file
-        self.thread: threading.Thread | None = None
-        self.failed = False  # the newest file was not written, and the user was told
+        self.made_unix = time.time()  # compared with the times of files: older ones are of an earlier run
+        self.began_s, self.begun = time.monotonic(), 0  # time and number of this worker's first round
+        self.took_s = 0.0  # seconds that the newest file took to write
+        self.thread: threading.Thread | None = None  # writes a file
+        self.failed = False  # the newest file was not written, and the user has been warned
 
     @staticmethod
     def of(settings: Settings, rank: int, plan: bytes) -> GossipCheckpoints:
@@ -66,7 +67,10 @@ class GossipCheckpoints:
     # Files.
 
     def models(self) -> tuple[tuple[int, int], ...]:
-        """Return rank and round of each model in the folder, of all ranks: a worker may have had another rank."""
+        """Return (rank, round) of the readable models in the folder, at most MODELS_MAX of the newest.
+
+        Models of all ranks count, because a worker may have had another rank before.
+        """
         whole = [(rank, number) for number, rank in self._files() if self.read(rank, number) is not None]
         return tuple(whole[-MODELS_MAX:])
 
@@ -105,7 +109,7 @@ class GossipCheckpoints:
 
     @property
     def every(self) -> int:
-        """From one file to the next, in rounds; 0: none is written."""
+        """The rounds from one file to the next; 0: no file is written."""
         if (clocks := self.settings.checkpoint_clocks) > 0:
             return clocks
         return self._power
@@ -113,7 +117,11 @@ class GossipCheckpoints:
     _power = 1
 
     def _fit(self, number: int) -> None:
-        """As many rounds as take the time from one checkpoint to the next."""
+        """Set `_power` to the number of rounds, a power of two, that take the time from one checkpoint to the next.
+
+        Args:
+            number: the number of the present round; the mean duration of a round so far counts.
+        """
         told = self.settings.checkpoint_every
         every_s = told if told >= 0 else max(CHECKPOINT_LEAST_NS / NS, CHECKPOINT_COST_TIMES * self.took_s)
         if every_s <= 0:
@@ -123,7 +131,7 @@ class GossipCheckpoints:
         self._power = max(1, 1 << max(0, math.ceil(math.log2(every_s / round_s))))
 
     def due(self, number: int) -> bool:
-        """Whether the model of this round is to be written. A disk that is slower than that leaves some out."""
+        """Return whether to write the model of this round. While an earlier file is being written, no round is due."""
         if not self.keeps or number <= self.begun:
             return False
         self._fit(number)
@@ -131,7 +139,12 @@ class GossipCheckpoints:
         return self.every > 0 and number % self.every == 0 and not busy
 
     def write(self, number: int, model: FloatArray) -> None:
-        """Begin to write the model of a round; `model` is this method's from now on."""
+        """Begin to write the model of a round.
+
+        Args:
+            number: the number of the round.
+            model: float32[size]. This object owns it from now on: the caller must not change it.
+        """
         if self.keeps:
             self.end()
             thread = threading.Thread(target=self._write, args=(number, model), daemon=True)
@@ -152,6 +165,7 @@ class GossipCheckpoints:
         self.took_s = time.monotonic() - began
 
     def _tidy(self) -> None:
+        """Delete this rank's files but the KEPT newest and the newest sparse one."""
         mine = sorted(
             (int(match[2]), path)
             for path in self.folder.iterdir()
@@ -163,6 +177,6 @@ class GossipCheckpoints:
                 each[1].unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Wait for what is being written."""
+        """Wait until the file that is being written is on disk, at most END_S."""
         if self.thread is not None:
             self.thread.join(END_S)

@@ -72,6 +72,17 @@ def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
 
 
 def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[int, dict[str, State]] | None:
+    """Return the clock and the states by tensor from the shards' files of one clock; None without optimizer state.
+
+    Args:
+        folder: the folder of the checkpoints.
+        clock: the clock of the files.
+        opened: opens a safetensors file.
+
+    Raises:
+        FileNotFoundError: a shard's file is absent.
+    """
+
     def file_of(shard: int) -> Any:
         return opened(folder / shard_file(shard, clock))
 

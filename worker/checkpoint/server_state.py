@@ -67,26 +67,28 @@ ON_SERVERS = ServerMoments()
 
 
 class ShardsAsked(Protocol):
-    """The part of a worker's `ShardExchanges` through which the state is asked for."""
+    """The part of a worker's `ShardExchanges` through which `ServerOptimizerState` sends its requests."""
 
-    ours: range
-    exchanges: list[Exchange[Array]]
-    worker: int
-    place: int
+    ours: range  # the shards that this process exchanges with
+    exchanges: list[Exchange[Array]]  # one for each of `ours`
+    worker: int  # the worker's number in the run
+    place: int  # the worker's epoch: changes when it rejoins or keys move; older answers do not count then
 
-    def say(self, shard: int, messages: Sequence[m.Message]) -> None: ...
+    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        """Send messages to one shard."""
 
 
 class ServerOptimizerState:
-    """Pulls the state for one worker, with all processes of its group."""
+    """Pulls the state for one worker, together with all processes of its group."""
 
     def __init__(self, engine: StatefulWorker, shards: ShardsAsked) -> None:
-        self.engine, self.shards, self.requests = engine, shards, 0
-        self.asked: dict[tuple[int, int], Ask] = {}  # without an answer, by shard and request
-        self.answers: dict[Ask, bytes] = {}
-        self.clocks: set[int] = set()  # that the answers are of
+        self.engine, self.shards, self.requests = engine, shards, 0  # requests: the number of the newest one
+        self.asked: dict[tuple[int, int], Ask] = {}  # requests without an answer, by shard and number
+        self.answers: dict[Ask, bytes] = {}  # answers that `_all` has not taken yet
+        self.clocks: set[int] = set()  # the clocks of the answers so far
 
     def arrived(self, event: MomentsArrived) -> None:
+        """Take an answer of a shard. An answer to an earlier or unknown request is dropped."""
         ask = self.asked.pop((event.shard, event.request), None)
         if ask is not None:
             self.answers[ask] = event.payload
@@ -127,7 +129,7 @@ class ServerOptimizerState:
     def _once(self) -> dict[int, State] | None:
         """Pull the state once. Returns None if this worker has another place in the run by now."""
         shards = self.shards
-        if not self.engine.mode.barrier:  # where there is one, the state that this clock needs has come
+        if not self.engine.mode.barrier:  # with a barrier the state of this clock has arrived already
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
             self.engine.wait(folded, WAIT_LIMIT_S, "own updates")
         ranges = [
@@ -191,7 +193,18 @@ class ServerOptimizerState:
 
 
 def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
-    """Return the rows [tensor, name, value] of a `MomentsAnswer` message. Raises RemoteProtocolError for malformed rows."""
+    """Unpack the rows of a `MomentsAnswer` message.
+
+    Args:
+        payload: the packed rows.
+        tensors: the number of tensors of the model.
+
+    Returns:
+        Rows [tensor, name, value]; a value of None stands for an array, which the caller asks for by name.
+
+    Raises:
+        RemoteProtocolError: the rows are malformed.
+    """
     rows: Any = unpack(payload)
 
     def sound(tensor: Any, name: Any, value: Any) -> bool:

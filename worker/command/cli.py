@@ -1,4 +1,4 @@
-"""ps-worker: its flags. The work is done in launcher.py."""
+"""The command line of ps-worker. `Launcher` starts the workers, `ScriptCheck` is --check."""
 
 from __future__ import annotations
 

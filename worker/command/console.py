@@ -12,25 +12,25 @@ from typing import Any
 
 from narrows.protocols.runtime.cli.output import STDERR, stdout
 
-PLAIN_S = 2.0
-LIVE_S = 0.25
-AGAIN_S = 60.0  # the same text within this is another worker's
+PLAIN_S = 2.0  # from one plain line of progress to the next
+LIVE_S = 0.25  # from one update of the live line to the next
+AGAIN_S = 60.0  # the same text within this time comes from another worker, and is not shown again
 
 
 class Console:
-    """stdout for what the workers print, stderr for all else. Close it, so that the terminal is as it was."""
+    """Prints lines of the workers to stdout, and all other lines to stderr. `close` restores the terminal."""
 
     def __init__(self) -> None:
-        self.live: Any = None
+        self.live: Any = None  # rich's live line; None: stderr is no terminal
         self.stdout = stdout(self.say)
-        self.due = 0.0
-        self.told: dict[str, float] = {}  # when a text was
-        self.quiet = False  # a worker is in a debugger, which has the terminal
+        self.due = 0.0  # the time before which no progress is shown, monotonic seconds
+        self.told: dict[str, float] = {}  # the time of the newest `doing` of each text
+        self.quiet = False  # a worker is in a debugger, which uses the terminal
         if _is_terminal(sys.stderr):
             from rich.console import Console as Terminal
             from rich.live import Live
 
-            # A stdout that is no terminal must get its lines as they are, not by way of this one.
+            # A stdout that is a file or pipe gets its lines unchanged, not through rich.
             self.live = Live(
                 console=Terminal(stderr=True),
                 transient=True,
@@ -49,8 +49,12 @@ class Console:
         self.err(f"ps-worker: {sentence}")
 
     def doing(self, text: str, quiet: bool = False) -> None:
-        """Show what is being done (...) that the run has to wait for, or what was; of several workers that say the same, once.
-        `quiet`: show nothing of the run's progress from now on."""
+        """Show a step of the start or the end of a run. A text that several workers send is shown once.
+
+        Args:
+            text: the step. A text that ends with "..." is under way; on a terminal the live line shows it.
+            quiet: show no progress of the run from now on.
+        """
         now = time.monotonic()
         before, self.told[text] = self.told.get(text, -AGAIN_S), now
         if quiet:

@@ -2,6 +2,21 @@
 
 It owns the child processes. docs/reference.md lists the exit codes.
 
+How it works
+
+    ps-worker (Launcher) ── ChildProcesses ──> fork server ──> worker 0 .. N-1   stdout, stderr, events
+                                         └───> embedded ps-serve                 events; its shards are its children
+
+1. `_prepare` starts a fork server that imports what the children need, and embeds a ps-serve if there is no --server.
+   It returns once both are ready.
+2. `_spawn` starts the processes of each group. Without --group each worker is a group of one process.
+3. `_watch` takes the events of all children until each worker has ended. Lines go to the console, figures to the
+   record.
+4. If a worker fails, `_exited` sends the coordinator a message about its death, and kills the rest of its group. The
+   group is started again while it has restarts left.
+5. A signal is passed on to the workers; after CHILD_END_S, or a second signal, they are killed.
+6. `_end` closes the stdin of the embedded server, which then writes a checkpoint, and waits for its end.
+
 Rules
 - No child outlives ps-worker, however ps-worker ends: the embedded server ends with its stdin, a worker with the pipe
   of NARROWS_PARENT_FD.
@@ -40,12 +55,13 @@ from narrows.worker.command.console import Console
 from narrows.worker.command.options import WorkerOptions
 from narrows.worker.command.record import WorkerRecord
 
-SERVER_START_S = 150.0
-CHILD_END_S = 15.0  # after Ctrl-C
-SERVER_END_S = 60.0
-TELL_S = 5.0
+SERVER_START_S = 150.0  # how long the embedded server and the fork server may take to start
+CHILD_END_S = 15.0  # how long children may take to end after a signal
+SERVER_END_S = 60.0  # how long the embedded server may take to end without one
+TELL_S = 5.0  # how long the messages about dead workers may take
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-# A server needs the first alone, unless it steps the script's optimizer: then it starts while torch is imported.
+# The imports of the fork server, in order, each with a line for the console. A server needs the first row alone, unless
+# it steps the script's optimizer: then it starts while torch is imported.
 NEEDS = (
     [("loading kernels ...", "narrows.compression:warm_up")],
     [("importing torch ...", "torch"), ("", "narrows.worker.session:warm_up"), ("", "narrows.worker.optimizer")],
@@ -57,7 +73,10 @@ FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
 
 
 def _cores(sharing: int) -> int:
-    """That this ps-worker may use, of so many on this machine. A manager that binds each to its cores has cut them already."""
+    """Return the number of cores for this ps-worker, if `sharing` ps-workers share the machine.
+
+    If the manager binds each ps-worker to cores, the bound cores count as they are.
+    """
     whole = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
     return min(bound, whole // sharing)
@@ -67,10 +86,10 @@ def _cores(sharing: int) -> int:
 class LaunchedGroup:
     """The processes of one worker of the run. They start and end together."""
 
-    members: range
+    members: range  # the numbers of the processes
     lives: int  # restarts that are left; -1: the worker has ended for good
-    token: str = ""
-    port: int = 0  # where the processes meet
+    token: str = ""  # names this start of the worker to the coordinator
+    port: int = 0  # the port of torch.distributed's rendezvous, with --group
 
 
 class Launcher:
@@ -89,31 +108,31 @@ class Launcher:
             else [LaunchedGroup(range(i, i + 1), lives) for i in range(count)]
         )
         self.codes: dict[int, int] = {}  # exit codes of children that have ended
-        self.felled: set[int] = set()  # children that were ended because another of their group had
-        self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
-        self.joined: set[int] = set()  # workers
-        self.needs = [] if options.fresh else [*NEEDS]  # that are not imported yet
+        self.felled: set[int] = set()  # children that were killed because another process of their group had failed
+        self.errors: dict[int, tuple[int, str]] = {}  # exit code and sentence of each NarrowsError of a child
+        self.joined: set[int] = set()  # workers that have joined the run
+        self.needs = [] if options.fresh else [*NEEDS]  # rows of NEEDS that the fork server has not imported yet
         self.broken = False  # the run cannot go on
-        self.telling: list[threading.Thread] = []
-        self.signals: list[int] = []
+        self.telling: list[threading.Thread] = []  # threads of `_tell_left`
+        self.signals: list[int] = []  # signals that arrived, oldest first
         self.console = Console()
-        self.scratch: ScratchFolder | None = None  # a folder of all workers
+        self.scratch: ScratchFolder | None = None  # a folder that all workers of this ps-worker share
         self.recording = WorkerRecord(options.record, self.console.say)
 
     def run(self) -> int:
         signals.hear(self.signals, os.environ.pop("NARROWS_EMBEDDED", "") == "1")
-        # Slurm sends it as a warning; scripts inherit that, and may handle it.
+        # Slurm sends SIGUSR1 as a warning. Scripts inherit that it is ignored, and may handle it.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if self.options.place.manager:
             self.console.say(str(self.options.place))
-        parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
+        parent_fd, our_fd = os.pipe()  # it closes when ps-worker ends, however that happens, and ends the workers
         try:
             code = self._prepare()
             if not code and not self.signals:
                 self.console.doing(f"starting {self._workers} ...")
                 self.parent_fd = parent_fd
                 if self.options.nproc > 1 and not self.options.place.local_rank:
-                    with suppress(UsageError):  # no disk: then the first worker tells the others nothing
+                    with suppress(UsageError):  # no disk: the workers then do without a common folder
                         self.scratch = ScratchFolder()
                 for group in self.groups:
                     self._spawn(group)
@@ -128,13 +147,19 @@ class Launcher:
             return 128 + self.signals[0]
         return (
             code or self.errors.get(SERVER, (0, ""))[0]
-        )  # an embedded server writes the model once workers have ended
+        )  # an embedded server writes the model after the workers have ended, and may fail then
 
     # Starting.
 
     def _prepare(self) -> int:
-        """Have a server, and what workers need; returns the exit code of a server that has ended, with its message on the
-        console."""
+        """Start the server and the fork server, and wait until both are ready.
+
+        Returns:
+            0, or the exit code of a server that has ended; the console has its error.
+
+        Raises:
+            UnreachableError: one of them did not start within SERVER_START_S.
+        """
         if self.needs:
             self.children.prepare(self._environment(), self.needs[0])
         else:
@@ -150,7 +175,7 @@ class Launcher:
         return 0
 
     def _go_on(self) -> None:
-        """Embed a server as soon as that is possible, and import what is next."""
+        """Embed a server as soon as its imports are done, and have the fork server import the next row."""
         if not self.server and len(self.needs) <= (not self.options.server_steps) and self.embedded is None:
             self._embed()
         if self.needs:
@@ -163,7 +188,7 @@ class Launcher:
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
         words += [f"--run-id={self.options.run_id}", f"--steps={self.options.steps}"]
         words += ["--fresh-run"] * self.options.fresh_run
-        # Said also where they are not given: a variable is ours, and not the embedded server's.
+        # An empty value is given too: else ps-serve would read the variable of the environment, meant for ps-worker.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
         env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
         self.embedded = self.children.start(
@@ -177,12 +202,13 @@ class Launcher:
         return f"{self.options.nproc} worker{'s' if self.options.nproc > 1 else ''}"
 
     def _environment(self) -> dict[str, str]:
-        """All workers share this."""
+        """Return the part of the environment that all workers share. Variables of the user win."""
         threads = _cores(self.options.place.local_size) // self.options.nproc
         own = dict.fromkeys(THREADS, str(max(1, threads))) | script_variables.debugger()
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:
+        """Return the whole environment of one process."""
         options, there = self.options, script_variables.gpus(os.environ)
         own = {
             "NARROWS_SERVER": self.server,
@@ -200,7 +226,7 @@ class Launcher:
         return env | own | (self._in_group(index) if options.group else options.in_run(index))
 
     def _in_group(self, index: int) -> dict[str, str]:
-        """As torchrun numbers the process group that the copies make."""
+        """Return the variables of torch.distributed for one process of the group, as torchrun sets them."""
         count, port = str(self.options.nproc), str(self._group(index).port)
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NARROWS_GROUP": "1"}
         return meeting | dict.fromkeys(("RANK", "LOCAL_RANK"), str(index)) | dict.fromkeys(WORLD, count)
@@ -283,18 +309,19 @@ class Launcher:
         self.recording.take(index, event)
 
     def _failed(self, index: int, code: int, text: str) -> None:
-        """A session ended with an error of ours; what all workers tell is said once."""
+        """Note that a NarrowsError ended a child's session. A sentence that several workers send is printed once."""
         if (code, text) not in self.errors.values():
             self.console.say(text)
         self.errors[index] = (code, text)
 
     def _exited(self, index: int, code: int) -> None:
+        """Take the exit of a child: report it, end its group, and start the group again if it has restarts left."""
         if index in self.codes:
-            return  # it was killed, and waited for
+            return  # `_summary` has killed the worker, and has its code
         self.codes[index] = code
         if index == SERVER:
             if code == NotSavedError.exit_code:
-                self.errors[SERVER] = (code, "")  # it has said what is missing
+                self.errors[SERVER] = (code, "")  # the server has printed what is missing
             elif code and self.server and not self.signals:
                 text = f"the embedded server ended with exit code {code}; what it said is above"
                 self._failed(SERVER, ServerLostError.exit_code, text)
@@ -304,10 +331,10 @@ class Launcher:
         if not code:
             return
         group = self._group(index)
-        if index not in self.felled:  # else it was ended because another one of its group had
+        if index not in self.felled:  # else another process of its group has failed, and was handled
             self.telling.append(threading.Thread(target=self._tell_left, args=(index, group.token), daemon=True))
             self.telling[-1].start()
-            fatal = self.errors.get(index, (1, ""))[0] != 1  # it would end so again
+            fatal = self.errors.get(index, (1, ""))[0] != 1  # a restarted worker would fail in the same way
             group.lives -= 1 if group.lives and not fatal and not self.signals else group.lives + 1
             self._say_ended(index, code, group)
             for other in set(group.members) - self.codes.keys():
@@ -325,7 +352,7 @@ class Launcher:
             what = "its group is" if self.options.group else "it is"
             sentence += f"; {what} started again ({self.options.restarts - group.lives} of {self.options.restarts})"
         elif index in self.errors:
-            return  # it has said why
+            return  # the worker's error has been printed
         elif self.options.group:
             sentence += "; its group ends"
         elif self._running:
@@ -368,7 +395,7 @@ class Launcher:
         for thread in self.telling if self.embedded is None else ():
             thread.join(TELL_S)
         if self.embedded is not None:
-            self.embedded.close_stdin()  # it writes a checkpoint and ends, if it has not already
+            self.embedded.close_stdin()  # the server writes a checkpoint and ends, if it has not already
             deadline = time.monotonic() + (CHILD_END_S if self.signals else SERVER_END_S)
             while SERVER not in self.codes and time.monotonic() < deadline and len(self.signals) < 2:
                 self._take(0.1)

@@ -1,12 +1,13 @@
-"""Who has started this ps-worker among others, and what it says: the first row of MANAGERS that is there wins.
+"""Recognizes the manager that started this ps-worker, by its environment variables, and reads this process's place.
 
-Each manager counts ps-workers. The names are from its documentation:
+A manager starts one ps-worker for each of its tasks, and numbers the tasks. The first row of MANAGERS whose variable is
+set counts. The names of the variables are from the manager's documentation:
 - torchrun: docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
 - Open MPI: docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
-- Slurm: the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID too, and is no task of a step:
-  SLURM_STEP_ID tells them apart. SLURM_STEP_NUM_TASKS counts a heterogeneous step whole, SLURM_NTASKS does not.
-  SLURM_STEP_TASKS_PER_NODE is a list of all its nodes, as in "4(x2),3".
-- Kubernetes: kubernetes.io/docs/tasks/job/indexed-parallel-processing-static; nothing says how many pods the job has.
+- Slurm: the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID too, but is no task of
+  a step: only a task has SLURM_STEP_ID. SLURM_STEP_NUM_TASKS counts all tasks of a heterogeneous step, SLURM_NTASKS
+  does not. SLURM_STEP_TASKS_PER_NODE is a list of all nodes of the step, as in "4(x2),3".
+- Kubernetes: kubernetes.io/docs/tasks/job/indexed-parallel-processing-static; no variable has the number of pods.
 - SkyPilot: docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
 - dstack: dstack.ai/docs/concepts/tasks, "System environment variables"
 """
@@ -19,23 +20,24 @@ from dataclasses import dataclass
 
 from narrows.protocols.errors import UsageError
 
-PORT = 5555  # of ps-serve, where nothing else is said
+PORT = 5555  # the default port of ps-serve
 
 
 @dataclass(frozen=True)
 class Manager:
-    """The variables of one; "" is one that it has not."""
+    """The environment variables of one manager. A variable that the manager does not have is ""."""
 
-    name: str
-    there: str  # set where it has started us
-    rank: str
-    local_rank: str = ""  # without: one ps-worker a machine
-    world_size: str = ""
+    name: str  # the manager's name, for messages
+    there: str  # a variable that is set in each task of the manager
+    rank: str  # the task's number in the job
+    local_rank: str = ""  # the task's number on its machine; "": one task a machine
+    world_size: str = ""  # the number of tasks
     hosts: str = ""  # addresses of the machines, one a line, that of rank 0 first
-    local_size: str = ""  # ps-workers on this machine
+    local_size: str = ""  # the number of tasks on this machine
 
 
-# One that starts tasks inside those of another comes before it: mpirun passes on what Slurm has told its own daemons.
+# A manager that starts its tasks inside those of another stands before it: under Slurm, mpirun passes Slurm's variables
+# of its own daemons on to its tasks.
 MANAGERS = (
     Manager("torchrun", "RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", local_size="LOCAL_WORLD_SIZE"),
     Manager(
@@ -70,14 +72,14 @@ MANAGERS = (
 
 @dataclass(frozen=True)
 class ManagerPlace:
-    """Which of its ps-workers a manager says that this one is; None, "": it does not say."""
+    """The place of this ps-worker in its manager's job. None or "": the manager does not say."""
 
-    manager: str = ""
-    rank: int | None = None
-    local_rank: int = 0
-    world_size: int | None = None
-    server: str = ""  # where ps-serve is, if it is on the machine of rank 0
-    local_size: int = 1  # ps-workers that share this machine, at most
+    manager: str = ""  # the manager's name; "": no manager
+    rank: int | None = None  # the number of this ps-worker in the job
+    local_rank: int = 0  # its number on its machine
+    world_size: int | None = None  # the number of ps-workers in the job
+    server: str = ""  # the address of ps-serve, if the manager lists its machines: port 5555 on that of rank 0
+    local_size: int = 1  # the largest number of ps-workers on a machine of the job
 
     def __str__(self) -> str:
         told = {"rank": self.rank, "local rank": self.local_rank, "world size": self.world_size, "server": self.server}
@@ -87,14 +89,21 @@ class ManagerPlace:
 
 
 def place(env: Mapping[str, str]) -> ManagerPlace:
-    """Return the place that the manager gives this process. Raises UsageError where a number is none."""
+    """Return the place that the manager gives this process.
+
+    Args:
+        env: the environment.
+
+    Raises:
+        UsageError: a variable that counts tasks is no number.
+    """
     for manager in MANAGERS:
         if env.get(manager.there):
             break
     else:
         return ManagerPlace()
     world_size, hosts = _number(env, manager.world_size), env.get(manager.hosts, "").split()
-    # With one machine the server is an embedded one.
+    # On a single machine ps-worker embeds the server.
     server = f"tcp://{hosts[0]}:{PORT}" if hosts and (world_size or len(hosts)) > 1 else ""
     local_rank = _number(env, manager.local_rank) or 0
     counts = re.findall(r"(?:^|,)(\d+)", env.get(manager.local_size, ""))

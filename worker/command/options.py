@@ -1,4 +1,4 @@
-"""The flags of ps-worker, checked before anything is started."""
+"""Checks the flags of ps-worker before a process starts, and makes `WorkerOptions` of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,25 @@ from narrows.worker.command.managers import ManagerPlace, place
 if TYPE_CHECKING:
     from narrows.protocols.config.deployment import Deployment
 
-SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
+SAMPLES = "NARROWS_SAMPLES"  # variable of a process of a plan: its samples of a step
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given. `place`:
-    which ps-worker of a manager's job this is."""
+    """The checked flags of one ps-worker.
+
+    Attributes:
+        server: the address of the server; "": ps-worker embeds one.
+        nproc: the copies of the script.
+        group: the copies are one worker together.
+        connect_timeout, server_timeout: seconds.
+        words: the command that follows `python`: the script, or -m and a module, and its arguments.
+        run: the flags of the run that the user gave, by name.
+        place: the place of this ps-worker in a manager's job.
+        parts: with --plan, the variables of each copy beside the common ones; else empty.
+
+    The other attributes are the flags of the same name in docs/reference.md.
+    """
 
     server: str
     nproc: int
@@ -49,16 +61,16 @@ class WorkerOptions:
     words: list[str]
     run: dict[str, Any]
     place: ManagerPlace
-    parts: list[dict[str, str]]  # with --plan: what each copy is told beside
+    parts: list[dict[str, str]]
 
     @property
     def workers(self) -> int:
-        """How many the copies of the script are."""
+        """The number of workers: a group is one worker, else each copy is one."""
         return 1 if self.group else self.nproc
 
     @property
     def paths(self) -> dict[str, str]:
-        """Variables that name files, of every copy."""
+        """The variables that name files, by name; each copy has them. A path is absolute, or "" without the flag."""
         told = {"NARROWS_KEY": self.key, FOLDER: self.checkpoint_dir}
         return {name: os.path.abspath(path) if path else "" for name, path in told.items()}
 
@@ -68,7 +80,14 @@ class WorkerOptions:
         return Settings(**self.run).validated().mode().rule is FoldRule.OPTIMIZER
 
     def in_run(self, index: int) -> dict[str, str]:
-        """A manager numbers its tasks, of which each is one ps-worker. The session sets what only the server knows."""
+        """Return the rank variables of one copy.
+
+        A manager numbers its tasks, and each task is one ps-worker with `nproc` copies. NARROWS_SETS names the
+        variables that the manager does not know: the session sets them once the server has given the rank.
+
+        Args:
+            index: the number of the copy in this ps-worker.
+        """
         place, count = self.place, self.nproc
         local = str(place.local_rank * count + index)
         if not self.rank_variables:
@@ -87,14 +106,29 @@ class WorkerOptions:
         }
 
     def words_of(self, index: int) -> list[str]:
-        """Return the words of this copy: {samples} in them is its part of a step, where the plan has one."""
+        """Return the command of one copy. In it `{samples}` becomes the copy's samples of a step, if the plan has them.
+
+        Args:
+            index: the number of the copy in this ps-worker.
+        """
         samples = self.parts[index].get(SAMPLES) if self.parts else None
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
 def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Deployment]:
-    """Variables of each process that this host has in the plan, the file of its key, and the plan. `folder`: has one for each
-    server, as that of ps-serve --plan has. Raises UsageError."""
+    """Read the plan for this host.
+
+    Args:
+        plan: the path of plan.json.
+        host: the name of this host in the plan; "": found by the host's name.
+        folder: the folder of checkpoints; each server has a folder in it, as under ps-serve --plan. "": none.
+
+    Returns:
+        The variables of each process of this host, the name of the host's key file, and the plan.
+
+    Raises:
+        UsageError: the plan is wrong, or has no process for this host.
+    """
     from narrows.protocols.runtime.cli import plan_file
 
     layout = plan_file.read(plan)
@@ -119,7 +153,19 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
 def checked(
     command: tuple[str, ...], module: bool, server: str | None, plan: str = "", host: str = "", **flags: Any
 ) -> WorkerOptions:
-    """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
+    """Check the command line of ps-worker.
+
+    Args:
+        command: the script or module, and its arguments.
+        module: True: `command` begins with the name of a module, as with python -m.
+        server: the address of the server; "": embed one, None: take the address that the manager gives.
+        plan: the path of plan.json; "": no plan.
+        host: the name of this host in the plan.
+        flags: the other flags, by name.
+
+    Raises:
+        UsageError: a flag is wrong; the sentence names it.
+    """
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
     parts, key, layout = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", None)
@@ -166,7 +212,7 @@ def checked(
     if options.key:
         if not options.server:
             raise UsageError("--key: the embedded server is on this machine alone and has none; give --server too")
-        from narrows.protocols.runtime.network.key_files import member_key  # and ZeroMQ, which most commands do without
+        from narrows.protocols.runtime.network.key_files import member_key  # imports ZeroMQ, which few commands need
 
         member_key(options.key, "--key")
     if options.server:
@@ -179,7 +225,8 @@ def checked(
             name = f"--{name.replace('_', '-')}"
             raise UsageError(f"{name} is for the embedded server: give it to the ps-serve at {options.server}")
         return options
-    defaults = {"workers": options.workers} | ({"shards": options.nproc} if options.group else {})  # a stream each
+    # A group has a shard, and so a stream, for each of its processes.
+    defaults = {"workers": options.workers} | ({"shards": options.nproc} if options.group else {})
     settings = Settings(**defaults | run).validated()
     if settings.workers > options.workers:
         ours = "one worker" if options.group else f"-n {options.nproc}"

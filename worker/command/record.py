@@ -1,4 +1,4 @@
-"""The events that the workers of one ps-worker told it: the lines of --record, and the figures for the console."""
+"""The record of one ps-worker: makes lines of --record and figures for the console of its workers' events."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ from typing import Any
 from narrows.protocols.runtime.cli.output import as_json, open_record
 from narrows.worker.runtime.launcher_pipe import FIGURES
 
-OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() was given
+OURS = {*FIGURES, "total_steps"}  # names of Narrows in a step's line; the script gave the others to record()
 
-RANKS_MAX = 8  # that the last line names
+RANKS_MAX = 8  # the most ranks that the last line names
 
 
 class WorkerRecord:
-    """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
+    """Writes each event of the workers as one JSON object a line, and sums them up for the console."""
 
     def __init__(self, path: str, say: Callable[[str], None]) -> None:
+        """Open the record.
+
+        Args:
+            path: the file; "": no file, only the figures are kept.
+            say: prints one line on the console.
+        """
         self.file = open_record(path, say) if path else None
         self.began = time.monotonic()
-        self.settings: dict[str, Any] = {}
-        self.parameters = 0
-        self.steps = 0
-        self.updates = 0  # pushed by all workers
-        self.clocks: dict[int, int] = {}
+        self.settings: dict[str, Any] = {}  # the settings of the run; empty: no worker has joined yet
+        self.parameters = 0  # the values of the model
+        self.steps = 0  # steps of all workers
+        self.updates = 0  # updates that all workers have pushed
+        self.clocks: dict[int, int] = {}  # by local rank, here and below
         self.gone: set[int] = set()  # workers that have ended
-        self.last: dict[int, dict[str, float]] = {}
-        self.up: dict[int, int] = {}
-        self.down: dict[int, int] = {}
-        self.before: dict[int, tuple[int, int]] = {}  # bytes of the lives before this one
-        self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
+        self.last: dict[int, dict[str, float]] = {}  # the newest value of each name that the script recorded
+        self.up: dict[int, int] = {}  # bytes sent, including those of earlier starts of the worker
+        self.down: dict[int, int] = {}  # bytes received, likewise
+        self.before: dict[int, tuple[int, int]] = {}  # bytes up and down of a worker's earlier starts
+        self.privacy = (0.0, 0.0)  # the largest epsilon of a worker, and its delta
         self.edges = [0, 0]  # bytes up and down before the first step and after the last one
-        self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
-        self.skipped: Counter[int] = Counter()  # steps whose gradient was not finite, by rank
+        self.dropped: Counter[str] = Counter()  # messages dropped because a queue was full, by name
+        self.skipped: Counter[int] = Counter()  # steps skipped because the gradient was not finite, by rank of the run
 
     def close(self) -> None:
         if self.file is not None:
@@ -47,11 +53,12 @@ class WorkerRecord:
         return time.monotonic() - self.began
 
     def note(self, event: str, /, **values: Any) -> None:
+        """Write one line: the event, the seconds since the start, and these values."""
         if self.file is not None:
             self.file.line(as_json({"event": event, "seconds": round(self.seconds, 6), **values}))
 
     def take(self, local_rank: int, event: dict[str, Any]) -> None:
-        """One event of a worker's session."""
+        """Take one event of a worker's session; its fields are those of docs/reference.md."""
         kind = event.pop("event")
         if kind == "hello":
             self.settings = self.settings or event["settings"]
@@ -75,7 +82,7 @@ class WorkerRecord:
                 self.steps += 1
                 self.updates += event["clock"] > self.clocks.get(
                     local_rank, 0
-                )  # one, also where rounds went by without it
+                )  # one update, also if the clock grew by several because rounds closed without this worker
                 self.clocks[local_rank] = event["clock"]
                 self.up[local_rank] += event["push_bytes"]
                 self.down[local_rank] += event["pull_bytes"]
@@ -98,12 +105,13 @@ class WorkerRecord:
         self.note("member", local_rank=local_rank, how="joined")
 
     def ended(self, local_rank: int, code: int) -> None:
+        """Note that a worker's process has ended with this exit code."""
         self.gone.add(local_rank)
         if local_rank in self.clocks:
             self.note("member", local_rank=local_rank, how="stopped" if code else "left")
 
     def averages(self) -> dict[str, float]:
-        """The last value of each name that record() was given, averaged over the workers that gave one."""
+        """Return the newest value of each recorded name, averaged over the workers that recorded the name."""
         values: dict[str, list[float]] = {}
         for own in self.last.values():
             for name, value in own.items():
@@ -111,13 +119,14 @@ class WorkerRecord:
         return {name: sum(each) / len(each) for name, each in sorted(values.items())}
 
     def progress(self) -> str:
+        """Return the line of the console: seconds, the smallest clock of the live workers, the recorded values."""
         here = [
             clock for local_rank, clock in self.clocks.items() if local_rank not in self.gone
         ] or self.clocks.values()
         return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
     def _edges(self) -> str:
-        """What start and end have cost, in a clause: whole models, whatever the SPEC."""
+        """Return a clause with the bytes of start and end. Whole models travel then, uncompressed."""
         size, (up, down) = 4 * self.parameters, self.edges
         if not size or not up + down:
             return ""
@@ -126,7 +135,7 @@ class WorkerRecord:
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""
         up, down = sum(self.up.values()), sum(self.down.values())
-        # Each update carries every parameter of its fragment once; a state likewise.
+        # An update has each parameter of its fragment once, and so has a state.
         raw = 4 * self.parameters * self.updates // self.settings.get("fragments", 1)
         self.note(
             "done",

@@ -1,4 +1,4 @@
-"""ps-worker --check: two workers make two steps of the script, and what they told is said (worker/check/findings.py)."""
+"""ps-worker --check: runs two steps of a script in two workers, and prints the findings (worker/check/findings.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from narrows.worker.command.launcher import SERVER, Launcher
 from narrows.worker.command.options import checked
 
 WORKERS = 2
-LIMIT_S = 1800.0  # for what the script does before its first step, too
-BEHIND_S = 20.0  # a worker that is behind another by a step for so long, or for twice what came before, makes none
-DEFAULTS = {"sync": "bsp", "push": "update"}  # where no flag of a run is given: any optimizer, and nobody runs ahead
-# The flags of a run that nobody looks at, or that has one worker.
+LIMIT_S = 1800.0  # how long the check may take, including the script's work before its first step
+# A worker that has been a step behind another for so long, or for twice as long as all before took, counts as stuck.
+BEHIND_S = 20.0
+DEFAULTS = {"sync": "bsp", "push": "update"}  # without flags of a run: works with any optimizer, no worker runs ahead
+# Flags of ps-worker that a check leaves out: the check is over after two steps and writes nothing.
 OFF: dict[str, Any] = {
     "resume": False,
     "run_id": "",
@@ -31,9 +32,18 @@ OFF: dict[str, Any] = {
 
 
 class ScriptCheck(Launcher):
-    """`flags`: those of ps-worker."""
+    """A launcher that starts two workers under `ScriptWatch`, collects their facts and prints the findings."""
 
     def __init__(self, link: str | None, **flags: Any) -> None:
+        """Check the flags.
+
+        Args:
+            link: the link for which the check predicts the time of a step, as the user wrote it; None: no prediction.
+            flags: the flags of ps-worker, by name.
+
+        Raises:
+            UsageError: a flag is wrong, or has no meaning in a check.
+        """
         for name in ("server", "group", "plan"):
             if flags[name]:
                 raise UsageError(f"--check starts two workers and a server on this machine: leave out --{name}")
@@ -50,7 +60,8 @@ class ScriptCheck(Launcher):
         self.specs = findings.specs([run, *(findings.SUGGESTED if self.link else ())])
         super().__init__(options)
         self.told = [CheckedEvents() for _ in range(WORKERS)]
-        self.began_s = self.ahead_s = time.monotonic()  # the newest step of any worker
+        # began_s: the start of the check. ahead_s: the time of the newest step that put one worker ahead of another.
+        self.began_s = self.ahead_s = time.monotonic()
 
     def _environment(self) -> dict[str, str]:
         return super()._environment() | {"NARROWS_WATCH": " ".join(self.specs)}
@@ -83,13 +94,13 @@ class ScriptCheck(Launcher):
         self.told[index].code = code
 
     def _summary(self) -> int:
-        """Say what was found."""
+        """Kill the workers that are left and print the findings. Return the exit code of the check."""
         for index, worker in self.workers.items():
             if index not in self.codes:
                 worker.kill()
                 self.codes[index] = worker.wait() or 0
         self.console.close()
-        if self.signals or SERVER in self.errors:  # the server's own end is said
+        if self.signals or SERVER in self.errors:  # the server's error has been printed already
             return next((code for code, _ in self.errors.values()), 0)
         faults, notices = (findings.found(rules, self.told) for rules in (findings.FAULTS, findings.NOTICES))
         lines = findings.facts(self.told, self.options.run)

@@ -1,4 +1,4 @@
-"""Tells a copy of the script which GPU of its machine is its own, and hides ranks that mislead libraries."""
+"""Sets the environment of each copy of the script: its GPU, and no rank variables that mislead libraries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 from narrows.worker.command.managers import ManagerPlace
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # a folder each: no CUDA context is made to count them
+GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU: counting them needs no CUDA context
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-ALONE = ManagerPlace()
-# Accelerate, Lightning, MosaicML streaming and others start torch.distributed where they find a world of several, or wait for
-# a MASTER_ADDR: workers of a run are no process group. --rank-variables lets the first three through.
+ALONE = ManagerPlace()  # the place of a ps-worker that no manager started
+# Accelerate, Lightning, MosaicML streaming and others start torch.distributed if these variables name a world of
+# several processes, or wait for a MASTER_ADDR. But workers of a run are no process group. So the variables are removed;
+# --rank-variables sets the first three.
 MISLEADING = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -23,7 +24,12 @@ MISLEADING = {
 
 
 def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
-    """The GPUs that are there for us, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that this ps-worker may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        env: the environment; its CUDA_VISIBLE_DEVICES counts, if set.
+        folder: a folder with an entry for each GPU of the machine.
+    """
     if VISIBLE in env:
         return [name for name in env[VISIBLE].split(",") if name.strip()]
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
@@ -32,9 +38,20 @@ def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
 def device(
     wanted: str, index: int, copies: int, group: bool, there: list[str], place: ManagerPlace = ALONE
 ) -> dict[str, str]:
-    """`wanted`: --device. `there`: see `gpus`. Copies that are workers of their own see one GPU each, in turn, as cuda:0.
-    Copies of a group see all, as torchrun's do. `place`: of this ps-worker
-    among those of as many copies on its machine. They count together, and each group sees its own, where there are enough."""
+    """Return the device variables of one copy.
+
+    A copy that is a worker of its own sees one GPU as cuda:0; the GPUs are given out in turn. The copies of a group see
+    all GPUs, as under torchrun. If several ps-workers share the machine and it has enough GPUs, each group sees its own
+    ones.
+
+    Args:
+        wanted: --device: auto, cpu or cuda[:i].
+        index: the number of the copy in this ps-worker.
+        copies: the number of copies; each ps-worker of the machine has as many.
+        group: the copies are one worker.
+        there: the GPUs of the machine, from `gpus`.
+        place: the place of this ps-worker in its manager's job.
+    """
     kind, _, number = wanted.partition(":")
     first, sharing = place.local_rank * copies, place.local_size * copies
     if group:
@@ -51,11 +68,15 @@ def device(
 
 
 def debugger() -> dict[str, str]:
-    """With a terminal breakpoint() talks to it, though the script's own stdin is empty and its stdout is ours."""
+    """Return variables that let breakpoint() use the terminal; empty without one.
+
+    The stdin of a copy is empty, and its stdout goes to ps-worker. So a debugger has to open the terminal itself.
+    """
     if not (sys.platform == "linux" and sys.stdin is not None and sys.stdin.isatty()):
         return {}
     return {"PYTHONBREAKPOINT": "narrows.worker.runtime.debugging.enter", "NARROWS_TTY": os.ttyname(sys.stdin.fileno())}
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the rank variables of `MISLEADING`."""
     return {name: value for name, value in env.items() if name not in MISLEADING}

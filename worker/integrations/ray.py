@@ -34,10 +34,10 @@ from narrows.worker.integrations.ray_actor import END_S, THREADS, WAITERS, Comma
 from narrows.worker.integrations.ray_cities import Bounds, RayLimits, cities_of, command_of, run_flags
 
 LOOPBACK = ("127.", "localhost", "[::1]")
-ANSWER_S = 0.5  # wait for the actors' facts, each time they are asked
-PART_BYTES = 1 << 26  # part of a model that is copied at a time
-LAST_S = 10.0  # wait for the last facts, once the run is over
-SILENT_S = 30.0  # an actor that does not answer for so long has no node
+ANSWER_S = 0.5  # how long one question to all actors waits for their answers
+PART_BYTES = 1 << 26  # bytes of a model that one call copies
+LAST_S = 10.0  # how long the last question waits, once the run is over
+SILENT_S = 30.0  # an actor that has not answered for so long counts as one without a node
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Progress:
         without = (
             [f"{self.nodeless} worker{'s have' if self.nodeless > 1 else ' has'} no node"] if self.nodeless else []
         )
-        return "; ".join([*said, *(without if said else [])])  # a run that has begun goes on without more workers
+        return "; ".join([*said, *(without if said else [])])  # a run that has begun does not wait for more workers
 
     def __str__(self) -> str:
         told = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
@@ -77,7 +77,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """What train() returns. `model` is the path of model.safetensors in `checkpoint_dir`."""
+    """The result of `train`.
+
+    Attributes:
+        model: the path of model.safetensors in `checkpoint_dir`.
+        checkpoint_dir: the folder of the run's checkpoints.
+        seconds: the time that train() took.
+        clock: the last clock of the run.
+        values: means of the last recorded values over the workers.
+    """
 
     model: str
     checkpoint_dir: str
@@ -88,17 +96,14 @@ class Result:
 
 @dataclass(eq=False)
 class KeptActor:
-    """The actor of one command.
+    """The handle of one `CommandActor`, which keeps one command running."""
 
-    `ends` and `asked` are references of Ray: to the result of the command, and to the answer to the newest question.
-    """
-
-    who: str  # its name in errors
-    actor: Any
-    city: int = 0
-    ends: Any = field(init=False)
-    asked: Any = None
-    asked_s: float = 0.0  # time of that question
+    who: str  # the actor's name in errors
+    actor: Any  # the handle that Ray returned
+    city: int = 0  # the index of the actor's cluster
+    ends: Any = field(init=False)  # reference of Ray to the result of the command
+    asked: Any = None  # reference of Ray to the answer to the newest question; None: no question is open
+    asked_s: float = 0.0  # the time of that question, monotonic seconds
 
     def __post_init__(self) -> None:
         self.ends = self.actor.run.remote()
@@ -123,7 +128,7 @@ class KeptActor:
 
 @dataclass
 class Actors:
-    """All actors of a run: servers, the root first, and workers of all clusters. Progress has the same indices.
+    """All actors of a run: servers, the root first, and workers of all clusters. `Progress` uses the same indices.
 
     Attributes:
         lows: for each cluster, the number of workers that must not fail.
@@ -132,17 +137,18 @@ class Actors:
     lows: Sequence[int]
     servers: list[KeptActor] = field(default_factory=list)
     workers: list[KeptActor] = field(default_factory=list)
-    groups: list[Any] = field(default_factory=list)  # placement groups
-    folder: str = ""  # folder of the checkpoints
+    groups: list[Any] = field(default_factory=list)  # placement groups of Ray, removed at the end
+    folder: str = ""  # the folder of the checkpoints
 
     def at_work(self, now: float) -> list[KeptActor]:
         """Return the workers whose scripts still run."""
         return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
 
     def check(self, now: float, room_s: float) -> None:
-        """Raise NarrowsError if a server has failed, or so many workers of a cluster that fewer than its low are left.
+        """Check that the run can go on. An actor without a node for `room_s` seconds counts as failed.
 
-        An actor without a node for `room_s` seconds counts as failed.
+        Raises:
+            NarrowsError: a server has failed, or fewer workers than its `low` are left in a cluster.
         """
         failed: dict[KeptActor, str] = {}
         for kept in (*self.servers, *self.workers):
@@ -158,14 +164,20 @@ class Actors:
                 raise NarrowsError(f"{kept.who} {why}")
 
     def progress(self, began: float, before: Progress, limit_s: float) -> Progress:
-        """Ask each actor how far it is, and wait for `limit_s` at most for those that are not silent."""
+        """Ask each actor for its facts, and return the progress of the run.
+
+        Args:
+            began: the time at which train() began, monotonic seconds.
+            before: the progress so far; its clock and values stand in for answers that are missing.
+            limit_s: the longest wait for the actors. Silent actors are not waited for.
+        """
         now, every = time.monotonic(), [*self.servers, *self.workers]
         for kept in every:
             kept.ask(now)
         awaited = [kept.asked for kept in every if not kept.silent(now)]
         ray.wait(awaited, num_returns=len(awaited), timeout=limit_s)
         workers, servers = _answers(self.workers), _answers(self.servers)
-        steps = [facts.last for facts in workers.values() if facts.last]  # one that made no step has what it recorded
+        steps = [facts.last for facts in workers.values() if facts.last]  # without a step: what the script recorded
         names = {name: None for step in steps for name in step if name not in OURS}
         return Progress(
             time.monotonic() - began,
@@ -177,7 +189,7 @@ class Actors:
         )
 
     def close(self) -> None:
-        """Nothing of the run is left."""
+        """End all actors and placement groups of the run. Servers that answer write a checkpoint first."""
         now = time.monotonic()
         for kept in self.servers:
             if not kept.silent(now):
@@ -306,7 +318,13 @@ def train(
 
 
 def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -> Any:
-    """A Keeper that Ray starts again as often as it dies."""
+    """Start a `CommandActor`, which Ray starts again each time it dies.
+
+    Args:
+        options: options of Ray; a value of None is left out.
+        need: the resources of the actor, as Ray names them.
+        words: the arguments of the constructor of CommandActor.
+    """
     more = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
     known = {name: value for name, value in options.items() if value is not None}
     return (
@@ -320,7 +338,14 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
 
 
 def _marked(folder: str, name: str) -> str:
-    """Make the folder, and a file in it by which a server checks that its node has the same disk. Raises UsageError."""
+    """Make the folder, and a file in it. A server that sees the file is on a node with the same disk.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
     mark = Path(folder) / f".{name}"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -340,7 +365,7 @@ def _warn(folder: str, facts: NodeFacts) -> None:
 
 
 def _fetch(server: KeptActor, facts: NodeFacts | None, model: Path) -> None:
-    """Copy the model of a server whose node has another disk. Nothing is left of one that is not whole."""
+    """Copy the model from a server whose node has another disk. If the copy fails, no part of it stays."""
     if facts is None or facts.shares:
         return
     part, coming = server.actor.part, model.with_name(f"{model.name}.{os.getpid()}.tmp")
@@ -349,7 +374,7 @@ def _fetch(server: KeptActor, facts: NodeFacts | None, model: Path) -> None:
             while data := ray.get(part.remote(MODEL, file.tell(), PART_BYTES)):
                 file.write(data)
             size = file.tell()
-        set_aside(model)  # of another run
+        set_aside(model)  # a model of an earlier run
         if size:
             coming.replace(model)
     finally:
@@ -357,19 +382,25 @@ def _fetch(server: KeptActor, facts: NodeFacts | None, model: Path) -> None:
 
 
 def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | None, limits: RayLimits) -> Progress:
-    """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
-    last progress."""
+    """Wait until the root's server and the scripts have ended. Scripts may evaluate and save after their last step.
+
+    Returns:
+        The last progress.
+
+    Raises:
+        NarrowsError: a server or too many workers have failed.
+    """
     shown, until, warned, ended = Progress(0.0, 0, {}, {}, {}), math.inf, False, False
     while True:
         now, server = time.monotonic(), actors.servers[0]
         at_work, served = actors.at_work(now), server.ended() is not None
         until = min(until, now + limits.after_s) if served else until
-        if served and not ended:  # a worker that is about to join would ask for the server until its time is over
+        if served and not ended:  # a worker that has not joined would ask for the server until its limit
             ended = True
             for kept in actors.workers:
                 kept.actor.without_server.remote()
         over = served and (not at_work or now >= until)
-        if over:  # an answer that is under way may be older than what a script recorded last
+        if over:  # ask again: an answer that is under way may be older than the script's last record
             for kept in actors.workers:
                 kept.asked = kept.asked if kept.silent(now) else None
         shown = actors.progress(began, shown, LAST_S if over else ANSWER_S)
@@ -378,7 +409,7 @@ def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | No
             _warn(actors.folder, facts)
         if report is not None:
             report(shown)
-        actors.check(now, math.inf if served else limits.room_s)  # no node is needed any more
+        actors.check(now, math.inf if served else limits.room_s)  # after the server's end no worker needs a node
         if over and at_work:
             names = " and ".join(kept.who for kept in at_work)
             told = f"narrows: {names} went on for {limits.after_s:.0f} s after the server had ended."
@@ -391,7 +422,7 @@ def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | No
 
 
 def _answers(every: Sequence[KeptActor]) -> dict[int, NodeFacts]:
-    """Return what those that have answered said, by index. They are asked again next time."""
+    """Return the answers that have arrived, by index of the actor. Those actors are asked again next time."""
     facts: dict[int, NodeFacts] = {}
     for index, kept in enumerate(every):
         if ray.wait([kept.asked], timeout=0)[0]:

@@ -1,6 +1,13 @@
-"""An actor of Ray that keeps ps-serve or ps-worker running on its node: ray.py makes them.
+"""The actor of Ray that keeps ps-serve or ps-worker running on its node. ray.py makes one for each command.
 
-The command ends with the actor, however that ends, by its stdin.
+How it works
+1. `run` asks the server's actor for the present address, if the command needs a server, and starts the command.
+2. The command reports events over a pipe: the address of a server, the steps of a worker. `facts` answers questions of
+   `train` from them.
+3. If the command dies by a signal, or exits because its server was lost or unreachable, step 1 repeats. Any other exit
+   is the end.
+
+The command's stdin is a pipe from the actor. It closes when the actor ends, however that happens, and ends the command.
 """
 
 from __future__ import annotations
@@ -26,15 +33,15 @@ from narrows.protocols.errors import NarrowsError, ServerLostError, UnreachableE
 from narrows.protocols.runtime.cli.output import STDERR
 from narrows.protocols.runtime.processes.children import event_of
 
-AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # the server is elsewhere by now, or comes again
-STARTS_MAX = 1000  # of one command, by one life of its actor
-PAUSE_S = 1.0  # before a command is started again
-SERVES_S = 300.0  # a server whose node has to be made first
-LOCK_S = 120.0  # the server of an actor that was killed writes its last checkpoint before another one reads it
-END_S = 60.0
-THREADS = 4  # of an actor: run, facts and stop have one each
-WAITERS = {"address": 16}  # its threads are apart: run must not wait for those that wait for an address
-LINES_MAX = 20  # of stderr, that an error shows
+AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # restart: Ray moves the server or starts it again
+STARTS_MAX = 1000  # starts of one command by one process of its actor
+PAUSE_S = 1.0  # wait before a command is started again
+SERVES_S = 300.0  # how long a server may take to start; its node may have to be created first
+LOCK_S = 120.0  # how long a server waits for the folder: the server of a killed actor first writes its last checkpoint
+END_S = 60.0  # how long a command may take to end
+THREADS = 4  # threads of an actor: run, facts and stop have one each
+WAITERS = {"address": 16}  # threads that answer `address`; apart, so that workers that wait for it do not block `run`
+LINES_MAX = 20  # the newest lines of stderr that an error shows
 
 
 @dataclass(frozen=True)
@@ -93,20 +100,21 @@ class CommandActor:
         self.host = ray.util.get_node_ip_address() if host == "" else host
         self.shares = not mark or Path(mark).exists()
         self.starts = 0
-        self.joined = self.needless = False  # the run, by this start of a worker; a command that the run has no use for
-        self.process: subprocess.Popen[str] | None = None
-        self.last: dict[str, float] = {}
-        self.said: deque[str] = deque(maxlen=LINES_MAX)
-        self.state = threading.Condition()
-        self.serves = ""  # the address, while it does
-        self.waits = ""  # as in Facts
-        self.over = False
+        # joined: this start of a worker has joined the run. needless: the server ended for good before that.
+        self.joined = self.needless = False
+        self.process: subprocess.Popen[str] | None = None  # the newest start of the command
+        self.last: dict[str, float] = {}  # NodeFacts.last
+        self.said: deque[str] = deque(maxlen=LINES_MAX)  # the newest lines of the command's stderr
+        self.state = threading.Condition()  # notified when `serves` or `over` changes
+        self.serves = ""  # the address of the server; "": it does not serve now
+        self.waits = ""  # NodeFacts.waits
+        self.over = False  # the command is not started again
         self.gauges = {
             name: Gauge(f"narrows_{name}", description=text, tag_keys=("actor",))
             for name, text in (("clock", "updates that a worker has completed"), ("push_bytes", "of its newest step"))
         }
         self.tags = {"actor": label}
-        self.heard_s = time.monotonic()  # when somebody asked how far it is
+        self.heard_s = time.monotonic()  # the time of the last call of `facts`
         if alone_s < math.inf:
             threading.Thread(target=self._until_alone, args=(alone_s,), daemon=True).start()
 
@@ -125,7 +133,11 @@ class CommandActor:
         return NodeFacts(os.getpid(), process, node, self.starts, dict(self.last), self.waits, self.shares)
 
     def address(self) -> str:
-        """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""
+        """Return the address of this actor's server; "" once the server has ended for good. Wait until it serves.
+
+        Raises:
+            UnreachableError: the server has not started within SERVES_S.
+        """
         with self.state:
             if not self.state.wait_for(lambda: self.serves or self.over, SERVES_S):
                 raise UnreachableError(
@@ -141,7 +153,7 @@ class CommandActor:
                 self.process.wait(END_S)
 
     def _end(self) -> None:
-        """Have the command end, and start none."""
+        """Close the command's stdin, so that it ends, and start no other."""
         self.over = True
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
@@ -153,7 +165,7 @@ class CommandActor:
             self._end()
 
     def part(self, name: str, offset: int, size: int) -> bytes:
-        """Return bytes of a file in the folder, none after its end or where there is no such file."""
+        """Return `size` bytes of a file in the folder from `offset` on; fewer at its end, none without such a file."""
         try:
             with open(Path(self.folder) / name, "rb") as file:
                 file.seek(offset)
@@ -162,10 +174,14 @@ class CommandActor:
             return b""
 
     def run(self) -> tuple[int, str]:
-        """Exit code of the command, once it has ended for good, and its last lines. 0 where it is needed no more."""
+        """Run the command until it has ended for good.
+
+        Returns:
+            The exit code, 0 if the run does not need the command any more, and the last lines of its stderr.
+        """
         try:
             code, said = self._until_it_ends(), self._tail()
-        except NarrowsError as error:  # Ray wraps what another actor raised, and adds the traceback
+        except NarrowsError as error:  # Ray wraps the error of another actor, and adds the traceback
             code, said = error.exit_code, str(getattr(error, "cause", error))
         with self.state:
             self.over = True
@@ -212,7 +228,7 @@ class CommandActor:
             for fd in {handed, tells}:
                 os.close(fd)
         self.starts, self.joined = self.starts + 1, False
-        if self.needless:  # it was said meanwhile
+        if self.needless:  # `without_server` was called while the command started
             self._end()
         assert self.process.stderr is not None
         heard = threading.Thread(target=self._hear_errors, args=(self.process.stderr,), daemon=True)
@@ -241,7 +257,7 @@ class CommandActor:
                 return lock
 
     def _hear(self, lines: Iterable[str]) -> None:
-        """Events of a server, or the record of a ps-worker."""
+        """Take the events of a ps-serve, or the record of a ps-worker, until the command closes the pipe."""
         for line in lines:
             kind, event = event_of(line.rstrip("\n"))
             if kind == "serves":
@@ -256,7 +272,7 @@ class CommandActor:
                     if name in self.last:
                         gauge.set(self.last[name], tags=self.tags)
             elif kind == "done":
-                self.last |= event["last"]  # with what its script recorded after the last step
+                self.last |= event["last"]  # including the values that the script recorded after the last step
             elif kind == "noted" and event["what"] == "waits":
                 self.waits = event["values"]["waits"]
             elif kind == "err":

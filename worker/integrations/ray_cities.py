@@ -1,5 +1,7 @@
-"""What narrows.worker.ray is told of a run, checked before anything is started: clusters, limits, flags,
-the script. No Ray."""
+"""Checks the arguments of `narrows.worker.ray.train` before an actor starts: clusters, limits, flags, the script.
+
+This file does not import Ray.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,26 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli import flags
 
-Bounds = int | tuple[int, int]  # how many workers; low and high
-SWITCHES = ("journal",)  # flags of ps-serve beside those of a run
+Bounds = int | tuple[int, int]  # the number of workers, or its lowest and highest value
+SWITCHES = ("journal",)  # flags of ps-serve that `train` accepts and Settings does not have
 
 
 @dataclass(frozen=True)
 class RayCity:
-    """A cluster: low to high workers on nodes with these labels."""
+    """One cluster of a run: its workers and the nodes on which they run."""
 
-    low: int
-    high: int
-    labels: Mapping[str, str]
+    low: int  # workers with which the cluster starts, and without which it fails; 1 <= low <= high
+    high: int  # the most workers that it admits
+    labels: Mapping[str, str]  # the label selector of its nodes, as Ray names labels; empty: any node
 
 
 @dataclass(frozen=True)
 class RayLimits:
-    """Seconds: from one report to the next, that an actor may be without a node, and that scripts have after the server."""
+    """The time limits of `train`, in seconds."""
 
-    every_s: float
-    room_s: float
-    after_s: float
+    every_s: float  # from one report to the next
+    room_s: float  # how long an actor may be without a node; > 0, math.inf: no limit
+    after_s: float  # how long scripts may run on after the root's server has ended
 
     def __post_init__(self) -> None:
         if not self.room_s > 0:
@@ -40,7 +42,18 @@ class RayLimits:
 
 
 def run_flags(run: Mapping[str, Any], **more: int) -> list[str]:
-    """Words of ps-serve for these keywords of train, and for the flags in `more`. Raises UsageError, as ps-serve would."""
+    """Turn keyword arguments of `train` into the command-line flags of ps-serve.
+
+    Args:
+        run: the keywords, by the name of the flag; a value of None is left out.
+        more: further flags, which win over `run`.
+
+    Returns:
+        The words of the command line, as ["--sync", "bsp"].
+
+    Raises:
+        UsageError: ps-serve would refuse the flags.
+    """
     given = flags.as_given(run, SWITCHES) | more
     Settings(**{name: value for name, value in given.items() if name not in SWITCHES}).validated()
     return flags.words(given)
@@ -49,7 +62,17 @@ def run_flags(run: Mapping[str, Any], **more: int) -> list[str]:
 def cities_of(
     clusters: Sequence[Mapping[str, Any]], workers: Bounds | None, labels: Mapping[str, str] | None
 ) -> list[RayCity]:
-    """The clusters of a run, one where none is named. Raises UsageError."""
+    """Return the clusters of a run.
+
+    Args:
+        clusters: {"labels": ..., "workers": ...} for each cluster; both entries may be absent. Empty: the run is one
+            cluster.
+        workers: the workers of each cluster that names none.
+        labels: the labels of the nodes, if the run is one cluster.
+
+    Raises:
+        UsageError: an entry is unknown, or a number of workers is absent or impossible.
+    """
     if not clusters:
         return [_city("", workers, labels)]
     for index, cluster in enumerate(clusters):
@@ -72,7 +95,15 @@ def _city(where: str, workers: Bounds | None, labels: Mapping[str, str] | None) 
 
 
 def command_of(script: str | Callable[[], Any], args: Sequence[str]) -> list[str]:
-    """Return the command that ps-worker runs. Raises UsageError where a function cannot be found by its name."""
+    """Return the command that ps-worker runs.
+
+    Args:
+        script: the path of a script, or a function at the top level of a file.
+        args: the arguments of the script.
+
+    Raises:
+        UsageError: the function cannot be found by a name in a file.
+    """
     if isinstance(script, str):
         return [script, *args]
     name, file = getattr(script, "__qualname__", ""), inspect.getsourcefile(script)

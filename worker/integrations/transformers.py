@@ -33,20 +33,29 @@ from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count, world_size
 
 Base: Any = object
-OF_FIRST = "the best checkpoint of the first worker of this machine"  # a placeholder until that worker has trained
+OF_FIRST = "the best checkpoint of the first worker of this machine"  # a placeholder until that worker has finished
 UNKNOWN = (
     "load_best_model_at_end: the first worker of this machine did not say where its best checkpoint is, and the model is that "
     "which all workers ended with"
 )
-SHUFFLES = {"random": True, "sequential": False}  # Trainer's sampling strategies, as `shuffle` of RunSampler
+SHUFFLES = {"random": True, "sequential": False}  # sampling strategies of Trainer to `shuffle` of RunSampler
 
 
 class TrainerSampler(RunSampler):
-    """This worker's share of a Trainer's data; empty once the run is over, so that no further step is taken."""
+    """This worker's share of a Trainer's data. The share is empty once the run is over: the Trainer steps no more."""
 
     def __init__(self, trainer: Any, dataset: Any) -> None:
+        """Cut the dataset as the Trainer's arguments say.
+
+        Args:
+            trainer: the Trainer; its args give batch, accumulation, order and seed.
+            dataset: the data of all workers, with a length.
+
+        Raises:
+            UsageError: the Trainer would group samples by length.
+        """
         args, self.trainer = trainer.args, trainer
-        strategy = getattr(args, "train_sampling_strategy", "random")  # of transformers 5
+        strategy = getattr(args, "train_sampling_strategy", "random")  # the name in transformers 5
         if strategy not in SHUFFLES or getattr(args, "group_by_length", False):
             raise UsageError(
                 "Trainer groups samples by length, and the workers' shares are cut at random: set "
@@ -56,7 +65,7 @@ class TrainerSampler(RunSampler):
         drop_last, seed = (
             args.dataloader_drop_last,
             args.data_seed or 0,
-        )  # not args.seed, which may be each worker's own
+        )  # args.seed may differ between workers
         super().__init__(dataset, batch, drop_last=drop_last, shuffle=SHUFFLES[strategy], seed=seed)
 
     def __iter__(self) -> Iterator[int]:
@@ -64,22 +73,31 @@ class TrainerSampler(RunSampler):
 
 
 class TrainerStream(IterableDataset[Any]):
-    """This worker's share of a streaming dataset, from the run's batch on.
+    """This worker's share of a streaming dataset. The share begins at the run's present batch.
 
-    The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the
-    last rows are filled up with the first. A dataset of Hugging Face with at least one file for each worker is cut by
-    files, so that no worker reads another's. A dataset that is cut already is left as it is: by
-    `split_dataset_by_node`, or by itself, if it calls rank() or world_size() while it is read.
+    Trainer cuts the stream as under DDP: of each `batch * size` rows worker i has the i-th `batch`; the first rows fill
+    up the last batch. If a Hugging Face dataset has at least one file for each worker, it is cut by files, and no
+    worker reads the file of another. A dataset that is cut already stays as it is. `split_dataset_by_node` cuts a
+    dataset, and so does a dataset that calls rank() or world_size() while it is read.
     """
 
     def __init__(self, dataset: Any, batch: int, rank: int, size: int, seed: int) -> None:
+        """Cut the stream.
+
+        Args:
+            dataset: the stream of all workers.
+            batch: the rows of one micro-batch.
+            rank: the index of this worker, in [0, size).
+            size: the number of workers.
+            seed: the seed of the stream's generator in epoch 0, the same in all workers.
+        """
         self.cut = getattr(dataset, "_distributed", None) is not None
         if not self.cut and hasattr(dataset, "shard") and getattr(dataset, "num_shards", 0) >= size:
             dataset, self.cut = dataset.shard(num_shards=size, index=rank), True
         self.dataset, self.batch, self.rank, self.size, self.seed = dataset, batch, rank, size, seed
-        self.used = 0  # batches of this share that the run had used before this Trainer began
+        self.used = 0  # batches of this share that the run had trained on before this Trainer began; they are skipped
         self.over = False  # the run has taken all of its steps
-        self.epoch = self.passed = 0  # the Trainer's epoch, and epochs that were over before its first
+        self.epoch = self.passed = 0  # the Trainer's epoch, and the run's epochs before the Trainer's first one
 
     def __len__(self) -> int:
         """Return the rows of this share in an epoch. Raises TypeError if the dataset has no length."""
@@ -110,7 +128,7 @@ class TrainerStream(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         elif isinstance(generator := getattr(self.dataset, "generator", None), torch.Generator):
-            generator.manual_seed(self.seed + epoch)  # as Trainer does
+            generator.manual_seed(self.seed + epoch)  # Trainer does the same
         before, each = session.shares_asked, iter(self.dataset)
         try:
             first = next(each)
@@ -134,19 +152,22 @@ class TrainerProgress(TrainerCallback):  # type: ignore[misc]
         if (stream := self.trainer.stream) is not None:
             stream.used = state.global_step * args.gradient_accumulation_steps
             stream.over = 0 < state.max_steps <= state.global_step
-        # Of a Trainer: the mean loss that it logs is over the steps since.
+        # Attributes of Trainer: it logs the mean loss over the steps since.
         self.trainer._globalstep_last_logged = self.trainer._initial_global_step = state.global_step
         catch_up(self.trainer.lr_scheduler, state.global_step)
         torch.manual_seed((torch.initial_seed() + rank()) % 2**63)  # else dropout is the same in all workers
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
+        """Skip the steps that the run took without this Trainer.
+
+        The run is ahead after this worker has rejoined, and after a quorum has closed rounds without this worker.
+        """
         missed = step_count() - state.global_step
         state.global_step += missed
         catch_up(self.trainer.lr_scheduler, missed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if control.should_training_stop:  # so what Trainer saves and evaluates now is what all workers end with
+        if control.should_training_stop:  # Trainer saves and evaluates next: the model must be the final one by then
             self.trainer.shared.finish()
 
     on_epoch_end = on_step_end
@@ -171,8 +192,8 @@ class TrainerOverrides(Base):  # type: ignore[misc]
 
     train_dataset: Any
     shared: DistributedOptimizer | None = None
-    loads = 0  # best models that were loaded so far
-    best: str | None = None  # path of the newest of them
+    loads = 0  # the number of best models that this Trainer has loaded
+    best: str | None = None  # the path of the newest of them
     stream: TrainerStream | None = None
 
     def __init__(self, *args: Any, **values: Any) -> None:
@@ -180,10 +201,14 @@ class TrainerOverrides(Base):  # type: ignore[misc]
         self.add_callback(TrainerProgress(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
-        """Train. Raises UsageError for a Trainer's checkpoint in a run, which resumes from the servers' own."""
+        """Train.
+
+        Raises:
+            UsageError: resume_from_checkpoint is given in a run. A run resumes from the checkpoints of its server.
+        """
         if current().link is None:
             made = self.shared if self.shared is not None else self.optimizer
-            if isinstance(made, DistributedOptimizer):  # a new one counts from step 0 anyway
+            if isinstance(made, DistributedOptimizer):  # a new optimizer counts from step 0 anyway
                 begin_anew(made)
         elif resume_from_checkpoint:
             raise UsageError(
@@ -227,7 +252,11 @@ class TrainerOverrides(Base):  # type: ignore[misc]
             super().save_model(*args, **values)
 
     def _load_best_model(self) -> None:
-        """Finish the run, then load the best model. The Trainer loads it after training, and the load is no update."""
+        """Finish the run, then load the best model.
+
+        The Trainer loads it after training. The workers must not push the difference as an update, so the run is over
+        first.
+        """
         assert self.shared is not None
         self.shared.finish()
         self.loads += 1
@@ -238,14 +267,14 @@ class TrainerOverrides(Base):  # type: ignore[misc]
             return
         self.state.best_model_checkpoint = self.best = best
         super()._load_best_model()
-        if local_rank():  # else the Trainer would clean up the first worker's folder too
+        if local_rank():  # else this Trainer would delete checkpoints in the first worker's folder
             self.state.best_model_checkpoint = None
 
     def _save_checkpoint(self, *args: Any, **values: Any) -> None:
         if not local_rank():
             super()._save_checkpoint(*args, **values)
         elif self.args.load_best_model_at_end:
-            self.state.best_model_checkpoint = OF_FIRST  # so that the Trainer loads a best model at the end
+            self.state.best_model_checkpoint = OF_FIRST  # Trainer loads a best model only if this is set
 
 
 @cache
@@ -254,6 +283,9 @@ def distributed(trainer: type) -> Any:
 
     Args:
         trainer: transformers.Trainer, or a class that is derived from it.
+
+    Returns:
+        A subclass of `trainer` with the same name and arguments.
     """
     return type(
         trainer.__name__, (TrainerOverrides, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__}

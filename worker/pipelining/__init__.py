@@ -1,12 +1,14 @@
 """The place of this process in a plan: its stage, its replica, and the process group of its pipeline.
 
-    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stage_layers, stages,
-    step_count group = pipeline() module = my_stage(stage_layers(24)) optimizer =
-    DistributedOptimizer(torch.optim.AdamW(module.parameters()), module) piece = PipelineStage(module, stage(),
-    stages(), device, input_args=..., output_args=..., group=group)
+    from narrows.worker import DistributedOptimizer, pipeline, stage, stage_layers, stages
 
-ps-worker --plan tells the process its place. A script that is run as plain python is the only stage of the only
-replica.
+    group = pipeline()
+    module = my_stage(stage_layers(24))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), module)
+    piece = PipelineStage(module, stage(), stages(), device, input_args=..., output_args=..., group=group)
+
+ps-worker --plan gives each process its place, in environment variables. A script that is run as plain python is the
+only stage of the only replica.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def in_flight() -> list[int]:
 
 
 def _edges(layout: Deployment) -> list[StageEdge]:
+    """Return the edges of a deployment; plain edges if the plan names none."""
     return layout.edges or [StageEdge()] * (len(layout.stages) - 1)
 
 
@@ -110,6 +113,7 @@ def pipeline(keeps_ties: bool = False) -> dist.ProcessGroup:
 
 @cache
 def _opened() -> PipelineGroup:
+    """Connect the stages of this replica and make their process group. Raises as `pipeline` does."""
     layout, ours = _place()
     if dist.is_initialized():
         raise UsageError("this process has a process group: call narrows.worker.pipeline() before anything makes one")
@@ -169,6 +173,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _check_key(ours: WorkerProcess, key: SecretKeyFile | None) -> None:
+    """Raise UsageError if this process has another key than the plan names for it."""
     if ours.key != (key.public if key is not None else ""):
         raise UsageError(
             f"--key: the plan has {ours.key or 'no key'} for this process, and --key {key.public if key else 'is not given'}"

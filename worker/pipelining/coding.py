@@ -1,6 +1,9 @@
 """Codes tensors to bytes for the channel between two stages, and back.
 
-A head of HEAD_BYTES, or of several times that, says dtype and shape. They must be the same at both ends.
+    payload = head | coded values
+    head    = one byte with the number of blocks of HEAD_BYTES, then "float32 (8, 128)" in ASCII, padded with spaces
+
+Dtype and shape must be the same at both ends. The receiver compares the head with the head of the tensor that it fills.
 
 Rules
 - A row of EDGE_CODINGS has one coding for activations and one for their gradients. int8 rounds activations to the
@@ -19,8 +22,8 @@ from narrows.compression.value_codings import Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, NarrowsError
 from narrows.protocols.messages import Buffer
 
-FORWARD, BACKWARD = 0, 1
-HEAD_BYTES = 64  # the values after the head are aligned
+FORWARD, BACKWARD = 0, 1  # the columns of EDGE_CODINGS: activations, gradients
+HEAD_BYTES = 64  # the head is a multiple of this, so the values after it are aligned
 
 
 def head(tensor: torch.Tensor) -> bytes:
@@ -31,12 +34,31 @@ def head(tensor: torch.Tensor) -> bytes:
 
 
 def framed(tensor: torch.Tensor, coding: ValueCoding, key: Key) -> Buffer:
-    """Return the head and the coded bytes of a tensor. Raises as `encode` does."""
+    """Return the payload of a tensor: its head and its coded values.
+
+    Args:
+        tensor: any shape, dtype and device.
+        coding: how the values are coded; a tensor that is not of floating point is sent as it is.
+        key: the seed of random rounding, another one for each payload.
+
+    Raises:
+        NarrowsError: the coding is lossy and a value is not finite.
+    """
     return encode(tensor, coding, key, head(tensor))
 
 
 def opened(payload: Buffer, coding: ValueCoding, into: torch.Tensor, sender: str) -> None:
-    """Decode a payload of `framed` into a tensor. Raises IncompatibleError for another dtype, shape or length."""
+    """Decode a payload of `framed` into a tensor.
+
+    Args:
+        payload: the bytes from the sender, not trusted.
+        coding: the coding that the sender used.
+        into: the tensor that is filled; any device and strides.
+        sender: the name of the sender, for the error.
+
+    Raises:
+        IncompatibleError: the payload has another dtype, shape or length, or is damaged.
+    """
     view, expected = bytes_view(payload), head(into)
     length = HEAD_BYTES * int(view[0]) if len(view) else 0
     if (came := bytes(view[:length])) != expected:
@@ -50,9 +72,10 @@ def opened(payload: Buffer, coding: ValueCoding, into: torch.Tensor, sender: str
 
 
 def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key, before: bytes = b"") -> Buffer:
-    """Return `before` and the coded bytes of a tensor, as a copy.
+    """Return `before` and the coded values of a tensor, as a copy. Arguments as in `framed`.
 
-    Raises NarrowsError if the coding is lossy and a value is not finite.
+    Raises:
+        NarrowsError: the coding is lossy and a value is not finite.
     """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if coding.lossless or not tensor.is_floating_point():
@@ -68,7 +91,11 @@ def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key, before: bytes = 
 
 
 def decode(payload: Buffer, coding: ValueCoding, into: torch.Tensor) -> None:
-    """Decode bytes of `encode` into a tensor of the same shape and dtype. Raises IncompatibleError for others."""
+    """Decode the bytes of `encode` into a tensor of the same shape and dtype.
+
+    Raises:
+        IncompatibleError: the payload has another length, or is damaged.
+    """
     plain = coding.lossless or not into.is_floating_point()
     expected = into.numel() * into.element_size() if plain else coding.byte_count(into.numel())
     if len(payload) != expected:

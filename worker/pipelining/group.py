@@ -31,18 +31,18 @@ from narrows.protocols.runtime.network.channel_runner import NO_STEP, ChannelRun
 from narrows.worker.pipelining import ties
 from narrows.worker.pipelining.coding import BACKWARD, FORWARD, framed, opened
 
-NAME = "narrows"  # the name of torch's backend
-BARRIER_TAG = 1 << 40  # beyond any tag of a script
+NAME = "narrows"  # the name under which torch knows this backend
+BARRIER_TAG = 1 << 40  # above any tag of a script
 SCHEDULE_TAG = 1 << 41  # tensors of a schedule have tags from here on
-SCHEDULES = "torch.distributed.pipelining"
-WAIT_LIMIT_S = 7200.0  # as in a group of one machine: longer than any wait of one stage
+SCHEDULES = "torch.distributed.pipelining"  # the package whose calls count as those of a schedule
+WAIT_LIMIT_S = 7200.0  # as in a group of one machine: longer than any other wait of a stage
 PICKLED = (
     "PipelineStage needs input_args and output_args: without them torch sends pickles, and Narrows unpickles nothing"
 )
 
 
 class CompletedWork(dist.Work):
-    """Work that was done before it is waited for."""
+    """Work that is complete when the call that started it returns."""
 
     def is_completed(self) -> bool:
         return True
@@ -76,7 +76,15 @@ class ReceiveWork(CompletedWork):
         return self.filled
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the tensor. Raises StageLostError if the peer is lost or the time is over."""
+        """Wait for the tensor.
+
+        Args:
+            timeout: the longest wait; None: the group's limit.
+
+        Raises:
+            StageLostError: the peer is lost, or the wait took too long.
+            IncompatibleError: the peer sent another shape or dtype, or is at another step.
+        """
         limit_s = timeout.total_seconds() if timeout else 0.0
         while not self.filled:
             self.group.fill_next(self.peer, self.tag, limit_s or self.group.limit_s)
@@ -107,25 +115,28 @@ class PipelineGroup(dist.ProcessGroup):
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as torch documents it
-        self.parameters, self.keeps_ties = parameters, False
-        self._digests: dict[str, str] | None = None
+        self.parameters, self.keeps_ties = parameters, False  # keeps_ties: the script keeps tied parameters equal
+        self._digests: dict[str, str] | None = None  # digests of the parameters, from the first tensor of a schedule on
         self.peers, self.edges, self.step, self.limit_s = peers, list(edges), step, limit_s
         self.place = rank
-        self._asked: dict[tuple[int, int], deque[ReceiveWork]] = {}
-        self._count = 0  # tensors that were sent; the seed of random rounding
+        self._asked: dict[tuple[int, int], deque[ReceiveWork]] = {}  # open recv calls by peer and tag, oldest first
+        self._count = 0  # tensors sent so far; part of the seed of random rounding
 
     def getBackendName(self) -> str:
         return NAME
 
     def _coding(self, of: int, to: int, tag: int) -> ValueCoding:
-        """Return the coding of a tensor: none between stages that are not neighbours, and for the script's tensors."""
+        """Return the coding of a tensor: fp32 for tensors of the script, and between stages that are no neighbours."""
         if abs(of - to) != 1 or not self.edges or tag < SCHEDULE_TAG:
             return FP32
         edge = self.edges[min(of, to)]
         return EDGE_CODINGS[edge.forward][FORWARD] if to > of else EDGE_CODINGS[edge.backward][BACKWARD]
 
     def _tag(self, tag: int) -> int:
-        """The tag under which a tensor travels. The first one of a schedule tells the others our parameters."""
+        """Return the tag under which a tensor travels.
+
+        The first tensor of a schedule first sends digests of this stage's parameters to all other stages.
+        """
         if not by_schedule():
             return tag
         if self._digests is None:
@@ -136,13 +147,24 @@ class PipelineGroup(dist.ProcessGroup):
         return tag + SCHEDULE_TAG
 
     def _compare(self) -> None:
-        """With what other stages have told of their parameters by now."""
+        """Compare this stage's parameters with the digests that have arrived. Raises UsageError for a tie."""
         for other in range(self.size()):
             while self._digests is not None and other != self.place and self.peers.has(other, ties.TAG):
                 ties.compare(self._digests, self.place, self.peers.receive(other, ties.TAG, 0.0).payload, other)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """The tensor is copied: it may change as soon as this returns."""
+        """Send one tensor to a stage.
+
+        Args:
+            tensors: one tensor. It is copied, and may change as soon as the call returns.
+            dst: the number of the receiving stage.
+            tag: the tag of the matching recv.
+
+        Raises:
+            UsageError: torch sends a pickle, or two stages share a parameter.
+            NarrowsError: the edge's coding is lossy and a value is not finite.
+            StageLostError: a stage is lost.
+        """
         (tensor,) = tensors
         if tensor.dtype is torch.uint8 and tensor.ndim < 2:
             raise UsageError(PICKLED)
@@ -155,6 +177,13 @@ class PipelineGroup(dist.ProcessGroup):
         return CompletedWork()
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Begin to receive one tensor. The tensor is filled by the time `wait` of the result returns.
+
+        Args:
+            tensors: one tensor, of the shape and dtype that the sender sends.
+            src: the number of the sending stage.
+            tag: the tag of the matching send.
+        """
         (tensor,) = tensors
         if tensor.dtype is torch.uint8 and tensor.ndim < 2:
             raise UsageError(PICKLED)
@@ -164,7 +193,7 @@ class PipelineGroup(dist.ProcessGroup):
         return receipt
 
     def fill_next(self, peer: int, tag: int, limit_s: float) -> None:
-        """Fill the tensor of this peer and tag that was asked for first."""
+        """Receive one tensor into the oldest open recv of this peer and tag. Raises as `ReceiveWork.wait` does."""
         came = self.peers.receive(peer, tag, limit_s)
         self._compare()
         receipt = self._asked[peer, tag].popleft()
@@ -184,12 +213,12 @@ class PipelineGroup(dist.ProcessGroup):
 
 
 def register(group: PipelineGroup) -> None:
-    """Make it the default process group of torch."""
+    """Make `group` the default process group of torch."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         return group
 
     dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
-    # No store is needed: who takes part was settled before.
+    # torch wants a store to find the processes. Here they are connected already, so the store stays empty.
     nothing = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(NAME, store=nothing, rank=group.place, world_size=group.size())

@@ -18,8 +18,8 @@ import torch
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import Buffer
 
-TAG = (1 << 40) + 1  # beyond any tag of a script
-DIGEST = 16  # hex digits
+TAG = (1 << 40) + 1  # above any tag of a script
+DIGEST = 16  # hex digits of a digest
 
 
 def digests(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -34,17 +34,22 @@ def digests(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def packed(found: Mapping[str, str]) -> bytes:
+    """Return the payload that carries digests to another stage."""
     return json.dumps(found).encode()
 
 
 def compare(ours: Mapping[str, str], stage: int, payload: Buffer, other: int) -> None:
-    """Raise UsageError if stage `other` has a parameter of this stage.
+    """Compare the parameters of this stage with those of stage `other`.
 
     Args:
         ours: the digests of this stage, by name.
         stage: the number of this stage.
         payload: the packed digests of the other stage.
         other: the number of the other stage.
+
+    Raises:
+        UsageError: both stages have a parameter with the same values.
+        RemoteProtocolError: the payload is malformed.
     """
     try:
         theirs = {str(digest): str(name) for name, digest in json.loads(bytes(payload)).items()}
