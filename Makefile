@@ -18,13 +18,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check lock wheel examples fuzz ptx bench-peers test-ray clean
+.PHONY: help install demo test check docs lock matrix wheel examples fuzz ptx bench-peers test-ray clean
 
 help:
 	@echo 'Each target installs what it needs into .venv. Without a GPU add TORCH=cpu: 0.2 GB to download instead of 2.6.'
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
 	@echo 'make test         install, run the same job quickly, then all tests'
 	@echo 'make check        ruff, ruff format and mypy --strict'
+	@echo 'make docs         build the pages of docs/ as a site in build/site; a warning is an error'
+	@echo 'make matrix       the unit tests (TESTS=) on another PYTHON= and TORCH=, as in: make matrix PYTHON=python3.13 TORCH=2.6'
 	@echo 'make wheel        build wheel and sdist into dist/, install each into an empty environment and run the demo there'
 	@echo 'make lock         write lock.txt anew: newest versions, for the interpreters in PYTHONS="$(PYTHONS)"'
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
@@ -52,6 +54,14 @@ check: $(DEVELOPED) build/mypy/narrows
 	.venv/bin/python docs/states.py --check
 	.venv/bin/python -m bench.report --check
 	.venv/bin/python docs/sizes.py
+
+docs: $(DEVELOPED)
+	.venv/bin/python -m pip install -q -c lock.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+
+# TORCH is a version here, and the environment is made for this run alone.
+matrix:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) PIP=$(PIP) .ci/matrix
 
 fuzz: $(DEVELOPED)
 	.venv/bin/python -m pip install -q -c lock.txt -e '.[fuzz]'

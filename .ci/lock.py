@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "lock.txt"
-EXTRAS = "bench,cuda,dev"
+EXTRAS = "bench,cuda,dev,docs"
 HEAD = """\
 # The versions that `make` installs, so that a result does not depend on the day: written by `make lock`.
 # pyproject.toml says with which versions Narrows works.

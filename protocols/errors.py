@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NarrowsError(Exception):
-    """Base of all errors that a user may see. docs/reference.md, "Exit codes", lists each `exit_code`."""
+    """Base of all errors that a user may see. docs/exit-codes.md lists each `exit_code`."""
 
     exit_code = 1
 

@@ -1,26 +1,49 @@
 """The house rules of the pages: their length, and that each file, link and test they name exists."""
 
 import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from narrows import worker
+from narrows.ps.command import cli as serve_cli
+from narrows.ps.command import plot, probe, top
+from narrows.ps.command.planning import plan
 from narrows.worker import DistributedOptimizer
+from narrows.worker.command import cli as worker_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = {"README.md": 130, "docs/architecture.md": 200, "docs/glossary.md": 150}
 CHARACTERS_MAX = {"README.md": 140}  # of a line
 PRODUCT = ("protocols", "compression", "ps", "worker")
 OTHERS = {"LOCAL_RANK"}  # names of other programs on the page of the glossary
+COMMANDS: dict[str, click.Command] = {
+    "ps-serve": serve_cli.command,
+    "ps-worker": worker_cli.command,
+    "ps-top": top.command,
+    "ps-plot": plot.command,
+    "ps-probe": probe.command,
+    "ps-plan": plan.command,
+}
 NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architecture.md that name files
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:\.\w+)?)`")
+
+
+def script_of_docs(name: str) -> Any:
+    """A script of docs/ as a module. docs/ is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pages() -> list[str]:
@@ -51,6 +74,48 @@ def broken(path: str, page: str) -> list[str]:
             continue
         if not target.exists() or (name and target.suffix == ".md" and name not in anchors(target.read_text("utf-8"))):
             found.append(link)
+    return found
+
+
+def interrupted(page: str) -> list[str]:
+    """Lines that begin a list or a table right behind a line of text: the site and the repository read them differently."""
+    found, before = [], ""
+    for line in without_code(page).splitlines():
+        items = r"(- |\d+\. )"
+        opens = re.match(items, line) and not re.match(items + "|  ", before)
+        if before.strip() and (opens or (line.startswith("| ") and not before.startswith(("|", "<!--")))):
+            found.append(line)
+        before = line
+    return found
+
+
+def flags_of(command: click.Command) -> set[str]:
+    """The flags of a command and of its subcommands, with --help."""
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    own = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    return {"--help", "--version"}.union(own, *map(flags_of, below))
+
+
+def lines_of_commands(page: str) -> list[list[str]]:
+    """The ps-* commands in code blocks of a page, as words. A line that ends with a backslash goes on in the next."""
+    fenced = re.findall(r"^```(?:sh|bash|text)?\n(.*?)^```", page, re.M | re.S)
+    indented = re.findall(r"^(?: {4}.*\n)+", without_code(page), re.M)
+    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
+    found = [
+        re.split(r"(?:^|[\s/;&])(?=ps-(?:serve|worker|top|plot|probe|plan)\s)", line.split("  #")[0]) for line in lines
+    ]
+    return [re.split(r"&&|[|>]", part)[0].split() for parts in found for part in parts[1:]]
+
+
+def unknown_flags(words: list[str]) -> list[str]:
+    """The flags of a ps-* command that it does not have. What follows a script is the script's."""
+    known, found = flags_of(COMMANDS[words[0]]), list[str]()
+    for word in words[1:]:
+        if word.endswith(".py") or word == "SCRIPT.py":
+            break
+        flag = word.partition("=")[0].strip("[]'")
+        if re.fullmatch(r"--?[a-z][\w-]*", flag) and flag not in known:
+            found.append(f"{words[0]} {flag}")
     return found
 
 
@@ -146,7 +211,43 @@ def test_links_lead_somewhere(path: str) -> None:
     assert not broken(path, (ROOT / path).read_text("utf-8"))
 
 
+@pytest.mark.parametrize("path", [path for path in pages() if "archive/" not in path])
+def test_a_page_reads_alike_in_the_repository_and_in_the_site(path: str) -> None:
+    assert not interrupted((ROOT / path).read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", [path for path in pages() if "archive/" not in path])
+def test_commands_have_flags_that_there_are(path: str) -> None:
+    lines = lines_of_commands((ROOT / path).read_text("utf-8"))
+    assert not [each for words in lines for each in unknown_flags(words)]
+
+
+def test_each_page_is_in_the_navigation_of_the_site() -> None:
+    """mkdocs warns of it too, but `make check` has no mkdocs."""
+    listed = set(re.findall(r"\w[\w/.-]*\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    names = {page.removeprefix("docs/") for page in pages() if page.startswith("docs/")}
+    assert {name for name in names if not name.startswith("archive/")} == listed - {"index.md", "README.md"}
+
+
+def test_links_out_of_docs_are_pages_of_the_site() -> None:
+    site = script_of_docs("site_pages")
+    page = "[a](modes.md#gossip) [b](../examples/cnn.py) [c](../examples) [d](https://example.org) ![e](wan.png)"
+    wanted = "[a](modes.md#gossip) [b](repository/examples/cnn.py.md) c [d](https://example.org) ![e](wan.png)"
+    assert site.rewritten("docs/data.md", page) == wanted
+    assert site.rewritten("README.md", "[a](docs/modes.md) [b](LICENSE)") == "[a](modes.md) [b](repository/LICENSE.md)"
+    assert site.rewritten("docs/design/gain.md", "[a](../../README.md)") == "[a](../index.md)"
+    assert all((ROOT / path).is_file() for path in site.outside())
+
+
 def test_what_is_not_there_is_found() -> None:
+    assert interrupted("text\n- item\n- item\n\n- item\n  text\n- item\n| a |\n") == ["- item", "| a |"]
+    assert lines_of_commands(
+        "    ps-serve --shards 2 \\\n        --sync bsp > run  # one\n\n    make && ps-top --once\n"
+    ) == [
+        ["ps-serve", "--shards", "2", "--sync", "bsp"],
+        ["ps-top", "--once"],
+    ]
+    assert unknown_flags(["ps-worker", "-n", "2", "--sink", "bsp", "SCRIPT.py", "--rows", "3"]) == ["ps-worker --sink"]
     names = {*names_of("A: int = 1\nB = 2\nclass C:\n    field: int\n    def method(self): ...")}
     assert names == {"A", "B", "C", "C.field", "C.method"}
     assert unnamed("`C`, `B`, `C.method`, `lower`, `--flag`, `Made`, `C.up`", names) == ["Made", "C.up"]

@@ -41,7 +41,7 @@ Texts = tuple[str, ...]
 
 
 class RefuseCode(IntEnum):
-    """Why a server refuses. The value is the exit code of the command, if there is one for it (docs/reference.md)."""
+    """Why a server refuses. The value is the exit code of the command, if there is one for it (docs/exit-codes.md)."""
 
     UNREACHABLE = 3
     AUTHENTICATION = 4

@@ -13,7 +13,7 @@ How it works
 7. However `serve` ends, it kills the shards that are left and removes the scratch folder and folders that are still
    empty.
 
-docs/reference.md lists the exit codes.
+docs/exit-codes.md lists the exit codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of a history for Prometheus, in base units. docs/reference.md has the table."""
+"""The figures of a history for Prometheus, in base units. docs/howto/dashboard.md has the table."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ def test_two_workers_end_where_one_ends(name: str) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_each_line_of_ours_has_a_number(name: str) -> None:
-    """docs/reference.md says how many an example has."""
+    """docs/trainers.md says how many an example has."""
     body = (EXAMPLES / f"{name}.py").read_text("utf-8").split('"""', 2)[2]
     ours = [line for line in body.splitlines() if OURS.search(line)]
     numbers = [int(found[1]) for line in body.splitlines() if (found := re.search(r"  # (\d)(:|$)", line))]
     assert numbers == list(range(1, LINES[name] + 1)) and len(ours) == LINES[name]
-    table = (EXAMPLES.parent / "docs" / "reference.md").read_text("utf-8")
+    table = (EXAMPLES.parent / "docs" / "trainers.md").read_text("utf-8")
     assert f"| examples/{name}.py | {LINES[name]} |" in table
 
 

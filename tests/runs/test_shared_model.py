@@ -266,7 +266,7 @@ CHANGED: dict[
 def test_weights_that_all_workers_change_are_changed_or_it_is_told(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/reference.md has the same table."""
+    """docs/script.md has the same table."""
     settings, off, told = CHANGED[name]
 
     def work(worker: int) -> float:

@@ -1,6 +1,6 @@
 """The launcher of ps-worker: starts N copies of a script, and an embedded server if no server is named.
 
-It owns the child processes. docs/reference.md lists the exit codes.
+It owns the child processes. docs/exit-codes.md lists the exit codes.
 
 How it works
 

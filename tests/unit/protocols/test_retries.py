@@ -111,7 +111,7 @@ def test_a_message_whose_connection_is_another_one_is_due_with_any_tick() -> Non
 
 
 def test_each_rule_has_its_numbers() -> None:
-    """Tests with virtual times and docs/reference.md say the same."""
+    """Tests with virtual times and protocols/config/timing.py say the same."""
     seconds = {name: (retry.first_ns / NS, retry.bytes_per_second, retry.most) for name, retry in RETRIES.items()}
     assert seconds == {
         "JOIN_RETRY": (0.5, 0, 1),

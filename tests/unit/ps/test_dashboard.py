@@ -447,7 +447,7 @@ def test_prometheus_reads_the_metrics(watch: RunWatch) -> None:
     assert samples["narrows_step_seconds_count", "0", "1", "compute"] == 200
     assert samples["narrows_staleness_count", "0", "1"] == 200
     assert samples["narrows_last_clock_timestamp_seconds",] == pytest.approx(watch.began_unix + 20)
-    page = (Path(__file__).parents[3] / "docs/reference.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/howto/dashboard.md").read_text()
     told = set(re.findall(r"^\| `(narrows_\w+)`", page, re.M))
     named = {name + "_total" if family.type == "counter" else name for name, family in families.items()}
     assert told == named

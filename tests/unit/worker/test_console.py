@@ -172,6 +172,6 @@ def test_a_script_alone_is_told_of_such_a_name_too() -> None:
 
 
 def test_the_docs_name_each() -> None:
-    text = (Path(__file__).parents[3] / "docs/reference.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/script.md").read_text()
     (told,) = re.findall(r"takes any name but those that a line of .*? has itself: (.*?)\.\s", text, re.S)
     assert {*re.findall(r"`(\w+)`", told)} == {*FIGURES}
