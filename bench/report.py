@@ -56,7 +56,7 @@ ROWS = (
     ("Narrows, ssp, s = 2, `cycle:0.15+sign`, Muon", "ssp cycle:0.15+sign staleness 2", "muon"),
 )
 LINK = {"mbit_per_s": 20.0, "delay_ms": 60.0}
-STEPS = 400
+STEPS, SIZE = 400, "1.3M"
 # README's columns: name, figure, whether the learning rate changes it.
 COLUMNS = (
     ("ms a step: median", "step", False),
@@ -122,7 +122,9 @@ def readme_table(found: dict[str, list[Line]]) -> str:
     lines = [
         line
         for line in found.get("contenders/wan", [])
-        if line.link in (None, LINK) and line.seed in (None, 0) and line.arguments.get("steps", STEPS) == STEPS
+        if line.link in (None, LINK)
+        and line.seed in (None, 0)
+        and (line.arguments.get("steps", STEPS), line.arguments.get("size")) == (STEPS, SIZE)
     ]
     for name, run, optimizer in ROWS:
         own = [line for line in lines if line.run == run and line.arguments.get("optimizer") == optimizer]

@@ -4,8 +4,6 @@
     python bench/contenders/wan.py --link 100mbit --rows 'ddp*' --steps 20
     python bench/contenders/wan.py --link 20mbit --rows 'ssp*' --steps 400 --rounds 1  # trained in full: loss and seconds to it
     make bench-peers && python bench/contenders/wan.py --rows 'torchft*' --steps 100  # `make` does not install torchft
-    python bench/contenders/wan.py --show  # print what the last runs found, as Markdown
-    python bench/contenders/wan.py --plot docs/wan.png  # loss against seconds and bytes, step time against the link
 
 Rules
 - One worker in each city (`each`: more) trains tasks/bytelm.py on its share of the batch, one thread each. The root is in the
@@ -16,10 +14,9 @@ Rules
   are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
 - Means and bytes are over whole periods of H steps; a run that holds none after its first SETTLE steps has neither.
 - `loopback` is no link at all: both workers on one host.
-- "s to 2.1" is when the training loss, a mean of the last CURVE_STEPS steps of both workers, first came to that. The link
-  cannot change the losses of a synchronous contender: where it was not trained in full on a link, its seconds are computed
-  from its losses on loopback and its step time on the link, and marked so.
-- Each run is written to the JSON at once.
+- "time to 2.1" is when the training loss, a mean of the last CURVE_STEPS steps of both workers, first came to that. The link
+  cannot change the losses of a synchronous contender: of one that was trained on loopback, "steps to 2.1" times its step on
+  a link is its time there.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ import click
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.launch import CommandFailed
 from lab.link import Way
 
@@ -88,11 +85,6 @@ class Row:
     @property
     def python(self) -> str:
         return str(launch.ROOT / self.venv / "bin" / "python") if self.venv else sys.executable
-
-    @property
-    def synchronous(self) -> bool:
-        """The link cannot change its losses."""
-        return self.script[:1] == ("ddp.py",) or self.name == "bsp"
 
     def lacks(self) -> str:
         """Empty, or why it cannot run here, in one sentence."""
@@ -278,109 +270,6 @@ def figures(
     return result
 
 
-def to_target(curve: Sequence[Sequence[float]]) -> float | None:
-    """Seconds until the loss was TARGET."""
-    return next((seconds for seconds, loss in curve if loss <= TARGET), None)
-
-
-def seconds_to_target(results: list[Result], row: Row, link: str) -> str:
-    """Measured, or computed from the losses on loopback and the step time here; "-" where there is neither."""
-    found = [to_target(r["curve"]) for r in results if (r["row"], r["link"]) == (row.name, link) and r.get("curve")]
-    measured = [seconds for seconds in found if seconds is not None]
-    if measured:
-        return shown(statistics.median(measured), 0)
-    step = median([r for r in results if (r["row"], r["link"]) == (row.name, link)], "step_s")
-    for result in results:
-        if step and result["link"] == "loopback" and row.synchronous and result["row"] == row.name:
-            counts = [CURVE_STEPS + i for i, (_, loss) in enumerate(result.get("curve", [])) if loss <= TARGET]
-            if counts:
-                return f"{shown(counts[0] * step, 0)} (computed)"
-    return "-"
-
-
-def median(found: list[Result], name: str) -> float | None:
-    values = [result[name] for result in found if name in result]
-    return statistics.median(values) if values else None
-
-
-def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:,.{digits}f}"
-
-
-def table(results: list[Result], commit: str) -> str:
-    """A table for each size, link and number of steps of this commit."""
-    out: list[str] = []
-    at = [result for result in results if result["commit"] == commit]
-    for size, link, steps in sorted({(result["size"], result["link"], result["steps"]) for result in at}):
-        mine = [result for result in at if result["size"] == size]
-        here = [result for result in mine if (result["link"], result["steps"]) == (link, steps)]
-        floor = median([r for r in mine if (r["row"], r["link"]) == ("ddp", link)], "step_s")
-        free = median([r for r in mine if (r["row"], r["link"]) == ("ddp", "loopback")], "step_s")
-        out += [
-            f"{size} parameters, {link}, {steps} steps",
-            "",
-            "| run | rounds | step, ms: median, mean | of ddp here, on loopback | kB up, down a step at the interface "
-            f"| kB of messages | loss | s to {TARGET} |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in ROWS:
-            found = [result for result in here if result["row"] == row.name]
-            if not found:
-                continue
-            step = median(found, "step_s")
-            ratio = ", ".join(shown(step / base, 2) if step and base else "-" for base in (floor, free))
-            cells = [
-                *(row.name, str(len(found)), f"{shown(step, 0, 1e3)}, {shown(median(found, 'mean_s'), 0, 1e3)}", ratio),
-                *(f"{shown(median(found, a), 1, 1e-3)}, {shown(median(found, b), 1, 1e-3)}"
-                  for a, b in (("up", "down"), ("push", "pull"))),
-                *(shown(median(found, "loss"), 3), seconds_to_target(mine, row, link)),
-            ]  # fmt: skip
-            out.append(f"| {' | '.join(cells)} |")
-        loads = [result["load"] for result in here]
-        out += [
-            "",
-            f"commit {commit}; {here[-1]['machine']}, load {min(loads)} to {max(loads)}; {here[-1]['date']}",
-            "",
-        ]
-    return "\n".join(out)
-
-
-def plot(results: list[Result], commit: str, path: Path) -> None:
-    """Left: loss against seconds of what was trained in full on the slowest such link; right: step time on every link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    mine = [result for result in results if (result["commit"], result["size"]) == (commit, "1.3M")]
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    full = [r for r in mine if len(r.get("curve", [])) > 100 and r["link"] not in ("loopback",)]
-    for number, row in enumerate(ROWS):
-        runs = [r for r in full if r["row"] == row.name]
-        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
-        if runs:
-            seconds, losses = zip(*runs[0]["curve"], strict=True)
-            label = f"{row.name}, {runs[0]['link']}"
-            left.plot(seconds, losses, label=label, **style)
-            if "up" in runs[0]:
-                per_step = (runs[0]["up"] + runs[0]["down"]) / 2e6
-                middle.plot([per_step * (CURVE_STEPS + i) for i in range(len(losses))], losses, label=label, **style)
-        steps = [
-            (link, median([r for r in mine if (r["row"], r["link"]) == (row.name, link)], "step_s")) for link in LINKS
-        ]
-        known = [(link, 1000 * step) for link, step in steps if step is not None]
-        if len(known) > 1:
-            right.plot(*zip(*known, strict=True), marker="o", label=row.name, **style)
-    left.set(xlabel="seconds", ylabel="training loss", xscale="log")
-    middle.set(xlabel="MB each way", ylabel="training loss", xscale="log")
-    right.set(xlabel="link", ylabel="ms a step", yscale="log")
-    for axes in (left, middle, right):
-        axes.legend(fontsize=7)
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"bench/contenders/wan.py, commit {commit}", fontsize=9)
-    figure.savefig(path, dpi=110)
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--link", "links", default="20mbit", help=f"comma-separated: {', '.join(LINKS)}")
 @click.option("--rows", "pattern", default="*", help="only rows whose name matches")
@@ -390,9 +279,7 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
 @click.option("--rate", default=0.002, help="the script's peak learning rate")
 @click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="adamw", help="the script's inner optimizer")
 @click.option("--size", type=click.Choice([*SIZES]), default="1.3M", help="parameters of the model")
-@click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="run nothing, draw the newest commit's runs")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "wan.json")
+@record.out_option("contenders/wan")
 @click.option("--limit", "limit_s", default=1800.0, help="seconds after which a run counts as failed")
 def main(
     links: str,
@@ -403,22 +290,11 @@ def main(
     rate: float,
     optimizer: str,
     size: str,
-    show: bool,
-    picture: Path | None,
     out: Path,
     limit_s: float,
 ) -> None:
     """Train across a narrow link, by every contender."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results: list[Result] = json.loads(out.read_text()) if out.exists() else []
-    if show:
-        click.echo(table(results, results[-1]["commit"]) if results else f"{out} holds no run")
-        return
-    if picture is not None:
-        if not results:
-            raise click.ClickException(f"{out} holds no run")
-        plot(results, results[-1]["commit"], picture)
-        return
     if missing := netns.available():
         raise click.ClickException(missing)
     chosen = [row for row in ROWS if fnmatch.fnmatchcase(row.name, pattern)]
@@ -436,22 +312,31 @@ def main(
     chosen = [row for row, lack in lacks.items() if not lack]
     args = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate), "--optimizer", optimizer, *SIZES[size]]
     failed = False
-    for number in range(rounds):
-        for link in links.split(","):
-            for row in chosen:
-                key = {"row": row.name, "link": link, "size": size, "round": number, "seed": seed, "rate": rate}
-                key |= {"optimizer": optimizer}
-                try:
-                    result = measure(row, LINKS[link], args, limit_s)
-                except (CommandFailed, OSError) as error:
-                    failed = True
-                    click.echo(f"FAILED {row.name} on {link}: {error}", err=True)
-                    continue
-                results.append(key | launch.facts() | result)
-                launch.save(out, results)
-                click.echo(f"{row.name} on {link}: {1000 * result['step_s']:.0f} ms a step, loss {result['loss']:.3f}")
-    click.echo(f"\n{table(results, launch.facts()['commit'])}")
+    arguments = {"steps": steps, "rate": rate, "optimizer": optimizer, "size": size}
+    with record.Recorder("contenders/wan", out) as recorder:
+        for _ in range(rounds):
+            for link in links.split(","):
+                for row in chosen:
+                    try:
+                        told = measure(row, LINKS[link], args, limit_s)
+                    except (CommandFailed, OSError) as error:
+                        failed = True
+                        click.echo(f"FAILED {row.name} on {link}: {error}", err=True)
+                        continue
+                    where = {"link": record.link_of(LINKS[link]), "table": f"the byte GPT of {size} parameters"}
+                    recorder.add(row.name, told_of(told), beside="ddp", seed=seed, arguments=arguments, **where)
     sys.exit(failed)
+
+
+def told_of(found: Result) -> record.Figures:
+    """The figures of one run, as a line has them."""
+    curve = [(CURVE_STEPS + i, seconds) for i, (seconds, loss) in enumerate(found["curve"]) if loss <= TARGET]
+    steps, seconds = curve[0] if curve else (None, None)
+    told: record.Figures = {"loss": (found["loss"], "nats a byte"), "step": (1e3 * found["step_s"], "ms")}
+    told["mean step"] = (1e3 * found["mean_s"] if "mean_s" in found else None, "ms")
+    names = {"up": "up", "down": "down", "push": "messages up", "pull": "messages down"}
+    told |= {name: (found[key] / 1e3 if key in found else None, "kB a step") for key, name in names.items()}
+    return told | {f"time to {TARGET}": (seconds, "s"), f"steps to {TARGET}": (steps, "")}
 
 
 if __name__ == "__main__":

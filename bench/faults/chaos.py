@@ -14,7 +14,7 @@ Rules
   nothing for STOPPED_S, one that is slow a SLOWER-th of its rate for SLOW_S.
 - The schedule follows from the seed: when, what, and whom. A worker that was killed comes back after BACK_S, as a spot machine,
   and so does a machine of the server, as the standby of the one that serves. Neither is struck while the other is alone.
-- Goodput is the undisturbed run's time for a clock over that of the disturbed one: what was computed twice is no good. With
+- Goodput is the undisturbed run's time for a clock over that of the disturbed one, whatever was computed twice. With
   --share the undisturbed run does that share of the steps, once before and once after, since a machine's speed drifts.
 - A stall is the longest time in which no worker's clock moved beyond where the run had been. Clocks are read from the records.
   It is told of each kind of strike, too: the longest stall until the next strike.
@@ -29,6 +29,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ import click
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contenders.wan import LINKS
-from lab import launch
+from lab import launch, record
 from lab.launch import CommandFailed
 from lab.link import Link
 from lab.netns import Host, Lab, star
@@ -367,7 +368,7 @@ OF_THEIR_LINKS = ("cut server", "cut standby", "slow server")
 )
 @click.option("--seed", default=0)
 @click.option("--limit", "limit_s", default=1800.0, help="seconds after which a run counts as failed")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "chaos.json")
+@record.out_option("faults/chaos")
 def main(
     sync: str, compress: str, workers: int, shards: int, steps: int, every_s: float, standby: bool, link: str,
     strikes: str, share: float, seed: int, limit_s: float, out: Path,
@@ -383,28 +384,30 @@ def main(
     flags = ["--sync", sync, *(["--compress", compress] if sync != "bsp" else [])]
     plan: list[tuple[str, list[str], float]] = [("undisturbed", [], share), ("disturbed", named, 1.0)]
     if share < 1:
-        plan.append(("undisturbed, again", [], share))
-    told = {"flags": flags, "workers": workers, "shards": shards, "steps": steps, "every_s": every_s, "seed": seed,
-            "standby": standby, "link": link, "share": share}  # fmt: skip
-    found: dict[str, dict[str, Any]] = {}
-    columns = ("run", "clocks", "s", "ms a clock", "longest stall, s", "largest shard, MB", "loss", "struck")
-    click.echo(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for name, chosen, part in plan:
-        with star([way] * (SERVERS + workers)) if way else nullcontext() as lab:
-            row = Run(flags, workers, shards, int(steps * part), seed, limit_s, standby, lab).go(chosen, every_s)
-        found[name] = row
-        struck = ", ".join(f"{what} {count}" for what, count in sorted(row["struck"].items())) or "-"
-        cells = (f"{row['clock']}", f"{row['seconds']:.0f}", f"{1e3 * row['seconds'] / row['clock']:.0f}",
-                 f"{row['stall_s']:.1f}", f"{row['shard_mb']:.0f}", f"{row['loss']:.3f}", struck)  # fmt: skip
-        click.echo(f"| {name} | {' | '.join(cells)} |")
-    results = json.loads(out.read_text()) if out.exists() else []
-    launch.save(out, [*results, told | launch.facts() | found])
-    steady = [row["seconds"] / row["clock"] for name, row in found.items() if name != "disturbed"]
-    stalls = {what: sorted(own) for what, own in sorted(found["disturbed"]["stalls"].items())}
-    told_stalls = ", ".join(f"{what} {own[len(own) // 2]:.1f} ({own[-1]:.1f})" for what, own in stalls.items())
-    click.echo(f"\nstall after each, s, median (longest): {told_stalls}")
-    goodput = sum(steady) / len(steady) / (found["disturbed"]["seconds"] / found["disturbed"]["clock"])
-    click.echo(f"\ngoodput {goodput:.2f} of undisturbed; commit {launch.commit()}")
+        plan.append(("undisturbed", [], share))
+    arguments = {"steps": steps, "every": every_s, "sync": sync, "compress": compress if sync != "bsp" else "dense"}
+    arguments |= {"workers": workers, "shards": shards, "standby": standby}
+    table = f"{workers} workers, {shards} shards" + ", a standby" * standby + f", a failure every {every_s:g} s"
+    with record.Recorder("faults/chaos", out) as recorder:
+        for name, chosen, part in plan:
+            with star([way] * (SERVERS + workers)) if way else nullcontext() as lab:
+                row = Run(flags, workers, shards, int(steps * part), seed, limit_s, standby, lab).go(chosen, every_s)
+            figures: record.Figures = {
+                "clock": (1e3 * row["seconds"] / row["clock"], "ms"),  # its ratio is the goodput
+                "time": (row["seconds"], "s"),
+                "longest stall": (row["stall_s"], "s"),
+                "largest shard": (row["shard_mb"], "MB"),
+                "loss": (row["loss"], "nats a byte"),
+                "clocks": (row["clock"], ""),
+                "strikes": (sum(row["struck"].values()), ""),
+            }
+            figures |= {
+                f"stall after {what}": (statistics.median(own), "s") for what, own in sorted(row["stalls"].items())
+            }
+            struck = ", ".join(f"{what} {count}" for what, count in sorted(row["struck"].items()))
+            own = arguments | {"steps": int(steps * part)}
+            recorder.add(name, figures, table=table, beside="undisturbed", seed=seed, link=record.link_of(way),
+                         arguments=own, note=struck)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Rules
 - Strangers on this machine take its cores from the run, whomever they dial. So the step beside strangers is compared with the
   one beside the unrelated listener, too. That listener throws away what it gets, in a process of its own.
 - A step is that of the worker's loop, computing and `optimizer.step()`. Times are medians over all steps. A ratio is that of
-  two phases side by side: the median over all rounds, the least and the greatest.
+  two phases side by side: the median over all rounds.
 - Connections are opened before their phase begins. The steps meanwhile are told apart.
 - Memory is the resident set of each server process, at its most in a phase.
 """
@@ -36,7 +36,7 @@ from narrows.protocols.runtime.network.key_files import add, make
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
-from lab import launch
+from lab import launch, record
 
 HERE = Path(__file__).resolve()
 STRANGERS = str(HERE.parent / "hostile_connections.py")
@@ -142,7 +142,7 @@ def steps(file: Path, begin: float, end: float) -> list[float]:
 @click.option("--shards", default=1, show_default=True)
 @click.option("--sync", default="bsp", show_default=True)
 @click.option("--keys", "keyed", is_flag=True, help="the run has keys, and strangers have none")
-@click.option("--json", "json_file", default="bench/out/flood.json", show_default=True)
+@record.out_option("faults/flood")
 @click.pass_context
 def main(
     context: click.Context,
@@ -153,7 +153,7 @@ def main(
     shards: int,
     sync: str,
     keyed: bool,
-    json_file: str,
+    out: Path,
 ) -> None:
     """Time a run beside strangers."""
     if context.invoked_subcommand:
@@ -165,9 +165,11 @@ def main(
             make(str(folder / "keys"))
             flags += ["--keys", str(folder / "keys")]
             key = ["--key", str(add(str(folder / "keys"), "bench", "worker"))]
-        rows = measured(folder, flags, key, elsewhere, kinds.split(","), rounds, seconds, rate, shards)
-    facts = launch.facts() | {"shards": shards, "sync": sync, "keys": keyed, "rate": rate, "seconds": seconds}
-    launch.save(launch.ROOT / json_file, facts | {"rows": rows})
+        arguments = {"seconds": seconds, "rate": rate, "shards": shards, "sync": sync, "keys": keyed}
+        with record.Recorder("faults/flood", out) as recorder:
+            for row in measured(folder, flags, key, elsewhere, kinds.split(","), rounds, seconds, rate, shards):
+                told: record.Figures = row.result()
+                recorder.add(SHOWN[row.kind], told, arguments=arguments, note=row.did())
 
 
 def measured(
@@ -180,7 +182,7 @@ def measured(
     seconds: float,
     rate: int,
     shards: int,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """One row for each kind."""
     times, over, ready = folder / "times", folder / "over", folder / "ready.json"
     bind = [
@@ -209,20 +211,7 @@ def measured(
                     row.round(times, watched, port, elsewhere, seconds, rate)
             over.touch()
     watched.over.set()
-    shown = [row.result() for row in rows]
-    columns = "strangers | they did in a phase | step undisturbed, ms | beside the same elsewhere | beside them"
-    columns += " | times | of elsewhere | while they come, ms | longest | MB of shard 0: undisturbed, beside them"
-    click.echo(f"| {columns} |\n" + "|---" * 10 + "|")
-    for each in shown:
-        ratios = [
-            f"{ratio:.2f} ({least:.2f} to {most:.2f})" for ratio, least, most in (each["times"], each["of_elsewhere"])
-        ]
-        click.echo(
-            f"| {SHOWN[each['kind']]} | {each['did']} | {each['quiet_ms']:.1f} | {each['elsewhere_ms']:.1f} | "
-            f"{each['beside_ms']:.1f} | {ratios[0]} | {ratios[1]} | {each['coming_ms']:.1f} | "
-            f"{each['longest_ms']['beside']:.0f} | {each['quiet_mb']['shard 0']}, {each['beside_mb']['shard 0']} |"
-        )
-    return shown
+    return rows
 
 
 class Row:
@@ -254,33 +243,26 @@ class Row:
                 self.coming += steps(times, began, begin)
             time.sleep(PAUSE_S)
 
-    def result(self) -> dict[str, Any]:
-        flat = {phase: [ms for found in rounds for ms in found] for phase, rounds in self.rounds.items()}
-        ms = {phase: statistics.median(found) for phase, found in flat.items()}
+    def did(self) -> str:
+        """What the strangers did in a phase."""
         last = {name: statistics.median(each.get(name, 0.0) for each in self.told) for name in self.told[-1]}
         if "per_second" in last:
-            did = f"{last['per_second']:,.0f} frames a second, {last['dials']:,.0f} connections"
-        else:
-            did = f"{last['opened']:,.0f} opened, {last['open']:,.0f} open at its end"
-        return {
-            "kind": self.kind,
-            **{f"{phase}_ms": value for phase, value in ms.items()},
-            "coming_ms": statistics.median(self.coming) if self.coming else 0.0,
-            "longest_ms": {phase: max(found) for phase, found in flat.items()},
-            "steps": {phase: len(found) for phase, found in flat.items()},
-            "times": spread(self.rounds["beside"], self.rounds["quiet"]),
-            "of_elsewhere": spread(self.rounds["beside"], self.rounds["elsewhere"]),
-            "did": did,
-            "quiet_mb": self.mb["quiet"],
-            "beside_mb": self.mb["beside"],
-            "told": self.told,
-        }
+            return f"{last['per_second']:,.0f} frames a second, {last['dials']:,.0f} connections"
+        return f"{last['opened']:,.0f} opened, {last['open']:,.0f} open at its end"
+
+    def result(self) -> record.Figures:
+        flat = {phase: [ms for found in rounds for ms in found] for phase, rounds in self.rounds.items()}
+        found: record.Figures = {f"step {phase}": (statistics.median(own), "ms") for phase, own in flat.items()}
+        for name, phase in (("of undisturbed", "quiet"), ("of elsewhere", "elsewhere")):
+            found[name] = (ratio(self.rounds["beside"], self.rounds[phase]), "")
+        found["step while they come"] = (statistics.median(self.coming) if self.coming else None, "ms")
+        found["longest step beside"] = (max(flat["beside"]), "ms")
+        return found | {f"shard 0, {phase}": (mb["shard 0"], "MB") for phase, mb in self.mb.items()}
 
 
-def spread(these: list[list[float]], those: list[list[float]]) -> list[float]:
-    """Median, least and greatest of the ratios of their medians, round for round."""
-    found = [statistics.median(a) / statistics.median(b) for a, b in zip(these, those, strict=True)]
-    return [statistics.median(found), min(found), max(found)]
+def ratio(these: list[list[float]], those: list[list[float]]) -> float:
+    """The median of the ratios of their medians, round for round."""
+    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in zip(these, those, strict=True))
 
 
 def until(done: Any, what: str) -> None:

@@ -42,7 +42,7 @@ from narrows.worker.checkpoint.server_state import unpack_rows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch
+from lab import launch, record
 
 LIMIT_S = 10  # for one input
 MEMORY_MB = 2048
@@ -303,11 +303,12 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
 @click.option("--seconds", default=60, help="of each target")
 @click.option("--without-atheris", is_flag=True, help="random mutations of the seeds alone")
 @click.option("--inside", is_flag=True, hidden=True)
-def main(names: tuple[str, ...], seconds: int, without_atheris: bool, inside: bool) -> None:
+@record.out_option("faults/fuzz")
+def main(names: tuple[str, ...], seconds: int, without_atheris: bool, inside: bool, out: Path) -> None:
     """Fuzz decoders: frames, payload, rows, packed, text; all by default."""
     if inside:
         fuzz(names[0], seconds, launch.OUT / "fuzz" / names[0])
-    failed = []
+    failed, recorder = [], record.Recorder("faults/fuzz", out)
     for name in names or TARGETS:
         began = time.monotonic()
         if without_atheris:
@@ -318,14 +319,14 @@ def main(names: tuple[str, ...], seconds: int, without_atheris: bool, inside: bo
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         told = {key: int(value) for key, value in re.findall(r"stat::(\w+):\s+(\d+)", done.stderr)}
         coverage = re.findall(r"cov: (\d+)", done.stderr)
-        found = "no finding" if done.returncode == 0 else f"exit code {done.returncode}"
-        click.echo(
-            f"{name}: {told.get('number_of_executed_units', 0):,} inputs in {time.monotonic() - began:.0f} s, coverage "
-            f"{coverage[-1] if coverage else '-'}, at most {told.get('peak_rss_mb', 0)} MB: {found}"
-        )
+        figures: record.Figures = {"findings": (int(done.returncode != 0), "")}
+        figures["inputs"] = (told.get("number_of_executed_units"), "")
+        figures["coverage"] = (float(coverage[-1]) if coverage else None, "edges")
+        recorder.add(name, figures | {"memory": (told.get("peak_rss_mb"), "MB")}, arguments={"seconds": seconds})
         if done.returncode:
             failed.append(name)
             click.echo(done.stderr[-3000:], err=True)
+    recorder.show()
     if failed:
         raise click.ClickException(f"{', '.join(failed)}: see {launch.OUT / 'fuzz'}")
 

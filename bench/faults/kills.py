@@ -1,6 +1,6 @@
 """`kill -9` of each process of a run in turn, in every mode that has a server: who ends how, what stalls, what is lost.
 
-    python bench/faults/kills.py  # the whole matrix, and a table in Markdown
+    python bench/faults/kills.py  # the whole matrix
     python bench/faults/kills.py --modes ssp,async --roles worker,standby --jobs 1
 
 Rules
@@ -38,7 +38,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (""
 from faults.chaos import Worker, children_of
 from kit.fold_logs import folded, settled, telling, wrong
 from kit.processes import Command, Server, alive, parent, serving, started, until
-from lab import launch
+from lab import launch, record
 
 # digits at a pace. Late in the run workers wait while somebody is still to be killed: whoever takes the place of the one before
 # has to start, which takes a busy machine as long as it takes.
@@ -65,6 +65,7 @@ END_S = 240.0  # of a run
 LOST = 6  # the exit code of who has lost the server
 SILENT_S = 10  # after which a worker takes a server without a standby for lost
 LOCAL_STEPS = 4
+NOTE_MAX = 200  # characters of what was wrong
 BELOW = ("--sync", "bsp", "--push", "update")
 MODES = {
     "bsp": ("--sync", "bsp"),
@@ -177,8 +178,8 @@ class Run:
 
     def _train(self, life: str) -> str:
         """All workers to their end; the exit code of ps-worker."""
-        record, steps, seed = self.folder / f"{life}.record", str(self.trial.steps), str(self.trial.seed)
-        command = ("ps-worker", "-n", str(WORKERS), "--server", self.server.address, "--record", str(record),
+        told, steps, seed = self.folder / f"{life}.record", str(self.trial.steps), str(self.trial.seed)
+        command = ("ps-worker", "-n", str(WORKERS), "--server", self.server.address, "--record", str(told),
                    "--server-timeout", str(SILENT_S))  # fmt: skip
         env = telling(self.folder / life)
         script = self.folder / "task.py"
@@ -187,7 +188,7 @@ class Run:
         script.write_text(TASK.replace("HOLD", str(hold)))
         clocks = self.trial.steps // (LOCAL_STEPS if self.trial.mode == "local" and self.root is None else 1)
         with started(*command, str(script), "--steps", steps, "--seed", seed, "--batch", "48", env=env) as workers:
-            seen, deadline = Worker(0, records=[record]), time.monotonic() + END_S
+            seen, deadline = Worker(0, records=[told]), time.monotonic() + END_S
             strikes = [] if self.struck or self.trial.role.startswith("nobody") else [*STRIKES]
             if self.role.serves and not self.trial.standby:
                 strikes = strikes[-1:]
@@ -206,7 +207,7 @@ class Run:
             if strikes:
                 self.wrong.append(f"{len(strikes)} strikes were not made")
             self._turn()
-            self._read(record)
+            self._read(told)
             return str(workers.process.returncode)
 
     def _safe(self) -> bool:
@@ -245,11 +246,11 @@ class Run:
 
     # The outcome.
 
-    def _read(self, record: Path) -> None:
+    def _read(self, told: Path) -> None:
         """Read from a record the longest stall, the first and the last clock, and the loss."""
         top, moved_s = -1, 0.0
         self.began = -1
-        for line in record.read_text().splitlines():
+        for line in told.read_text().splitlines():
             event = json.loads(line)
             if event["event"] == "step":
                 self.began = event["clock"] if self.began < 0 else self.began
@@ -293,19 +294,19 @@ def done(trial: Trial) -> dict[str, Any]:
                       "seconds": time.monotonic() - began}  # fmt: skip
 
 
-COLUMNS = ("mode", "standby", "killed", "times", "exit codes", "longest stall, s", "acknowledged", "lost or wrong", "loss",
-           "undisturbed")  # fmt: skip
-
-
-def line(row: dict[str, Any], calm: Sequence[float]) -> str:
-    if not row["codes"]:
-        cells = ["?"] * 6
-    else:
-        codes = ", ".join(row["codes"]) + "".join(f"; {note}" for note in row["notes"])
-        cells = [f"{row['times']}", codes, f"{row['stall_s']:.1f}", f"{row['acknowledged']}", f"{len(row['wrong'])}",
-                 f"{row['loss']:.4f}"]  # fmt: skip
-    around = f"{min(calm):.4f} to {max(calm):.4f}" if calm else "-"
-    return f"| {row['mode']} | {'yes' if row['standby'] else 'no'} | {row['killed']} | {' | '.join(cells)} | {around} |"
+def add(recorder: record.Recorder, row: dict[str, Any], steps: int) -> None:
+    """A line of one run. Of a run that did not end, what was wrong."""
+    figures: record.Figures = {
+        "killed": (row.get("times"), "times"),
+        "longest stall": (row.get("stall_s"), "s"),
+        "loss": (row.get("loss"), "nats"),
+        "acknowledged": (row.get("acknowledged"), "updates"),
+        "wrong": (len(row["wrong"]), "updates"),
+    }
+    told = [f"exit codes {', '.join(row['codes'])}"] * bool(row["codes"]) + row.get("notes", row["wrong"])
+    table = f"{row['mode']}: digits, {WORKERS} workers, {SHARDS} shards"
+    recorder.add(row["killed"], figures, table=table, seed=row["seed"], note="; ".join(told).replace("\n", " ")[:NOTE_MAX],
+                 arguments={"steps": steps, "standby": row["standby"]})  # fmt: skip
 
 
 def matrix(modes: Sequence[str], roles: Sequence[str], seeds: int, steps: int) -> list[Trial]:
@@ -324,7 +325,7 @@ def matrix(modes: Sequence[str], roles: Sequence[str], seeds: int, steps: int) -
 @click.option("--steps", default=240, help="of digits")
 @click.option("--seeds", default=3, help="of the undisturbed runs")
 @click.option("--jobs", default=4, help="runs at a time")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "kills.json")
+@record.out_option("faults/kills")
 def main(modes: str, roles: str, steps: int, seeds: int, jobs: int, out: Path) -> None:
     """Kill each process of a run in turn, in every mode."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
@@ -332,23 +333,15 @@ def main(modes: str, roles: str, steps: int, seeds: int, jobs: int, out: Path) -
         if unknown := sorted({*told.split(",")} - {*known}):
             raise click.BadParameter(f"{', '.join(unknown)}; there are {', '.join(known)}", param_hint=name)
     trials = matrix(modes.split(","), roles.split(","), seeds, steps)
-    found: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(jobs) as pool:
+    wrong = False
+    with record.Recorder("faults/kills", out) as recorder, ThreadPoolExecutor(jobs) as pool:
         for row in pool.map(done, trials):
-            found.append(row)
             click.echo(f"{row['mode']}, {row['killed']}, standby {row['standby']}: {row['seconds']:.0f} s", err=True)
             for text in row["wrong"]:
                 click.echo(f"    {text}", err=True)
-            launch.save(out, {"steps": steps, "jobs": jobs, **launch.facts(), "rows": found})
-    calm: dict[tuple[str, bool], list[float]] = {}
-    for row in found:
-        if row["killed"].startswith("nobody") and row["codes"]:
-            calm.setdefault((row["mode"], ROLES[row["killed"]].tree), []).append(row["loss"])
-    click.echo(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
-    for row in found:
-        click.echo(line(row, calm.get((row["mode"], ROLES[row["killed"]].tree), [])))
-    click.echo(f"\ncommit {launch.commit()}, load {launch.facts()['load']}")
-    sys.exit(any(row["wrong"] for row in found))
+            add(recorder, row, steps)
+            wrong |= bool(row["wrong"])
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from narrows.protocols.config.topology import TOPOLOGIES
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Message
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "../tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "../tests")]
 
+from lab import record
 from simulation import gossip_timing as gossip
 from simulation.actors import Kit
 from simulation.closed_forms import Forms, explained, measured_s
@@ -116,16 +117,16 @@ def campaign(first: int, totals: dict[str, int], jobs: int, limit_s: float | Non
     return tally
 
 
-def show(tally: Tally, wall_s: float, jobs: int) -> None:
-    total, cpu_s = tally.kinds.total(), tally.cpu_ns.total() / NS
-    print(f"{total} runs: {len(tally.failed)} failed")
-    print(
-        f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {1000 * cpu_s / max(1, total):.1f} CPU ms a run, "
-        f"{tally.virtual_s / 3600:.1f} h of virtual time\n"
-    )
-    print(f"{'kind':<10}{'runs':>8}{'CPU ms a run':>14}")
+def show(tally: Tally, wall_s: float, recorder: record.Recorder, first: int) -> None:
+    total = tally.kinds.total()
     for kind, runs in tally.kinds.items():
-        print(f"{kind:<10}{runs:>8}{1000 * tally.cpu_ns[kind] / NS / runs:>14.1f}   {KINDS[kind].text}")
+        cpu_ms = 1000 * tally.cpu_ns[kind] / NS / runs
+        recorder.add(kind, {"runs": (runs, ""), "CPU time a run": (cpu_ms, "ms")}, seed=first, note=KINDS[kind].text)
+    figures: record.Figures = {"runs": (total, ""), "failed": (len(tally.failed), "")}
+    recorder.add(
+        "all", figures | {"virtual time": (tally.virtual_s / 3600, "hours"), "time": (wall_s, "s")}, seed=first
+    )
+    recorder.show()
     print(f"\n{'fault':<22}{'struck':>10}{'a run':>9}{'runs struck':>13}")
     for fault, times in tally.struck.most_common():
         print(f"{fault:<22}{times:>10}{times / total:>9.2f}{tally.runs_struck[fault]:>13}")
@@ -282,6 +283,8 @@ def main() -> int:
     parser.add_argument("--topology", choices=[*TOPOLOGIES, "all"], default="all", help="with --gossip")
     parser.add_argument("--compress", choices=gossip.SPECS, default="dense", help="with --gossip: payloads of one size")
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
+    default = record.RESULTS / "simulate.jsonl"
+    parser.add_argument("--out", type=Path, default=default, help="JSON lines of a campaign")
     told = parser.parse_args()
     if told.replay is not None:
         options = {option for each in KINDS.values() for option in each.option.split()}
@@ -296,10 +299,10 @@ def main() -> int:
         return trees(told)
     if told.gossip:
         return gossips(told)
-    began = time.monotonic()
+    recorder, began = record.Recorder("faults/simulate", told.out), time.monotonic()
     totals = shares(told.campaign) if told.campaign else {kind: getattr(told, kind) for kind in KINDS}
     tally = campaign(told.seed, totals, told.jobs, told.minutes * 60 if told.minutes else None)
-    show(tally, time.monotonic() - began, told.jobs)
+    show(tally, time.monotonic() - began, recorder, told.seed)
     return 1 if tally.failed else 0
 
 

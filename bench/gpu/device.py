@@ -41,7 +41,7 @@ from narrows.worker.model.device_placement import device_home
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch
+from lab import launch, record
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
 SIZES = {
@@ -115,35 +115,29 @@ def compared(home: DeviceHome[torch.Tensor], spec: str, hosts: list[Any], update
     return payload.nbytes
 
 
-def codes(home: DeviceHome[torch.Tensor], count: int, specs: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
-    """Prints a table for each SPEC, and returns what it has."""
+def codes(recorder: record.Recorder, home: DeviceHome[torch.Tensor], count: int, spec: str, rounds: int) -> None:
+    """A line for each call of one SPEC."""
     hosts = [np.random.default_rng(seed).standard_normal(count, dtype=np.float32) for seed in (0, 1)]
     updates = [home.zeros(count) for _ in hosts]
     for host, update in zip(hosts, updates, strict=True):
         home.load(host, update)
-    told = []
-    for spec in specs:
-        payload_bytes = compared(home, spec, hosts, updates)
-        click.echo(f"\n{count:,} values, {spec}: {payload_bytes:,} bytes, equal to the CPU's")
-        with home.kernels.active():
-            rows = rows_of(home, spec, updates)
-            seconds: dict[str, list[float]] = {name: [] for name in rows}
-            for round_number in range(rounds + 2):  # two to compile and to settle
-                for name, run in rows.items():
-                    settle(updates[0])
-                    begin = time.perf_counter()
-                    run()
-                    settle(updates[0])
-                    if round_number >= 2:
-                        seconds[name].append(time.perf_counter() - begin)
-        for name, taken in seconds.items():
-            middle = statistics.median(taken)
-            click.echo(
-                f"  {name:26} {4 * count / middle / 1e9:8.1f} GB/s   {middle * 1e3:9.3f} ms   "
-                f"({min(taken) * 1e3:.3f} to {max(taken) * 1e3:.3f})"
-            )
-        told.append({"count": count, "spec": spec, "bytes": payload_bytes, "seconds": seconds})
-    return told
+    payload_bytes = compared(home, spec, hosts, updates)
+    click.echo(f"{count:,} values, {spec}: {payload_bytes:,} bytes, equal to the CPU's")
+    with home.kernels.active():
+        rows = rows_of(home, spec, updates)
+        seconds: dict[str, list[float]] = {name: [] for name in rows}
+        for round_number in range(rounds + 2):  # two to compile and to settle
+            for name, run in rows.items():
+                settle(updates[0])
+                begin = time.perf_counter()
+                run()
+                settle(updates[0])
+                if round_number >= 2:
+                    seconds[name].append(time.perf_counter() - begin)
+    for name, taken in seconds.items():
+        middle = statistics.median(taken)
+        figures: record.Figures = {"time": (1e3 * middle, "ms"), "rate": (4e-9 * count / middle, "GB/s")}
+        recorder.add(f"{spec}: {name}", figures, table="codes", arguments={"values": count, "rounds": rounds})
 
 
 def settle(tensor: torch.Tensor) -> None:
@@ -166,18 +160,13 @@ def step_of(size: str, steps: int, where: str, spec: str, gpu: str) -> float:
     return float(found[1])
 
 
-def steps_of(size: str, steps: int, rounds: int, gpu: str) -> list[dict[str, Any]]:
-    click.echo(f"\nbytelm.py of {size}, ssp, s = 1; seconds of a step: medians over rounds")
-    seconds: dict[tuple[str, str], list[float]] = {("alone", ""): []}
-    seconds |= {(where, spec): [] for spec in STEP_SPECS for where in ("host", "device")}
+def steps_of(recorder: record.Recorder, size: str, steps: int, rounds: int, gpu: str) -> None:
+    """A line for each round of the script alone, and of each SPEC with the arrays on the host and on the device."""
     for _ in range(rounds):
-        for (where, spec), taken in seconds.items():
-            taken.append(step_of(size, steps, where, spec, gpu))
-    alone = statistics.median(seconds["alone", ""])
-    for (where, spec), taken in seconds.items():
-        middle = statistics.median(taken)
-        click.echo(f"  {where:8} {spec:18} {middle * 1e3:9.2f} ms   {middle / alone:6.3f} of the script alone")
-    return [{"size": size, "arrays": where, "spec": spec, "seconds": s} for (where, spec), s in seconds.items()]
+        for where, spec in (("alone", ""), *((where, spec) for spec in STEP_SPECS for where in ("host", "device"))):
+            step: record.Figures = {"step": (1e3 * step_of(size, steps, where, spec, gpu), "ms")}
+            name = f"{spec}, arrays on the {where}" if spec else where
+            recorder.add(name, step, table=f"steps of {size}", beside="alone", arguments={"steps": steps})
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120, "show_default": True})
@@ -190,7 +179,7 @@ def steps_of(size: str, steps: int, rounds: int, gpu: str) -> list[dict[str, Any
 @click.option("--size", "sizes", multiple=True, type=click.Choice([*SIZES]), default=("9.8M", "100M"))
 @click.option("--steps", default=40)
 @click.option("--rounds", default=15, help="of codes; a fifth as many of steps")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "device.json")
+@record.out_option("gpu/device")
 def main(
     name: str,
     part: str,
@@ -210,18 +199,15 @@ def main(
         click.echo(error, err=True)
         sys.exit(2)
     what = "the CPU in the place of a device" if name == "host" else torch.cuda.get_device_name(name)
-    told = launch.facts() | {"device": what, "codes": [], "steps": []}
-    click.echo(
-        f"{what}; commit {told['commit']}, torch {told['torch']}, {told['machine']}; {rounds} interleaved rounds"
-    )
+    gpu = "cpu" if name == "host" else name
     try:
-        for count in counts if part != "steps" else ():
-            told["codes"] += codes(home, count, specs, rounds)
-            launch.save(out, told)
-        for size in sizes if part != "codes" else ():
-            gpu = "cpu" if name == "host" else name
-            told["steps"] += steps_of(size, steps, max(1, rounds // 5), gpu)
-            launch.save(out, told)
+        with record.Recorder("gpu/device", out) as recorder:
+            recorder.facts["machine"]["gpu"] = what
+            for count in counts if part != "steps" else ():
+                for spec in specs:
+                    codes(recorder, home, count, spec, rounds)
+            for size in sizes if part != "codes" else ():
+                steps_of(recorder, size, steps, max(1, rounds // 5), gpu)
     except launch.CommandFailed as error:
         click.echo(error, err=True)
         sys.exit(1)

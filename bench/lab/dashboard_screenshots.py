@@ -30,7 +30,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in (""
 
 from kit.browser import Browser, browser, missing
 from kit.record_events import figures
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.launch import CommandFailed
 from lab.link import Way
 
@@ -184,8 +184,7 @@ def main(steps: int, out: Path) -> None:
                 click.echo(f"- {line}")
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
-    facts = launch.facts()
-    click.echo(f"\n{steps} steps; commit {facts['commit']}; {facts['machine']}, load {facts['load']}")
+    click.echo(f"\n{steps} steps; commit {record.commit()}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: real ps-serve and ps-worker commands as child processes, and what a result must name.
+"""Shared by the benchmarks: real ps-serve and ps-worker commands as child processes.
 
 Rules
 - Every process gets one thread for its arithmetic, and no NARROWS_ or rank variable of ours.
@@ -7,10 +7,7 @@ Rules
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import platform
 import random
 import socket
 import subprocess
@@ -19,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,27 +30,6 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ports that Linux gives away 
 
 class CommandFailed(Exception):
     """A command ended with an error or ran too long; the text ends with the tail of what it said."""
-
-
-def commit() -> str:
-    """Short hash of HEAD, with -dirty where tracked files differ from it."""
-    told = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))]  # fmt: skip
-    return (told[0] or "unknown") + ("-dirty" if told[1] else "")
-
-
-def facts() -> dict[str, Any]:
-    """The facts without which a figure is worth nothing."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    processor = next((line.split(":")[-1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "commit": commit(),
-        "machine": f"{processor}, {len(os.sched_getaffinity(0))} cores",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "load": round(os.getloadavg()[0], 1),  # ours and everybody's, over the last minute
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
 
 
 @contextmanager
@@ -166,11 +141,3 @@ def started(command: Sequence[str], env: dict[str, str] | None = None) -> Iterat
             end(process)
         if code != 0:
             raise CommandFailed(f"{' '.join(command)}\nexit code {code}; its last words:\n{tail(said)}")
-
-
-def save(path: Path, value: Any) -> None:
-    """At once or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1))
-    os.replace(temporary, path)

@@ -46,7 +46,7 @@ import click
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch, path_meter
+from lab import launch, path_meter, record
 from lab.launch import CommandFailed
 from lab.link import COMMAND_S, GONE_S, MTU, Link, Way
 
@@ -274,36 +274,24 @@ TIME = quantity(s=1, ms=1e-3, us=1e-6)
 SHARE = quantity(**{"%": 0.01})
 
 
-def row(name: str, way: Way, back: Way, seconds: float, seed: int, congestion: str) -> str:
-    """One line of the table."""
+def measured(recorder: record.Recorder, way: Way, back: Way, seconds: float, seed: int, congestion: str) -> None:
+    """One TCP stream each way, one after the other, and UDP packets there and back: one line."""
+    os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     with pair(way, back, seed, congestion) as lab:
         here, there = lab.hosts
         times = sorted(path_meter.round_trips(here, there, PINGS, PINGS_S))
-        streams = path_meter.stream(here, there, seconds), path_meter.stream(there, here, seconds)
-    one = streams[0]
-    cells = (
-        name,
-        *(f"{flow.rate / 1e6:.4g}" for flow in streams),
-        *(f"{1e3 * time:.1f}" for time in (statistics.median(times), times[int(0.95 * len(times))])),
-        *(f"{size / 1e6:.2f}" for size in (one.payload, one.received, one.sent)),
-        f"{100 * (one.received / one.payload - 1):.1f} %",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def table(ways: dict[str, tuple[Way, Way]], seconds: float, seed: int, congestion: str) -> Iterator[str]:
-    os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-    yield "| link, one way | Mbit/s of payload there | back | round trip, ms | 95 % | MB of payload there | at its interface | sent | headers |"  # noqa: E501
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, (way, back) in ways.items():
-        yield row(name, way, back, seconds, seed, congestion)
-    facts = launch.facts()
-    yield ""
-    yield (
-        f"One TCP stream ({congestion}) of {seconds:g} s each way, one after the other, its rate over the last "
-        f"{100 * (1 - path_meter.SKIPPED):.0f} % of that; up to {PINGS} UDP packets of {path_meter.PING_BYTES} bytes. Commit "
-        f"{facts['commit']}; {facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
-    )
+        one, other = path_meter.stream(here, there, seconds), path_meter.stream(there, here, seconds)
+    figures: record.Figures = {
+        "there": (one.rate / 1e6, "Mbit/s of payload"),
+        "back": (other.rate / 1e6, "Mbit/s of payload"),
+    }
+    figures |= {
+        "round trip": (1e3 * statistics.median(times), "ms"),
+        "of 95 %": (1e3 * times[int(0.95 * len(times))], "ms"),
+    }
+    figures["headers"] = (100 * (one.received / one.payload - 1), "%")
+    arguments = {"seconds": seconds, "loss": way.loss, "congestion": congestion}
+    recorder.add("a TCP stream", figures, seed=seed, link=record.link_of(way), arguments=arguments)
 
 
 @click.command(context_settings={"show_default": True})
@@ -317,6 +305,7 @@ def table(ways: dict[str, tuple[Way, Way]], seconds: float, seed: int, congestio
 @click.option("--congestion", default=CONGESTION, help="TCP's congestion control")
 @click.option("--seconds", default=10.0, help="of a stream")
 @click.option("--table", "standard", is_flag=True, help="measure " + ", ".join(map(" ".join, LINKS)))
+@record.out_option("lab/netns")
 @click.argument("command", nargs=-1)
 def main(
     rate: float,
@@ -329,6 +318,7 @@ def main(
     congestion: str,
     seconds: float,
     standard: bool,
+    out: Path,
     command: tuple[str, ...],
 ) -> None:
     """Measure a link, or run COMMAND at one end of it: it finds LAB_ADDRESS, LAB_PEER and LAB_NETNS, the peer's namespace."""
@@ -342,13 +332,10 @@ def main(
     try:
         if command:
             sys.exit(run_command(command, there, back, seed, congestion))
-        name = f"{rate / 1e6:g} Mbit/s, {1e3 * delay:g} ms" + (f", {100 * loss:g} % lost" if loss else "")
-        ways = {name: (there, back)}
-        if standard:
-            found = [(RATE(rate), TIME(delay)) for rate, delay in LINKS]
-            ways = {f"{rate / 1e6:,.0f} Mbit/s, {1e3 * delay:.0f} ms": (Way(rate, delay),) * 2 for rate, delay in found}
-        for line in table(ways, seconds, seed, congestion):
-            click.echo(line)
+        ways = [(Way(RATE(rate), TIME(delay)),) * 2 for rate, delay in LINKS] if standard else [(there, back)]
+        with record.Recorder("lab/netns", out) as recorder:
+            for each in ways:
+                measured(recorder, *each, seconds, seed, congestion)
     except (CommandFailed, ConnectionError, TimeoutError) as error:
         raise click.ClickException(str(error)) from None
 

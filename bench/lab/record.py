@@ -27,6 +27,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
+from lab.link import Way
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -35,6 +36,7 @@ NOT_TOLD = "-"
 TIMES = {"s", "ms", "min"}  # units, or parts of one, that depend on what else the machine does
 
 Scalar = str | int | float | bool | None
+Figures = dict[str, tuple[float | None, str]]  # of a run: value and unit
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -160,6 +162,8 @@ class Recorder:
     Args:
         bench: the script, in bench/ and without .py.
         path: of the file. `lines` are those that it has, and those that are added.
+
+    As a context it shows at its end what was added.
     """
 
     def __init__(self, bench: str, path: Path) -> None:
@@ -167,7 +171,7 @@ class Recorder:
         self.lines = read(path)
         self.added: list[Line] = []
 
-    def add(self, run: str, figures: dict[str, tuple[float | None, str]], **more: Any) -> Line:
+    def add(self, run: str, figures: Figures, **more: Any) -> Line:
         """Append a line. Figures: value and unit; those without a value are left out. `more`: other fields of Line."""
         known = {name: Figure(float(value), unit) for name, (value, unit) in figures.items() if value is not None}
         now = {"date": facts()["date"]}
@@ -179,6 +183,12 @@ class Recorder:
         self.added.append(line)
         return line
 
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.show()
+
     def found(self, **wanted: Any) -> list[Line]:
         """Lines of this commit with these fields and arguments."""
         mine = [line for line in self.lines if line.commit == self.facts["commit"] and line.source == "run"]
@@ -186,6 +196,8 @@ class Recorder:
 
     def show(self) -> None:
         """Print the tables of what was added, and where it is."""
+        if not self.added:
+            return
         for title, lines in by_table(self.added).items():
             click.echo(f"\n{title}\n" if title else "")
             click.echo(markdown(lines))
@@ -256,6 +268,10 @@ def figure(name: str, lines: Sequence[Line]) -> str:
 
 def argument(name: str, lines: Sequence[Line]) -> str:
     return cell(lines[0].arguments.get(name))
+
+
+def link_of(way: Way | None) -> dict[str, float] | None:
+    return {"mbit_per_s": way.rate / 1e6, "delay_ms": 1e3 * way.delay_s} if way else None
 
 
 def link_text(link: dict[str, float] | None) -> str:

@@ -7,14 +7,14 @@
     python bench/loss/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
     python bench/loss/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
     python bench/loss/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best rate
-    python bench/loss/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
 
 Rules
 - Real `ps-serve` and `ps-worker --record` commands on loopback; all figures but the single process's are from the record.
 - Workers that dial 127.0.0.1 reach the server over a Unix socket, those behind the proxy over TCP.
 - Every worker, server and the single process has one thread. Runs follow one another, all rows of a seed first.
 - A held row goes through delay_proxy.py, which holds every chunk for the median step of the first `bsp` row, each way.
-- Each run is written to the JSON at once; one that is there for this commit is not run again without --again.
+- A run that --out has for this commit is not run again without --again. Bytes are those of a worker's mean step after its
+  first, "wait" is a worker's mean total, "time" is that of the whole command.
 - A tuned row is run at its best rate. The first seed climbs a ladder of rates, a root of two apart, until the best has a
   worse one on either side; further seeds run what is within 0.5 % of the best.
 - A run that fails is reported and the others go on; the exit code is then 1.
@@ -30,25 +30,35 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contenders import wan
-from lab import launch
+from lab import launch, record
 from lab.delay_proxy import LISTEN, Proxy
 from lab.launch import CommandFailed
-from loss.presets import DENSE, PRESETS, RATES, Preset, Row, Task, at_rate
-from loss.tables import Result, Runs, markdown, plot_specs, plot_tuned
+from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate
 
+Result = dict[str, Any]
 PROBE_STEPS = 40
 HOPEFUL = 0.005  # of a loss: seeds of one rate differ by as much
+FIGURES = (  # name, key in a Result, factor, unit
+    ("up", "step_bytes_up", 1e-3, "kB a step"),
+    ("down", "step_bytes_down", 1e-3, "kB a step"),
+    ("all up", "bytes_up", 1e-6, "MB"),
+    ("all down", "bytes_down", 1e-6, "MB"),
+    ("staleness", "staleness", 1.0, "clocks"),
+    ("wait", "wait_s", 1.0, "s"),
+    ("step", "median_step_s", 1e3, "ms"),
+    ("time", "seconds", 1.0, "s"),
+)
 
 
 def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Result:
@@ -67,13 +77,12 @@ def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: f
         launch.serving([*row.flags, "--workers", str(workers)], ports),
         Proxy(ports, 1000 * hold_s) if row.held else nullcontext(),
     ):
-        record = Path(folder) / "record.jsonl"
+        told = Path(folder) / "record.jsonl"
         address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
         command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", address, "-n", str(workers)]
-        _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed), *row.script], limit_s)
-        events = [json.loads(line) for line in record.read_text().splitlines()]
-    held = {"hold_ms": 1000 * hold_s} if row.held else {}
-    return read(events, task.metric) | {"seconds": seconds, "workers": workers, "flags": list(row.flags)} | held
+        _, seconds = launch.run([*command, "--record", str(told), *task.arguments(steps, seed), *row.script], limit_s)
+        events = [json.loads(line) for line in told.read_text().splitlines()]
+    return read(events, task.metric) | {"seconds": seconds}
 
 
 def beside(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
@@ -102,57 +111,79 @@ def read(events: list[Result], metric: str) -> Result:
         "step_bytes_down": statistics.fmean(step["pull_bytes"] for step in steps),
         "bytes_up": done["bytes_up"],
         "bytes_down": done["bytes_down"],
-        "staleness": {str(n): count for n, count in sorted(Counter(step["staleness"] for step in steps).items())},
+        "staleness": statistics.fmean(step["staleness"] for step in steps),
         "wait_s": statistics.fmean(sum(step["wait_seconds"] for step in own) for own in by_worker.values()),
     }
 
 
-class Campaign(Runs):
-    """Runs what is not there yet."""
+class Campaign:
+    """Runs what is not there yet. `hold_ms`: of held rows, 0 for one step's time."""
 
-    def __init__(self, preset: Preset, task: Task, steps: int, path: Path, limit_s: float, hold_ms: float) -> None:
-        super().__init__(preset, task, steps, path)
-        self.limit_s, self.hold_ms = limit_s, hold_ms  # 0: one step's time
-        self.facts = launch.facts()
+    def __init__(
+        self, name: str, preset: Preset, task: Task, steps: int, path: Path, limit_s: float, hold_ms: float
+    ) -> None:
+        self.name, self.preset, self.task, self.steps = name, preset, task, steps
+        self.recorder = record.Recorder("loss/convergence", path)
+        self.limit_s, self.hold_ms = limit_s, hold_ms
         self.failed: list[str] = []
+
+    def arguments(self, row: Row) -> dict[str, record.Scalar]:
+        told: dict[str, record.Scalar] = {"task": self.task.name, "workers": self.preset.workers, "steps": self.steps}
+        return told | {"rate": float(row.rate)} if row.rate else told
+
+    def found(self, row: Row, seed: int | None = None) -> list[record.Line]:
+        wanted = {"run": row.key, **({} if seed is None else {"seed": seed}), **self.arguments(row)}
+        return self.recorder.found(**wanted)
+
+    def metric(self, row: Row, seed: int) -> float | None:
+        found = self.found(row, seed)
+        return next(iter(found[-1].figures.values())).value if found else None
 
     def hold_s(self, seed: int) -> float:
         """One step's time, the same for all held rows of a campaign: what they had so far, or the first bsp row's."""
         if self.hold_ms:
             return self.hold_ms / 1000
-        commit = self.facts["commit"]
-        before = [result for row in self.preset.rows if row.held for result in self.found(commit, row)]
+        before = [line for row in self.preset.rows if row.held for line in self.found(row)]
         if before:
-            return float(before[0]["hold_ms"]) / 1000
-        dense = self.found(commit, DENSE)
-        if not dense:
-            dense = [cluster(self.task, DENSE, self.preset.workers, PROBE_STEPS, seed, 0, self.limit_s)]
-        click.echo(f"held rows hold for the median step of bsp, {1000 * dense[0]['median_step_s']:.1f} ms, each way")
-        return float(dense[0]["median_step_s"])
+            return float(str(before[0].arguments["hold_ms"])) / 1000
+        steps = [line.figures["step"].value / 1000 for line in self.found(DENSE)]
+        if not steps:
+            probe = cluster(self.task, DENSE, self.preset.workers, PROBE_STEPS, seed, 0, self.limit_s)
+            steps = [float(probe["median_step_s"])]
+        click.echo(f"held rows hold for the median step of bsp, {1000 * steps[0]:.1f} ms, each way")
+        return steps[0]
 
     def run(self, row: Row, seed: int, again: bool) -> None:
-        if self.found(self.facts["commit"], row, seed) and not again:
+        if self.found(row, seed) and not again:
             return
-        name = f"{self.task.name}, {row.key}, {self.steps} steps, seed {seed}"
+        name = f"{self.task.name}, {row.key}{f', rate {row.rate}' * bool(row.rate)}, {self.steps} steps, seed {seed}"
+        hold_s = 0.0
         try:
             if row.wan:
-                figures = beside(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
+                told = beside(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
             elif row.flags:
                 hold_s = self.hold_s(seed) if row.held else 0.0
-                figures = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
+                told = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
             else:
-                figures = single(self.task, row, self.steps, seed, self.limit_s)
+                told = single(self.task, row, self.steps, seed, self.limit_s)
         except (CommandFailed, OSError) as error:
             self.failed.append(name)
             click.echo(f"FAILED {name}: {error}", err=True)
             return
-        key = {"task": self.task.name, "row": row.key, "seed": seed, "steps": self.steps}
-        old = self.found(self.facts["commit"], row, seed)
-        self.results = [result for result in self.results if result not in old]
-        now = {name: value for name, value in launch.facts().items() if name != "commit"}
-        self.results.append(key | self.facts | now | figures)
-        launch.save(self.path, self.results)
-        click.echo(f"{name}: {self.task.metric} {figures['metric']:.4f} in {figures['seconds']:.0f} s")
+        self.add(row, seed, told, {"hold_ms": round(1000 * hold_s, 1)} if row.held else {})
+        click.echo(f"{name}: {self.task.metric} {told['metric']:.4f} in {told['seconds']:.0f} s")
+
+    def add(self, row: Row, seed: int, told: Result, more: dict[str, record.Scalar]) -> None:
+        scale, unit = (1.0, "nats a byte") if self.task.metric == "loss" else (100.0, "%")
+        figures: record.Figures = {self.task.metric: (scale * told["metric"], unit)}
+        for name, key, factor, unit in FIGURES:
+            figures[name] = (factor * told[key] if told.get(key) is not None else None, unit)
+        muon = ", muon" * row.name.endswith(", muon")
+        table = f"{self.name}: {self.task.name}, {self.preset.workers} workers"
+        table += (", each at its best rate" + muon) * self.preset.tuned
+        base = DENSE.name if self.name in ("compress", "tuned") and not muon else SINGLE.name + muon
+        self.recorder.add(row.key, figures, table=table, beside=base, best_of="rate" if self.preset.tuned else "",
+                          seed=seed, arguments=self.arguments(row) | more)  # fmt: skip
 
     def tune(self, row: Row, seeds_before: list[int], seed: int, again: bool) -> None:
         """The first seed climbs RATES to the best one; a further seed runs the rates that are still HOPEFUL."""
@@ -165,8 +196,8 @@ class Campaign(Runs):
         while todo:
             for place in todo:
                 self.run(at_rate(row, RATES[place]), seed, again)
-                found = self.found(self.facts["commit"], at_rate(row, RATES[place]), seed)
-                losses[place] = found[0]["metric"] if found else math.inf  # what failed has the worst of losses
+                loss = self.metric(at_rate(row, RATES[place]), seed)
+                losses[place] = math.inf if loss is None else loss  # what failed has the worst of losses
             best = min(losses, key=lambda place: losses[place])
             todo = [place for place in (best - 1, best + 1) if 0 <= place < len(RATES) and place not in losses]
 
@@ -174,10 +205,10 @@ class Campaign(Runs):
         """Rates that have run with all `seeds`, and whose mean is near the best one's."""
         means = {}
         for rate in RATES:
-            found = self.found(self.facts["commit"], at_rate(row, rate))
-            losses = [result["metric"] for result in found if result["seed"] in seeds]
-            if len(losses) == len(seeds):
-                means[rate] = statistics.fmean(losses)
+            losses = [self.metric(at_rate(row, rate), seed) for seed in seeds]
+            known = [loss for loss in losses if loss is not None]
+            if len(known) == len(seeds):
+                means[rate] = statistics.fmean(known)
         return [rate for rate, mean in means.items() if mean <= (1 + HOPEFUL) * min(means.values())]
 
 
@@ -188,13 +219,8 @@ class Campaign(Runs):
 @click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
 @click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as '*held' or 'bsp*'")
 @click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
-@click.option("--again", is_flag=True, help="run what the JSON already holds for this commit")
-@click.option("--show", is_flag=True, help="run nothing, print the table")
-@click.option(
-    "--plot", "plot_path", type=click.Path(path_type=Path), help="as --show, as a PNG; --preset compress or tuned"
-)
-@click.option("--commit", help="whose runs --show prints; the newest by default")
-@click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
+@click.option("--again", is_flag=True, help="run what --out already holds for this commit")
+@record.out_option("loss/convergence")
 @click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
 @click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
 def main(
@@ -205,10 +231,7 @@ def main(
     pattern: str,
     steps: int | None,
     again: bool,
-    show: bool,
-    plot_path: Path | None,
-    commit: str | None,
-    out: Path | None,
+    out: Path,
     limit_s: float,
     hold_ms: float,
 ) -> None:
@@ -218,15 +241,7 @@ def main(
     task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
     if task is None:
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
-    path = out or launch.OUT / f"{name}.json"
-    campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s, hold_ms)
-    if plot_path:
-        plot = plot_tuned if preset.tuned else plot_specs
-        plot(campaign, commit or campaign.newest_commit(), plot_path)
-        return
-    if show:
-        click.echo(markdown(campaign, commit or campaign.newest_commit()))
-        return
+    campaign = Campaign(name, preset, task, task.rounded(steps or task.steps), out, limit_s, hold_ms)
     chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.key, pattern)]
     if not chosen:
         raise click.BadParameter(
@@ -239,7 +254,7 @@ def main(
                 campaign.tune(row, seeds[:place], seed, again)
             else:
                 campaign.run(row, seed, again)
-    click.echo(f"\n{markdown(campaign, campaign.facts['commit'])}")
+    campaign.recorder.show()
     if campaign.failed:
         click.echo("failed: " + "; ".join(campaign.failed), err=True)
         sys.exit(1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import bytelm
 from loss.replicas import FLAGS
@@ -11,7 +12,6 @@ from loss.replicas import FLAGS
 from narrows.compression.buffers import FloatArray
 
 DIVERGED = 9.0  # a loss in nats a byte; guessing makes 5.5
-RULES = ("onebit", "onebitmuon", "demo", "ef21", "ef21muon")
 Progress = Callable[[int, FloatArray], bool]  # the steps done and the shared weights; true ends the run early
 Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of the run
 
@@ -20,7 +20,7 @@ Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of
 class Job:
     """A way to train, its rate and its seed. SPECs are those of bf16_replicas.Coder."""
 
-    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them; local: rounds; momentum: see `rule`
+    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them; local: rounds
     workers: int = 8
     windows: int = 0  # of text, for each worker and step; 0: bytelm.py's 32 shared by all workers
     steps: int = 200
@@ -37,51 +37,37 @@ class Job:
     # updates
     gain: str = "window"  # the product's; anything else: 1
     gain_power: float = 1.0  # of the gain that is measured, so much counts
-    look_ahead: float = (
-        0.5  # in clocks: own updates in flight count 1 + look_ahead / staleness times; momentum: the last step
-    )
+    look_ahead: float = 0.5  # in clocks: own updates in flight count 1 + look_ahead / staleness times
     stand: float = 1.0  # weight of own updates in flight, over the gain
     kept: float = 1.0  # weight of the residual, over the gain
-    extrapolated: float = 0.0  # the push is u + extrapolated * (u - the update before)
-    predicted: float = 0.0  # so much of the shared model's last change stands in for own updates in flight
-    start: float = (
-        0.0  # share of the steps, the first ones: bsp, dense; in momentum before the second moments are frozen
-    )
+    start: float = 0.0  # share of the steps, the first ones: bsp, dense
     start_up: str = ""  # SPEC of the gradients of those steps; "": dense
-    finish: float = 0.0  # share of the steps, the last ones, dense
 
     # local
     local_steps: int = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
-    # momentum
-    rule: str = ""  # one of RULES; momentum_push.py explains them
-    refresh: bool = False  # onebit: a dense step at start * 1.5^k as well
-    alpha: float = 0.2  # demo: the share of a sent value that leaves the momentum
-    dct: bool = True  # demo: values are DCT coefficients of blocks of 64
-    server_momentum: float = 0.0  # ef21: in the place of beta1; 0: beta1
-
     give_up: str = (
         ""  # STEPS:LOSS,...: the run ends after so many steps, a quarter, a half or three, if it is not below
     )
 
     def __post_init__(self) -> None:
-        if self.mode not in ("bsp", "updates", "local", "momentum"):
-            raise ValueError(f"{self.mode!r} is no mode: bsp, updates, local or momentum")
-        if (self.mode == "momentum") != (self.rule in RULES):
-            raise ValueError(f"mode momentum, and it alone, has a rule: one of {', '.join(RULES)}")
+        if self.mode not in ("bsp", "updates", "local"):
+            raise ValueError(f"{self.mode!r} is no mode: bsp, updates or local")
         if not self.windows and FLAGS.batch % self.workers:
             raise ValueError(f"{self.workers} workers cannot share {FLAGS.batch} windows evenly")
         if self.steps < 4:
             raise ValueError("a run has at least 4 steps: its loss is taken at each quarter")
-        if self.rule.startswith("onebit") and self.start * self.steps < 1:
-            raise ValueError(f"{self.rule} needs a start of one dense step at least: it freezes their second moments")
 
     def __str__(self) -> str:
         """The fields that differ from the defaults."""
         told = [f"{f.name} {value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
         return ", ".join(told) or "defaults"
+
+    def arguments(self) -> dict[str, Any]:
+        """All fields but the seed."""
+        return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
     def batch(self) -> int:

@@ -4,25 +4,21 @@
     python bench/loss/lockstep.py --preset local  # rounds of 4 to 50 steps, and what the outer optimizer adds
     python bench/loss/lockstep.py --cases cases.json --out my.jsonl  # a list of objects, each with fields of Case
     python bench/loss/lockstep.py --write-text text.npz  # the library's text, for --text on another machine
-    python bench/loss/lockstep.py --preset gain --show  # print what was found, as Markdown
 
 Rules
 - A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; nothing is timed.
 - Arrays are [runs, workers, values]. The runs of a case differ in their rate and seed alone.
 - An update of clock c is folded with those of all workers, and is seen `staleness` clocks later.
-- Each run is written as a line of --out; one that is there for this commit is not run again.
+- A run that --out has for this commit is not run again. Agreement, factor and held back are means of the second half.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -35,7 +31,7 @@ from narrows.ps.store.update_gain import SMOOTHING, WINDOW
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
 import bytelm
-from lab import launch
+from lab import record
 from loss.replicas import FLAGS, AdamW, Muon, Task, clipped, code
 
 RATES = "0.0014,0.002,0.0028,0.004,0.0056"
@@ -244,7 +240,7 @@ class Runs:
         return replica.sub_(begun)
 
 
-# Presets and the table.
+# Presets.
 
 MERGED = (("1", "1", "1"), ("window", "g", "g"), ("window", "g*1.5", "g"))  # gain, stand, kept
 OTHERS = tuple((gain, "g", "g") for gain in ("power:0.5", "tensor", "noisev", "sharedv"))
@@ -271,50 +267,12 @@ PRESETS = {
 }
 
 
-def table(cases: list[Case], results: list[dict[str, Any]]) -> list[str]:
-    """Each case at its best rate, by the mean over seeds."""
-    rates = sorted({result["rate"] for result in results})
-    lines = [
-        f"| case | {' | '.join(map(str, rates))} | best, seeds | agreement | factor | held back |",
-        "|---" * (len(rates) + 5) + "|",
-    ]
-    for case in cases:
-        own = [result for result in results if asdict(case).items() <= result.items()]
-        if not own:
-            continue
-        losses = {rate: [result["loss"] for result in own if result["rate"] == rate] for rate in rates}
-        means = {rate: statistics.fmean(found) for rate, found in losses.items() if found}
-        best = min(means, key=lambda rate: means[rate])
-        cells = [f"{means[rate]:.4f}" if rate in means else "-" for rate in rates]
-        cells.append(f"{best}: {' '.join(f'{loss:.3f}' for loss in losses[best])}")
-        for name in ("agreement", "factor", "held_back"):
-            noted = [result[name] for result in own if result["rate"] == best and name in result]
-            cells.append(f"{statistics.fmean(noted):.3f}" if noted else "-")
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return lines
-
-
 def library(path: Path | None) -> tuple[Tensor, Tensor, str]:
     """As bytelm.library, or what --write-text wrote."""
     if path is None:
         return bytelm.library()
     with np.load(path) as held:
         return torch.from_numpy(held["training"]), torch.from_numpy(held["held_out"]), str(held["sha256"])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def run(case: Case, task: Task, grid: list[tuple[float, int]], facts: dict[str, Any], path: Path) -> None:
-    before = time.perf_counter()
-    runs = Runs(case, task, grid)
-    losses = runs.train().tolist()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
-        for (rate, seed), loss, noted in zip(grid, losses, runs.facts(), strict=True):
-            out.write(json.dumps(asdict(case) | {"rate": rate, "seed": seed, "loss": loss} | noted | facts) + "\n")
-    click.echo(f"{case}: best {min(losses):.4f} of {len(grid)} runs in {time.perf_counter() - before:.0f} s")
 
 
 @click.command(context_settings={"show_default": True})
@@ -326,8 +284,7 @@ def run(case: Case, task: Task, grid: list[tuple[float, int]], facts: dict[str, 
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="of another machine; the library by default")
 @click.option("--write-text", type=click.Path(path_type=Path), help="write the library's text there, and end")
-@click.option("--show", is_flag=True, help="run nothing, print the table of the newest commit")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON lines; bench/out/lockstep-PRESET.jsonl by default")
+@record.out_option("loss/lockstep")
 def main(
     preset: str,
     cases_path: Path | None,
@@ -337,8 +294,7 @@ def main(
     device: str,
     text: Path | None,
     write_text: Path | None,
-    show: bool,
-    out: Path | None,
+    out: Path,
 ) -> None:
     """Simulate whole runs of many workers in lockstep, and compare how their updates are merged."""
     if write_text:
@@ -350,30 +306,26 @@ def main(
         cases = [replace(case, steps=steps or case.steps) for case in cases]
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    path = out or launch.OUT / f"lockstep-{cases_path.stem if cases_path else preset}.jsonl"
-    found = read(path)
-    now = launch.facts()
-    if not show:
-        torch.set_float32_matmul_precision("high")
-        training, held_out, sha256 = library(text)
-        task = Task(training, held_out, device)
-        now |= {"text": sha256, "device": torch.cuda.get_device_name() if device.startswith("cuda") else device}
-        mine = [result for result in found if all(result[name] == now[name] for name in ("commit", "text"))]
+    torch.set_float32_matmul_precision("high")
+    training, held_out, sha256 = library(text)
+    task = Task(training, held_out, device)
+    told: dict[str, record.Scalar] = {"text": sha256[:12]}
+    told["device"] = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    grid = [(rate, seed) for rate in map(float, rates.split(",")) for seed in map(int, seeds.split(","))]
+    with record.Recorder("loss/lockstep", out) as recorder:
         for case in cases:
-            done = {(r["rate"], r["seed"]) for r in mine if asdict(case).items() <= r.items()}
-            grid = [(rate, seed) for rate in map(float, rates.split(",")) for seed in map(int, seeds.split(","))]
+            found = recorder.found(**asdict(case), **told)
+            done = {(line.arguments["rate"], line.seed) for line in found}
             if todo := [each for each in grid if each not in done]:
-                run(case, task, todo, now, path)
-        found = read(path)
-    if not found:
-        raise click.ClickException(f"{path} holds no run")
-    newest = found[-1] if show else now
-    mine = [result for result in found if all(result[name] == newest[name] for name in ("commit", "text"))]
-    click.echo("\n".join(["", *table(cases, mine), ""]))
-    click.echo(
-        f"byte GPT, lockstep; commit {newest['commit']}; {newest['device']}, torch {newest['torch']}; text "
-        f"{newest['text'][:12]}. Losses are means over seeds; agreement, factor and held back are of the second half."
-    )
+                runs = Runs(case, task, todo)
+                losses = runs.train().tolist()
+                for (rate, seed), loss, noted in zip(todo, losses, runs.facts(), strict=True):
+                    figures: record.Figures = {"loss": (loss, "nats a byte")}
+                    figures |= {name: (value, "") for name, value in noted.items()}
+                    own = asdict(case) | told | {"rate": rate}
+                    table = cases_path.stem if cases_path else preset
+                    recorder.add(str(case), figures, table=table, best_of="rate", seed=seed, arguments=own)
+                click.echo(f"{case}: best {min(losses):.4f} of {len(todo)} runs")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Row:
     script: tuple[str, ...] = ()  # further arguments of the script
     wan: str = ""  # a row there, run with no link
     start: str = "0.0028"  # the rate that a tuned contender begins at
+    rate: str = ""  # its peak; "": the script's own
 
     @property
     def key(self) -> str:
@@ -56,7 +57,6 @@ class Preset:
     tasks: tuple[Task, ...]
     workers: int
     rows: tuple[Row, ...]
-    specs: bool = False  # a row is a SPEC: bytes against what they cost, beside dense bsp
     tuned: bool = False  # each row at its own best rate
 
 
@@ -132,11 +132,9 @@ def muon(row: Row) -> Row:
 
 
 def at_rate(row: Row, rate: str) -> Row:
-    return replace(row, name=f"{row.name}, rate {rate}", script=(*row.script, "--lr", rate))
+    return replace(row, rate=rate, script=(*row.script, "--lr", rate))
 
 
-# One inner optimizer is compared with itself. Muon needs whole tensors: bsp, which steps on the server, cannot have it.
-BASES = (SINGLE, DENSE, muon(SINGLE))
 CONTENDERS = (
     SINGLE,
     DENSE,
@@ -183,7 +181,6 @@ PRESETS = {
         (Task("bytelm", "loss", 400), MNIST5K),
         workers=2,
         rows=(SINGLE, DENSE, *TABLE, *CURVE),
-        specs=True,
     ),
     "tuned": Preset(
         (Task("bytelm", "loss", 400),),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from narrows.compression import ErrorFeedback, SpecError, parse
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
 import bytelm
-from lab import launch
+from lab import record
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FloatArray = npt.NDArray[np.float32]
@@ -73,7 +72,8 @@ def flat(tensors: Iterable[torch.Tensor]) -> FloatArray:
     return np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
 
 
-def compared(specs: list[str], steps: int, gradients: bool) -> list[str]:
+def compared(specs: list[str], steps: int, gradients: bool) -> dict[str, record.Figures]:
+    """What each SPEC holds back, the one with the most bytes first."""
     feedbacks: dict[str, ErrorFeedback] = {}
     ratios: dict[str, list[float]] = {spec: [] for spec in specs}
     held: dict[str, list[float]] = {spec: [] for spec in specs}
@@ -86,17 +86,19 @@ def compared(specs: list[str], steps: int, gradients: bool) -> list[str]:
                 residual = 0.0 if feedback.residual is None else float(np.linalg.norm(feedback.residual))
                 ratios[spec].append(update.nbytes / len(payload))
                 held[spec].append(residual / size)
-    lines = ["| SPEC | ratio | held back, norms |", "|---|---|---|"]
-    for spec in sorted(specs, key=lambda spec: float(np.mean(ratios[spec]))):
-        lines.append(f"| `{spec}` | {np.mean(ratios[spec]):.1f} | {np.mean(held[spec]):.3g} |")
-    return lines
+    means = {spec: (float(np.mean(held[spec])), float(np.mean(ratios[spec]))) for spec in specs}
+    return {
+        spec: {"held back": (back, "norms"), "ratio": (ratio, "")}
+        for spec, (back, ratio) in sorted(means.items(), key=lambda each: each[1][1])
+    }
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--specs", default=",".join(SPECS), show_default=False, help="SPECs, separated by commas")
 @click.option("--steps", type=click.IntRange(min=2), default=120, help="of the byte GPT; the second half counts")
 @click.option("--gradients", is_flag=True, help="of the same run, instead of its updates")
-def main(specs: str, steps: int, gradients: bool) -> None:
+@record.out_option("loss/residual_by_spec")
+def main(specs: str, steps: int, gradients: bool, out: Path) -> None:
     """Compare SPECs on one stream of updates: bytes, and what error feedback holds back."""
     try:
         names = [parse(spec).spec for spec in specs.split(",")]
@@ -105,14 +107,10 @@ def main(specs: str, steps: int, gradients: bool) -> None:
     if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
     torch.set_num_threads(1)
-    begin = time.perf_counter()
-    click.echo("\n".join(compared(names, steps, gradients)))
-    facts = launch.facts()
-    what, took_s = "gradients" if gradients else "updates", time.perf_counter() - begin
-    click.echo(
-        f"\n{what} of steps {-(-steps // 2)} to {steps} of the byte GPT, {took_s:.0f} s; commit {facts['commit']}; "
-        f"{facts['machine']}, load {facts['load']}; Python {sys.version.split()[0]}, torch {facts['torch']}"
-    )
+    with record.Recorder("loss/residual_by_spec", out) as recorder:
+        for spec, figures in compared(names, steps, gradients).items():
+            table = "gradients" if gradients else "updates"
+            recorder.add(spec, figures, table=table, seed=0, arguments={"steps": steps})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
 
 Rules
 - A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; losses count, not seconds.
-- Each run is written as a line of --out: the job, its loss, those of an eighth of the windows at a quarter, a half and three
-  quarters of the steps, and facts. A job that is there for this commit, model and text is not run again.
+- A line has the job's loss, those of an eighth of the windows at a quarter, a half and three quarters of the steps, and facts.
+  A job that --out has for this commit, model and text is not run again.
 - A run ends early, with no loss, where it diverges or is above a limit of its job's `give_up`.
 - A line that is no job is reported and left out; the exit code is then 1.
 """
@@ -20,9 +20,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -32,14 +31,12 @@ from narrows.compression.buffers import FloatArray
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
 import bytelm
-from lab import launch
+from lab import record
 from loss.bf16_replicas import ByteTask
 from loss.job import Job, Outcome, Progress
-from loss.lockstep import read
-from loss.momentum_push import momentum
 from loss.update_push import bsp, local, updates
 
-MODES = {"bsp": bsp, "updates": updates, "local": local, "momentum": momentum}
+MODES = {"bsp": bsp, "updates": updates, "local": local}
 QUICK_WINDOWS = 128  # of the held-out loss during a run
 LOOK_S = 1.0  # between two readings of a queue that has nothing new
 
@@ -58,16 +55,18 @@ class Progressed:
         return self.ended
 
 
-def train(task: ByteTask, job: Job) -> dict[str, Any]:
-    """The job's losses and facts."""
+def train(task: ByteTask, job: Job) -> record.Figures:
+    """The job's losses and facts; no loss where it ended early."""
     progress: Progress
     progress = progressed = Progressed(task, job)
     before_s = time.process_time()
     outcome: Outcome = MODES[job.mode](task, job, progress)
     x, facts = outcome
-    loss = None if progressed.ended else round(task.loss(x), 4)
-    told = {name: round(value, 4) for name, value in facts.items()}
-    return {"loss": loss, "curve": progressed.curve, "cpu_s": round(time.process_time() - before_s), **told}
+    told: record.Figures = {"loss": (None if progressed.ended else round(task.loss(x), 4), "nats a byte")}
+    quarters = zip(("a quarter", "a half", "three quarters"), progressed.curve, strict=False)
+    told |= {f"at {quarter}": (loss, "nats a byte") for quarter, loss in quarters}
+    told |= {name: (round(value, 4), "") for name, value in facts.items()}
+    return told | {"CPU": (round(time.process_time() - before_s), "s")}
 
 
 def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
@@ -88,7 +87,7 @@ def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
 @click.option("--steps", type=int, help="of every job, for quick looks")
 @click.option("--seconds", default=float("inf"), help="no job begins later than that")
 @click.option("--follow", is_flag=True, help="wait for more jobs at the end of the queue, until --seconds are over")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "loss.jsonl", help="JSON lines")
+@record.out_option("loss/run_jobs")
 def main(queue: Path, model: str, steps: int | None, seconds: float, follow: bool, out: Path) -> None:
     torch.set_num_threads(1)
     training, held_out, sha256 = bytelm.library()
@@ -97,10 +96,8 @@ def main(queue: Path, model: str, steps: int | None, seconds: float, follow: boo
         task = ByteTask(training, held_out, layers, width, heads)
     except ValueError as error:
         raise click.UsageError(f"--model {model}: {error}") from error
-    out.parent.mkdir(parents=True, exist_ok=True)
-    now = launch.facts() | {"model": model, "text": sha256}
-    names = ("commit", "model", "text")
-    done = {Job(**found["job"]) for found in read(out) if all(found[name] == now[name] for name in names)}
+    recorder = record.Recorder("loss/run_jobs", out)
+    told: dict[str, record.Scalar] = {"model": model, "text": sha256[:12]}
     bad: set[str] = set()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -108,17 +105,22 @@ def main(queue: Path, model: str, steps: int | None, seconds: float, follow: boo
         for fault in [each for each in found if isinstance(each, str) and each not in bad]:
             click.echo(fault, err=True)
             bad.add(fault)
-        job = next((each for each in found if isinstance(each, Job) and each not in done), None)
+        job = next(
+            (
+                each
+                for each in found
+                if isinstance(each, Job) and not recorder.found(seed=each.seed, **each.arguments(), **told)
+            ),
+            None,
+        )
         if job is None:
             if not follow:
                 break
             time.sleep(LOOK_S)
             continue
-        result = train(task, job)
-        with out.open("a") as lines:
-            lines.write(json.dumps({"job": asdict(job), **result, **now}) + "\n")
-        click.echo(f"{job}: {json.dumps(result)}")
-        done.add(job)
+        figures = train(task, job)
+        recorder.add(str(job), figures, best_of="rate", seed=job.seed, arguments=job.arguments() | told)
+        click.echo(f"{job}: " + ", ".join(f"{name} {value}" for name, (value, _) in figures.items()))
     sys.exit(bool(bad))
 
 

@@ -64,15 +64,12 @@ class Published:
         """To all, as it is and at once."""
         self.newest[:] = x
         self.seen = [self.newest.copy() for _ in range(self.staleness + 1)]  # the oldest is what workers have now
-        self.change: FloatArray | None = None  # from the state before that to it
 
     def clock(self, x: FloatArray) -> None:
         np.subtract(x, self.newest, out=self._residual)
         self.code(self._residual, 1, np.zeros_like(x), self._sent)
         self.newest += self._sent
-        before = self.seen[0]
         self.seen = [*self.seen[1:], self.newest.copy()]
-        self.change = self.seen[0] - before
 
 
 class Updates:
@@ -83,7 +80,6 @@ class Updates:
         self.up = Coder(job.up)
         self.published = Published(self.x, job.down or job.up, job.staleness)
         self.replicas, self.gradients, self.residual, self.update = (task.zeros(job.workers) for _ in range(4))
-        self.before = task.zeros(job.workers if job.extrapolated else 0)
         self.inner = AdamWs(task, job.workers, job.inner, job.beta1, job.beta2)
         self.window = Windows(task.size, "cpu") if job.gain == "window" else None
         self.flying: list[FloatArray] = []  # the updates that the state of now lacks
@@ -96,7 +92,7 @@ class Updates:
 
     def train(self, progress: Progress) -> Outcome:
         job = self.job
-        started, ending = int(job.start * job.steps), job.steps - int(job.finish * job.steps)
+        started = int(job.start * job.steps)
         dense = MeanGradient(self.task, job, job.start_up)
         for step in range(job.steps):
             if step < started:
@@ -105,8 +101,6 @@ class Updates:
                 if step == started - 1:
                     self.inner.take_over(dense.optimizer)
             else:
-                if step == ending:
-                    self.up = self.published.code = Coder("dense")
                 self.clock(step)
             if progress(step + 1, self.x):
                 break
@@ -125,12 +119,8 @@ class Updates:
             self.agreement.append(float(np.linalg.norm(self.update.mean(0)) / each))
         mean, sent = task.zeros(), task.zeros(workers)
         for w in range(workers):
-            add_scaled(f4(1 + job.extrapolated), self.update[w], self.residual[w])
-            if job.extrapolated:
-                add_scaled(f4(-job.extrapolated), self.before[w], self.residual[w])
+            self.residual[w] += self.update[w]
             self.up(self.residual[w], 1 / workers, mean, sent[w])
-        if job.extrapolated:
-            self.before[:] = self.update
         gain = self.gain
         if self.window:  # a window changes the gain of later clocks
             pushes = torch.from_numpy(sent)[None]
@@ -142,14 +132,12 @@ class Updates:
     def _place_replicas(self) -> None:
         """replicas[w] <- the state of now, with what worker w alone knows of its own updates."""
         job, gain = self.job, self.gain
-        stand = job.stand * gain * (1 + job.look_ahead / max(1, job.staleness)) * (1 - job.predicted)
+        stand = job.stand * gain * (1 + job.look_ahead / max(1, job.staleness))
         for w, replica in enumerate(self.replicas):
             replica[:] = self.published.seen[0]
             add_scaled(f4(job.kept * gain), self.residual[w], replica)
             for sent in self.flying:
                 add_scaled(f4(stand), sent[w], replica)
-            if job.predicted and self.published.change is not None:
-                add_scaled(f4(job.predicted * job.staleness), self.published.change, replica)
 
 
 def updates(task: ByteTask, job: Job, progress: Progress) -> Outcome:

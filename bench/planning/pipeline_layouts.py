@@ -17,9 +17,10 @@ Rules
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import numpy as np
@@ -28,6 +29,10 @@ from narrows.ps.planner.network import Network, from_places
 from narrows.ps.planner.pipelines.cost import Costs, Indices, Job
 from narrows.ps.planner.pipelines.cycles import cycled
 from narrows.ps.planner.pipelines.search import FoundLayout, plan
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from lab import record
 
 GPT3_XL = Job(stages=8, replicas=8, layers=24, layer_bytes=0.65e9 / 3, activation_bytes=0.47124922275543213e9)
 PAPER_POPULATION = 100
@@ -132,80 +137,64 @@ def timed(network: Network, job: Job, seed: int, evaluations: int | None) -> tup
     return plan(network, job, seed, evaluations), time.process_time() - began
 
 
-def networks(seeds: int, evaluations: int) -> None:
-    print("| network | target | contiguous | random | paper: best, median, worst, found at | ours: the same | CPU s |")
-    print("|---|---|---|---|---|---|---|")
+def networks(recorder: record.Recorder, seeds: int, evaluations: int) -> None:
     for name, network in NETWORKS.items():
-        costs = Costs(network, GPT3_XL)
-        hosts = len(network.hosts)
+        costs, hosts = Costs(network, GPT3_XL), len(network.hosts)
         layouts = [np.arange(hosts), *(np.random.default_rng(seed).permutation(hosts) for seed in range(RANDOM))]
         contiguous, *random = (
             costs.price(costs.arrange(layout.reshape(GPT3_XL.stages, -1))).total for layout in layouts
         )
-        theirs = [paper(costs, seed, evaluations) for seed in range(seeds)]
-        ours = [timed(network, GPT3_XL, seed, evaluations) for seed in range(seeds)]
-        totals = [(found.prediction.total, found.found_at) for found, _ in ours]
-        print(
-            f"| {name} | {TARGETS[name]} | {contiguous:.2f} | {statistics.mean(random):.1f} | {spread(theirs)} "
-            f"| {spread(totals)} | {statistics.median(spent for _, spent in ours):.1f} |",
-            flush=True,
-        )
+        figures: record.Figures = {"aim": (TARGETS[name], ""), "contiguous": (contiguous, "")}
+        figures["random"] = (statistics.mean(random), "")
+        for seed in range(seeds):
+            theirs, at = paper(costs, seed, evaluations)
+            ours, spent = timed(network, GPT3_XL, seed, evaluations)
+            both: record.Figures = {"ours": (ours.prediction.total, ""), "the paper's": (theirs, "")}
+            both |= {"ours found at": (ours.found_at, ""), "the paper's found at": (at, ""), "ours, CPU": (spent, "s")}
+            recorder.add(name, both | figures, table="networks", seed=seed, arguments={"evaluations": evaluations})
 
 
-def spread(found: list[tuple[float, int]]) -> str:
-    """Format pairs (total, found at): the totals' best, median and worst, and the median evaluation that found them."""
-    totals, at = zip(*found, strict=True)
-    return ", ".join(f"{of(totals):.2f}" for of in (min, statistics.median, max)) + f", {statistics.median(at):.0f}"
-
-
-def compute(seeds: int, evaluations: int) -> None:
+def compute(recorder: record.Recorder, seeds: int, evaluations: int) -> None:
     """The two universities, every second host 4 times slower; a layer takes 1.25 s of a fast one, 16 micro-batches."""
     network = half_slow(NETWORKS["universities"])
     job = replace(GPT3_XL, layer_s=1.25, micro_batches=16)
     costs = Costs(network, job)
-    print("| seed | blind s | blind, depths by speed | minding compute s | times | depths |")
-    print("|---|---|---|---|---|---|")
     for seed in range(seeds):
         blind = plan(network.alike(), job, seed, evaluations).layout
-        found = plan(network, job, seed, evaluations)
-        as_it_stands = costs.price(blind).seconds
-        deeper = costs.price(costs.arrange(blind.grid)).seconds
-        seconds = found.prediction.seconds
-        print(
-            f"| {seed} | {as_it_stands:.1f} | {deeper:.1f} | {seconds:.1f} | {as_it_stands / seconds:.2f} "
-            f"| {' '.join(str(depth) for depth in found.layout.depths)} |"
-        )
+        seconds = {"minding compute": plan(network, job, seed, evaluations).prediction.seconds}
+        seconds |= {"blind": costs.price(blind).seconds}
+        seconds |= {"blind, depths by speed": costs.price(costs.arrange(blind.grid)).seconds}
+        for name, value in seconds.items():
+            recorder.add(name, {"step": (value, "virtual seconds")}, table="every second host 4 times slower",
+                         beside="minding compute", seed=seed, arguments={"evaluations": evaluations})  # fmt: skip
 
 
-def sizes() -> None:
+def sizes(recorder: record.Recorder) -> None:
     """How long a search of the default length takes: hosts in the eight cities, 8 replicas or 8 stages."""
-    print("| hosts | stages | evaluations | contiguous | found | CPU s |")
-    print("|---|---|---|---|---|---|")
     for hosts, stages in ((64, 8), (128, 8), (256, 8), (512, 8), (512, 64)):
         network = worldwide(hosts // 8)
         job = replace(GPT3_XL, stages=stages, replicas=hosts // stages, layers=max(24, stages))
         costs = Costs(network, job)
         contiguous = costs.price(costs.arrange(np.arange(hosts).reshape(stages, -1))).total
         found, spent = timed(network, job, 0, None)
-        print(
-            f"| {hosts} | {stages} | {found.evaluations} | {contiguous:.2f} | {found.prediction.total:.2f} | {spent:.2f} |"
-        )
+        figures: record.Figures = {"found": (found.prediction.total, ""), "contiguous": (contiguous, "")}
+        figures |= {"evaluations": (found.evaluations, ""), "CPU": (spent, "s")}
+        recorder.add(f"{hosts} hosts, {stages} stages", figures, table="sizes", seed=0)
 
 
 @click.command(help=__doc__)
 @click.option("--seeds", default=10, show_default=True)
 @click.option("--evaluations", default=300, show_default=True, help="of each search; the authors' script has 5000")
 @click.option("--only", type=click.Choice(["networks", "compute", "sizes"]))
-def main(seeds: int, evaluations: int, only: str | None) -> None:
-    tables: dict[str, Callable[[], None]] = {
-        "networks": lambda: networks(seeds, evaluations),
-        "compute": lambda: compute(seeds, evaluations),
-        "sizes": sizes,
-    }
-    for name, table in tables.items():
-        if only in (None, name):
-            print(f"\n{name}", flush=True)
-            table()
+@record.out_option("planning/pipeline_layouts")
+def main(seeds: int, evaluations: int, only: str | None, out: Path) -> None:
+    with record.Recorder("planning/pipeline_layouts", out) as recorder:
+        if only in (None, "networks"):
+            networks(recorder, seeds, evaluations)
+        if only in (None, "compute"):
+            compute(recorder, seeds, evaluations)
+        if only in (None, "sizes"):
+            sizes(recorder)
 
 
 if __name__ == "__main__":

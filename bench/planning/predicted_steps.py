@@ -46,7 +46,7 @@ from narrows.ps.planner.step_prices import Groups, TrainingWork
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contenders import wan
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.launch import CommandFailed
 from planning import probe_accuracy
 from planning.pipeline_layouts import worldwide
@@ -120,9 +120,9 @@ def stretch(way: ModeAndSpec) -> int:
     return mode.local_steps if mode.local_steps > 1 else 1 if mode.window == 1 else BUNCHES * mode.window
 
 
-def step_of(record: Path, steps: int = 1) -> float:
+def step_of(told: Path, steps: int = 1) -> float:
     """Median seconds of a step, each over so many."""
-    ends = [step["seconds"] for step in wan.steps_of(record)[wan.SETTLE : -1]]
+    ends = [step["seconds"] for step in wan.steps_of(told)[wan.SETTLE : -1]]
     if len(ends) <= steps:
         raise CommandFailed(
             f"a run of {len(ends) + wan.SETTLE + 1} steps is too short to be measured: leave out --steps"
@@ -165,21 +165,21 @@ def measure(
 def alone_s(args: str) -> float:
     """Seconds of a step of the task without a server that is waited for: one worker on loopback."""
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "record"
+        told = Path(folder) / "record"
         command = [
             sys.executable,
             "-m",
             "narrows.worker.command.cli",
             "--record",
-            str(record),
+            str(told),
             "--checkpoint-dir",
             "none",
         ]
         launch.run([*command, wan.TASK, *shlex.split(args), "--steps", str(ALONE_STEPS)], 300, launch.environment())
-        return step_of(record)
+        return step_of(told)
 
 
-def scale(file: str, places: str) -> None:
+def scale(recorder: record.Recorder, file: str, places: str) -> None:
     """CPU seconds of this process for choosing a plan."""
     for count in (64, 512):
         network = worldwide(count // 8)
@@ -187,17 +187,13 @@ def scale(file: str, places: str) -> None:
             network = placed(json.loads(Path(file).read_text()), places, str(count))
         began, work = time.process_time(), TrainingWork(1e8, 1.0, coded())
         plan, *_ = simplest_first(choices(network, work))
-        spent_s = time.process_time() - began
-        print(f"{len(network.hosts)} machines: {spent_s:.2f} s of CPU to choose; {len(plan.clusters)} clusters")
+        figures: record.Figures = {"CPU": (time.process_time() - began, "s"), "clusters": (len(plan.clusters), "")}
+        recorder.add(f"{len(network.hosts)} machines", figures, table="time of planning", arguments={"places": places})
 
 
-def optimum(seeds: int) -> None:
+def optimum(recorder: record.Recorder, seeds: int) -> None:
     """The plans of moves alone beside the cheapest of all, on networks drawn as tests/unit/ps/test_planner_choose.py
     draws them."""
-    print(
-        "| hosts | networks | within 0.1 % | within 1 % | mean | worst | all plans, CPU s | moves, CPU s |\n|"
-        + "---|" * 8
-    )
     for hosts in range(3, 10):
         over, spent = [], np.zeros(2)
         for seed in range(seeds):
@@ -209,12 +205,13 @@ def optimum(seeds: int) -> None:
                 spent[turn] += time.process_time() - began
                 found.append(chooser.least)
             over.append(found[1] / found[0] - 1)
-        within = [sum(each <= most for each in over) / seeds for most in (0.001, 0.01)]
-        print(
-            f"| {hosts} | {seeds} | {within[0]:.0%} | {within[1]:.0%} | {statistics.mean(over):.2%} | {max(over):.1%} "
-            f"| {spent[0] / seeds:.2f} | {spent[1] / seeds:.2f} |",
-            flush=True,
-        )
+        figures: record.Figures = {
+            f"within {100 * most:g} %": (100 * sum(each <= most for each in over) / seeds, "%")
+            for most in (0.001, 0.01)
+        }
+        figures |= {"mean": (100 * statistics.mean(over), "%"), "worst": (100 * max(over), "%")}
+        figures |= {"all plans, CPU": (spent[0] / seeds, "s"), "moves, CPU": (spent[1] / seeds, "s")}
+        recorder.add(f"{hosts} hosts", figures, table="moves over the cheapest plan", arguments={"networks": seeds})
 
 
 def drawn(seed: int, hosts: int) -> Network:
@@ -250,47 +247,53 @@ def drawn(seed: int, hosts: int) -> Network:
 @click.option(
     "--optimum", "seeds", type=int, help="how near moves come to the optimum, on so many networks of each size"
 )
+@record.out_option("planning/predicted_steps")
 def main(networks: str, plans: str, steps: int | None, pause: float, args: str, parameters: float, step_s: float | None,
-         limit: float, sized: bool, file: str, places: str, seeds: int | None) -> None:  # fmt: skip
+         limit: float, sized: bool, file: str, places: str, seeds: int | None, out: Path) -> None:  # fmt: skip
     """Predicted and measured steps of plans in the lab."""
-    if sized:
-        return scale(file, places)
-    if seeds:
-        return optimum(seeds)
-    if missing := netns.available():
-        raise click.ClickException(missing)
-    print(f"{json.dumps(launch.facts())}\n")
-    print(
-        "| network | plan | levels | predicted, ms | measured, ms | measured / predicted | over plan |\n|" + "---|" * 7
-    )
-    for name in networks.split(","):
-        cities, task = NETWORKS[name], f"{args} --pause {pause} --batch {BATCH}"
-        network, best = network_of(cities), None
-        share_s = step_s or alone_s(f"{args} --pause {pause} --batch {BATCH // len(network.hosts)}")
-        print(f"| {name} | an even share of a step, alone | | | {1e3 * share_s:.0f} | | |", flush=True)
-        work = TrainingWork(parameters, share_s, coded())
-        chooser = Chooser(network, work)
-        all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
-        for which in plans.split(","):
-            plan = all_plans[which]
-            layout = clustered(
-                HostAddresses(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys=""
-            )
-            levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
-            try:
-                over = stretch(plan.above)
-                count = steps or wan.SETTLE + over + max(STRETCHES, round(RUN_S / plan.step_s))
-                found = measure(cities, layout, network.hosts, f"{task} --steps {count}", over, limit)
-            except CommandFailed as error:
-                print(f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {error} | | |", flush=True)
-                continue
-            to_loss = found * plan.cost / plan.step_s
-            best = best or to_loss
-            print(
-                f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {1e3 * found:.0f} | {found / plan.step_s:.2f} "
-                f"| {100 * (to_loss / best - 1):+.0f} % |",
-                flush=True,
-            )
+    with record.Recorder("planning/predicted_steps", out) as recorder:
+        if sized:
+            return scale(recorder, file, places)
+        if seeds:
+            return optimum(recorder, seeds)
+        if missing := netns.available():
+            raise click.ClickException(missing)
+        for name in networks.split(","):
+            network_plans(recorder, name, plans.split(","), f"{args} --pause {pause}", step_s, parameters, steps, limit)
+
+
+def network_plans(
+    recorder: record.Recorder,
+    name: str,
+    plans: Sequence[str],
+    args: str,
+    step_s: float | None,
+    parameters: float,
+    steps: int | None,
+    limit: float,
+) -> None:
+    """A line for each plan of one network. A plan that fails is told, and the others go on."""
+    cities = NETWORKS[name]
+    network = network_of(cities)
+    share_s = step_s or alone_s(f"{args} --batch {BATCH // len(network.hosts)}")
+    work = TrainingWork(parameters, share_s, coded())
+    chooser = Chooser(network, work)
+    all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
+    for which in plans:
+        plan = all_plans[which]
+        layout = clustered(HostAddresses(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys="")
+        levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
+        over = stretch(plan.above)
+        count = steps or wan.SETTLE + over + max(STRETCHES, round(RUN_S / plan.step_s))
+        try:
+            found = measure(cities, layout, network.hosts, f"{args} --batch {BATCH} --steps {count}", over, limit)
+        except CommandFailed as error:
+            click.echo(f"FAILED {name}, {which}, {levels}: {error}", err=True)
+            continue
+        figures: record.Figures = {"to a loss": (found * plan.cost / plan.step_s, "s of its plan's steps")}
+        figures |= {"measured": (1e3 * found, "ms"), "predicted": (1e3 * plan.step_s, "ms")}
+        figures |= {"over predicted": (found / plan.step_s, ""), "step alone": (1e3 * share_s, "ms")}
+        recorder.add(which, figures, table=name, beside="plan", note=levels)
 
 
 if __name__ == "__main__":

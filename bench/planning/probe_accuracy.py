@@ -1,4 +1,4 @@
-"""ps-probe in the lab: hosts around a switch, each with a link of its own; what was set beside what was found, as Markdown.
+"""ps-probe in the lab: hosts around a switch, each with a link of its own; what was set beside what was found.
 
     python bench/planning/probe_accuracy.py            # three hosts, then eleven: at most 20 s a round
     python bench/planning/probe_accuracy.py --hosts 3  # three alone
@@ -27,7 +27,7 @@ from narrows.ps.probe.flows import stream_rate
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.link import MTU, Way
 
 PAYLOAD = (MTU - 52) / MTU  # IP and TCP headers, with timestamps
@@ -133,29 +133,23 @@ def rows(network: tuple[Access, ...], document: dict[str, Any]) -> Iterator[Row]
                   link["retransmitted"])  # fmt: skip
 
 
-def table(hosts: int, seconds: float) -> Iterator[str]:
-    """Lines of Markdown, as they are known."""
-    network = NETWORKS[hosts]
-    document, said, took_s = probe(network, seconds)
-    found = sorted(rows(network, document))
-    yield "| from | to | Mbit/s set | found | off | four streams | ms set | found | loss set | retransmits |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for row in found:
-        yield (
-            f"| {row.sender} | {row.receiver} | {row.rate / MB:.4g} | {row.found_rate / MB:.4g} | {100 * row.off:+.1f} % | "
-            f"{row.four / MB:.4g} | {1e3 * row.delay_s:.1f} | {1e3 * row.found_delay_s:.1f} | {100 * row.loss:.2g} % | "
-            f"{100 * row.found_loss:.2g} % |" + ("" if row.right else " <- off")
+def measured(recorder: record.Recorder, hosts: int, seconds: float) -> None:
+    """One line: how many of the ways were found as they are. Those that were not are told. Raises CommandFailed."""
+    document, said, took_s = probe(NETWORKS[hosts], seconds)
+    found = sorted(rows(NETWORKS[hosts], document))
+    for row in (each for each in found if not each.right):
+        click.echo(
+            f"from {row.sender} to {row.receiver}: {row.found_rate / MB:.4g} of {row.rate / MB:.4g} Mbit/s (four streams "
+            f"{row.four / MB:.4g}), {1e3 * row.found_delay_s:.1f} of {1e3 * row.delay_s:.1f} ms, loss {row.loss:.2%}, "
+            f"retransmitted {row.found_loss:.2%}"
         )
-    right = sum(row.right for row in found)
-    yield ""
-    yield (
-        f"{right} of {len(found)} ways within {100 * WITHIN:.0f} % of the rate and {1e3 * WITHIN_S:.0f} ms of the delay; "
-        f"{took_s:.0f} s from the first command to the last."
-    )
-    yield from (line for line in said.splitlines() if "pairs" in line)
-    facts = launch.facts()
-    yield f"Commit {facts['commit']}; {facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
-    yield ""
+    click.echo("\n".join(line for line in said.splitlines() if "pairs" in line))
+    figures: record.Figures = {"right": (sum(row.right for row in found), "ways"), "all": (len(found), "ways")}
+    figures["worst rate"] = (100 * max(abs(row.off) for row in found), "% off")
+    figures["worst delay"] = (1e3 * max(abs(row.found_delay_s - row.delay_s) for row in found), "ms off")
+    note = f"right: within {WITHIN:.0%} of the rate and {1e3 * WITHIN_S:.0f} ms of the delay"
+    arguments = {"seconds of a round": seconds}
+    recorder.add(f"{hosts} hosts", figures | {"time": (took_s, "s")}, arguments=arguments, note=note)
 
 
 @click.command(context_settings={"show_default": True})
@@ -163,14 +157,15 @@ def table(hosts: int, seconds: float) -> Iterator[str]:
     "--hosts", "chosen", type=click.Choice([*map(str, NETWORKS)]), multiple=True, default=[*map(str, NETWORKS)]
 )
 @click.option("--seconds", default=SECONDS, help="at most, of a round")
-def main(chosen: tuple[str, ...], seconds: float) -> None:
+@record.out_option("planning/probe_accuracy")
+def main(chosen: tuple[str, ...], seconds: float, out: Path) -> None:
     """Run ps-probe in networks of the lab, and show what it finds."""
     if missing := netns.available():
         raise click.ClickException(missing)
     try:
-        for hosts in chosen:
-            for line in table(int(hosts), seconds):
-                click.echo(line)
+        with record.Recorder("planning/probe_accuracy", out) as recorder:
+            for hosts in chosen:
+                measured(recorder, int(hosts), seconds)
     except launch.CommandFailed as error:
         raise click.ClickException(str(error)) from None
 

@@ -32,7 +32,7 @@ import click
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contenders import wan
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.launch import CommandFailed
 from lab.link import Way
 from speed.straggler import Follower
@@ -57,14 +57,14 @@ class Seen:
     """A run as it was watched: steps so far at each look, and what the server's record said when."""
 
     steps: Follower
-    record: Path
+    told_at: Path
     looks: list[tuple[float, int]] = field(default_factory=list)
     told: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
 
     def look(self) -> None:
         now = time.monotonic()
         self.looks.append((now, self.steps.look()))
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        lines = self.told_at.read_text().splitlines() if self.told_at.exists() else []
         events = [json.loads(line) for line in lines if '"replan"' in line and line.endswith("}")]
         self.told += [(now, event) for event in events if event["event"] == "replan"][len(self.told) :]
 
@@ -122,8 +122,10 @@ def started(net: netns.Lab, levels: int, flags: list[str], folder: Path, log: IO
     return [*workers, *below, root]
 
 
-def measure(begins: str, levels: int, replan: str, after_s: float, steps: int, way: Way, narrow: float) -> list[str]:
-    """The rows of the table. Raises CommandFailed."""
+def measure(
+    begins: str, levels: int, replan: str, after_s: float, steps: int, way: Way, narrow: float
+) -> tuple[list[tuple[str, float, str]], record.Figures, str]:
+    """Each stretch, its ms a step and its way; when the plan was noticed and in force; its text. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as temporary, network(levels, way) as net:
         folder = Path(temporary)
         flags = [*WAYS[begins], "--replan", replan, "--replan-after", f"{after_s:g}"]
@@ -150,9 +152,9 @@ def measure(begins: str, levels: int, replan: str, after_s: float, steps: int, w
         rows = [("before the drop", seen.step_ms(begin - SETTLE_S, drop)), ("after it", seen.step_ms(drop, said))]
         rows += [("with plan 2", seen.step_ms(changed, end))] if event["changes"] else []
         ways = (event["from"], event["from"], event["to"])
-        lines = [f"| {name} | {each} | {ms:.0f} |" for (name, ms), each in zip(rows, ways, strict=False)]
-        held = f", in force {changed - said:.1f} s after that" if event["changes"] else ""
-        return [*lines, "", f"noticed {said - drop:.1f} s after the drop{held}: {event['text']}"]
+        times: record.Figures = {"noticed after": (said - drop, "s")}
+        times["in force after that"] = (changed - said if event["changes"] else None, "s")
+        return [(name, ms, way) for (name, ms), way in zip(rows, ways, strict=False)], times, event["text"]
 
 
 @click.command(context_settings={"show_default": True})
@@ -164,18 +166,31 @@ def measure(begins: str, levels: int, replan: str, after_s: float, steps: int, w
 @click.option("--rate", type=netns.RATE, default="100mbit")
 @click.option("--narrow", type=netns.RATE, default="5mbit")
 @click.option("--delay", type=netns.TIME, default="10ms", help="one way")
+@record.out_option("planning/replan")
 def main(
-    begins: str, levels: int, replan: str, after_s: float, steps: int, rate: float, narrow: float, delay: float
+    begins: str,
+    levels: int,
+    replan: str,
+    after_s: float,
+    steps: int,
+    rate: float,
+    narrow: float,
+    delay: float,
+    out: Path,
 ) -> None:
     """Show what --replan does when a link gets narrow."""
     if missing := netns.available():
         raise click.ClickException(missing)
     try:
-        lines = measure(begins, levels, replan, after_s, steps, Way(rate, delay), narrow)
+        stretches, times, text = measure(begins, levels, replan, after_s, steps, Way(rate, delay), narrow)
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
-    print(f"{json.dumps(launch.facts())}\n\n| when | way | ms a step |\n|---|---|---|")
-    print("\n".join(lines))
+    arguments = {"from": begins, "levels": levels, "replan": replan, "after": after_s, "narrow": narrow / 1e6}
+    with record.Recorder("planning/replan", out) as recorder:
+        for name, ms, way in stretches:
+            recorder.add(name, {"step": (ms, "ms")}, beside=stretches[0][0], table=f"from {begins}, {levels} levels",
+                         link=record.link_of(Way(rate, delay)), arguments=arguments, note=way)  # fmt: skip
+        recorder.add("the plan", times, table="when a plan is changed", arguments=arguments, note=text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from narrows.worker import DistributedOptimizer, session
-from narrows.worker.sync.gradients import GradientStep
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tasks"))
 
 import bytelm
 
-Span = tuple[str, float, float]  # name, begin, end
-
-
-def watch(owner: object, name: str, label: Callable[..., str], spans: list[Span]) -> None:
-    """Time every call of a method: the product tells how long it waited, a trace wants to know when."""
-    method = getattr(owner, name)
-
-    def timed(*args: Any) -> Any:
-        begin = time.monotonic()
-        result = method(*args)
-        spans.append((label(*args), begin, time.monotonic()))
-        return result
-
-    setattr(owner, name, timed)
-
 
 class NarrowsSide:
     """BSP, dense, gradients leave during backward; the shards clip the mean to `clip` and step AdamW."""
 
-    def __init__(self, model: nn.Module, adamw: torch.optim.Optimizer, clip: float, spans: list[Span]) -> None:
+    def __init__(self, model: nn.Module, adamw: torch.optim.Optimizer, clip: float) -> None:
         self.model = model
         self.optimizer = DistributedOptimizer(adamw, model, overlap=True, max_grad_norm=clip)
         self.rank, self.of = session.rank(), session.world_size()
-        engine = session.current().engine
-        assert engine is not None and isinstance(engine.sync, GradientStep) and engine.sync.overlap is not None
-        shards = engine.sync.shards
-        watch(shards, "wait_ready", lambda *_: "wait for state", spans)
-        watch(shards, "send_part", lambda shard, part, *_: f"part {shard}.{part}", spans)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -63,7 +41,7 @@ class NarrowsSide:
 class DDPSide:
     """DistributedDataParallel over gloo at its defaults; every rank clips the mean and steps its own AdamW."""
 
-    def __init__(self, model: nn.Module, adamw: torch.optim.Optimizer, clip: float, spans: list[Span]) -> None:
+    def __init__(self, model: nn.Module, adamw: torch.optim.Optimizer, clip: float) -> None:
         torch.distributed.init_process_group("gloo")
         self.model: nn.Module = nn.parallel.DistributedDataParallel(model)
         self.optimizer, self.clip = adamw, clip
@@ -85,15 +63,14 @@ class Training:
 
     def __init__(self, kind: type[NarrowsSide] | type[DDPSide], text: Tensor) -> None:
         torch.manual_seed(0)
-        self.flags, self.text, self.done, self.spans = bytelm.arguments([]), text, 0, list[Span]()
+        self.flags, self.text, self.done = bytelm.arguments([]), text, 0
         model = bytelm.ByteGPT(self.flags.layers, self.flags.width, self.flags.heads, self.flags.context)
         decay = self.flags.weight_decay
         adamw = torch.optim.AdamW(model.parameters(), lr=self.flags.lr, betas=(0.9, 0.95), weight_decay=decay)
-        self.side = kind(model, adamw, self.flags.clip, self.spans)
+        self.side = kind(model, adamw, self.flags.clip)
 
     def block(self, steps: int) -> dict[str, Any]:
-        """Seconds and loss of each step, and what it was made of."""
-        self.spans.clear()
+        """Seconds and loss of each step."""
         seconds, losses, flags, side = [], [], self.flags, self.side
         for _ in range(steps):
             begin = time.monotonic()
@@ -102,16 +79,12 @@ class Training:
             rows = bytelm.batch_rows(self.text, 0, self.done, flags.batch, flags.context, side.rank, side.of)
             side.optimizer.zero_grad()
             loss = bytelm.loss_sum(side.model, rows) * side.of / (flags.batch * flags.context)
-            forward = time.monotonic()
             loss.backward()
-            backward = time.monotonic()
             side.step()
             losses.append(loss.item())
-            end = time.monotonic()
-            self.spans += [("forward", begin, forward), ("backward", forward, backward), ("step()", backward, end)]
-            seconds.append(end - begin)
+            seconds.append(time.monotonic() - begin)
             self.done += 1
-        return {"seconds": seconds, "losses": losses, "spans": self.spans}
+        return {"seconds": seconds, "losses": losses}
 
 
 def main(side: str, control: str, index: str) -> None:

@@ -50,14 +50,13 @@ import bytelm
 import pipelined
 from contenders.wan import cities
 from kit.processes import descendants
-from lab import launch, netns
+from lab import launch, netns, record
 from lab.launch import CommandFailed
 from lab.link import Way
 
 TASK = Path(__file__).parents[1] / "tasks" / "pipelined.py"
 PORT = 25_000  # of the servers, on hosts that nobody else is on; stages listen a hundred above
 GRID = {"sync": "ssp", "compress": "topk:0.05+int8"}
-OUT = launch.OUT / "pipeline.json"
 LIMIT_S = 3600.0  # of one run
 LOOPBACK = Way(10e9, 20e-6)  # between the machines of a city, for ps-plan
 ROWS = ("gloo", "dense@loopback", "int8@loopback", "dense", "int8", "int8/1f1b", "int8/gpipe", "subspace:18")
@@ -287,12 +286,6 @@ def killed(way: Way, args: Sequence[str]) -> Result:
         }
 
 
-def shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return "-" if value is None else str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
 @click.option("--rows", help=f"[{','.join(ROWS)}; with --losses {','.join(LOSSES)}]")
 @click.option("--losses", is_flag=True, help="400 steps of 32 windows in 8 micro-batches")
@@ -302,66 +295,69 @@ def shown(value: Any) -> str:
 @click.option("--rate", type=netns.RATE, default="100mbit", help="of the link")
 @click.option("--delay", type=netns.TIME, default="20ms", help="of the link, one way")
 @click.option("--steps", type=int, help="[20; with --losses and --grid 400]")
+@record.out_option("speed/pipeline")
 @click.argument("more", nargs=-1)
 def main(
     rows: str | None, losses: bool, grid: bool, kill: bool, in_flight: int, rate: float, delay: float, steps: int | None,
-    more: tuple[str, ...],
+    out: Path, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Measure each row; MORE goes to the task."""
     long = losses or grid
     steps, way, stages = steps or (400 if long else 20), Way(rate, delay), 2 if grid else 4
     batch = ("32", "8") if long else ("128", "16")
     args = ["--steps", str(steps), "--batch", batch[0], "--micro", batch[1], "--of", str(stages), *more]
-    results: dict[str, Result] = {}
     try:
-        if kill:
-            results["killed"] = killed(way, args)
-            click.echo(results["killed"])
-        usual = LOSSES if losses else ROWS
-        for row in ("whole", "grid") if grid else rows.split(",") if rows else usual:
-            coded, _, schedule = row.partition("/")
-            coded, _, where = coded.partition("@")
-            name, _, dimensions = coded.partition(":")
-            words = [*args, *(["--subspace", dimensions] if dimensions else [])]
-            words += ["--schedule", schedule or ("1f1b" if name == "gloo" else "eager")]
-            if name in ONE_MACHINE:
-                found = ONE_MACHINE[name](stages, words)
-            elif name == "planned":
-                found = planned(way, stages, words)
-            else:
-                flags = GRID if grid else {"sync": "bsp"}
-                link = None if where == "loopback" else way
-                found = measure(name, link, stages, 2 if grid else 1, flags, in_flight, words)
-            results[row] = found
-            click.echo(f"{row}: {found}")
-            launch.save(OUT, {"args": args, "way": str(way), "facts": launch.facts(), "results": results})
+        with record.Recorder("speed/pipeline", out) as recorder:
+            if kill:
+                click.echo(killed(way, args))
+            usual = LOSSES if losses else ROWS
+            for row in ("whole", "grid") if grid else rows.split(",") if rows else usual:
+                found = run_of(row, args, way, stages, grid, in_flight)
+                add(recorder, row, found, steps, way, in_flight, "losses" if long else "step times: 4 stages", args)
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
-    beside = results.get("gloo", {}).get("step_ms")
-    click.echo(
-        "| run | ms a step | over gloo | over predicted | gradients differ by | kB a step | training loss | validation loss |"
-    )
-    click.echo("|---|---|---|---|---|---|---|---|")
-    for row, found in results.items():
-        over = found["step_ms"] / beside if beside and found.get("step_ms") else None
-        kilobytes = found["bytes"] / steps / 1e3 if found.get("bytes") else None
-        told_of = found["step_ms"] / found["predicted_ms"] if found.get("predicted_ms") else None
-        cells = [
-            found.get("step_ms"),
-            over,
-            told_of,
-            found.get("differ"),
-            kilobytes,
-            found.get("training"),
-            found.get("loss"),
-        ]
-        click.echo(f"| {row} | {' | '.join(map(shown, cells))} |")
-    facts, told = launch.facts(), pipelined.arguments(args)
-    click.echo(
-        f"\n{steps} steps of {told.batch} windows in {told.micro} micro-batches, {rate / 1e6:g} Mbit/s and {1e3 * delay:g} ms, "
-        f"{in_flight} in flight across the link; commit {facts['commit']}; {facts['machine']}, load {facts['load']}; "
-        f"{facts['date'][:16]}."
-    )
+
+
+def run_of(row: str, args: list[str], way: Way, stages: int, grid: bool, in_flight: int) -> Result:
+    """One run of a row. Raises CommandFailed."""
+    coded, _, schedule = row.partition("/")
+    coded, _, where = coded.partition("@")
+    name, _, dimensions = coded.partition(":")
+    words = [*args, *(["--subspace", dimensions] if dimensions else [])]
+    words += ["--schedule", schedule or ("1f1b" if name == "gloo" else "eager")]
+    if name in ONE_MACHINE:
+        return ONE_MACHINE[name](stages, words)
+    if name == "planned":
+        return planned(way, stages, words)
+    flags, link = GRID if grid else {"sync": "bsp"}, None if where == "loopback" else way
+    return measure(name, link, stages, 2 if grid else 1, flags, in_flight, words)
+
+
+def add(
+    recorder: record.Recorder,
+    row: str,
+    found: Result,
+    steps: int,
+    way: Way,
+    in_flight: int,
+    table: str,
+    args: list[str],
+) -> None:
+    told, name = pipelined.arguments(args), row.partition(":")[0]
+    step: record.Figures = {"step": (found.get("step_ms"), "ms"), "predicted": (found.get("predicted_ms"), "ms")}
+    loss: record.Figures = {
+        "validation loss": (found.get("loss"), "nats a byte"),
+        "training loss": (found.get("training"), "nats a byte"),
+    }
+    rest: record.Figures = {
+        "gradients differ by": (found.get("differ"), ""),
+        "bytes": (found["bytes"] / steps / 1e3 if found.get("bytes") else None, "kB a step"),
+    }
+    losses = table == "losses"
+    arguments = {"steps": steps, "batch": told.batch, "micro": told.micro, "rate": told.lr, "in flight": in_flight}
+    linked = record.link_of(way) if name not in ONE_MACHINE and "@" not in row else None
+    recorder.add(row, loss | rest | step if losses else step | loss | rest, table=table, beside="whole" if losses else "gloo",
+                 link=linked, seed=told.seed, arguments=arguments)  # fmt: skip
 
 
 if __name__ == "__main__":

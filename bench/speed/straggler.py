@@ -9,7 +9,7 @@ Rules
   one, which burns its core meanwhile. The server is a third process on these two cores, and its work is in every figure.
 - The same processes all the time: blocks with both alike and blocks with one slowed take turns. The first steps of a block
   are left out; its figure is the median over the others of the fast worker's step.
-- The ratio is that of the medians over blocks, the claim is for async.
+- The ratio is that of the medians over blocks. The claim is at most 1.05, for async.
 - "Wait": in step(), for others. "Queue": ready to run while another thread had its core. Both are means a step.
 """
 
@@ -33,17 +33,17 @@ import click
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import launch
+from lab import launch, record
 from lab.launch import CommandFailed
 
 WORKER = str(Path(__file__).with_name("straggler_worker.py"))
-RATIO_MAX = 1.05  # the claim, for async
 SLOWED = 4.0  # times its own step
 SETTLE = 8  # steps of each block: the slowed worker is on its way out of a step, updates in flight
 FIRST = 20  # steps before the first block: connections, first states, the kernels
 POLL_S = 0.1
 START_S, BLOCK_S = 240.0, 300.0
 PHASES = ("even", "slow")
+FIGURES = {"step": "ms", "partner's step": "ms", "computed": "ms", "wait": "ms", "queue": "ms", "server": "of a core"}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 ROWS = {
@@ -94,12 +94,12 @@ def block_figures(fast: Sequence[Result], slow: Sequence[Result], server_s: floa
     kept = fast[SETTLE:]
     partner = [b["at"] - a["at"] for a, b in pairwise(slow) if kept[0]["at"] <= b["at"] <= kept[-1]["at"]]
     return {
-        "step_ms": 1e3 * statistics.median(b["at"] - a["at"] for a, b in pairwise(kept)),
-        "partner_ms": 1e3 * statistics.median(partner) if partner else None,
-        "computed_ms": 1e3 * statistics.median(step["computed"] for step in kept),
-        "wait_ms": 1e3 * statistics.fmean(step["wait_seconds"] for step in kept),
-        "queue_ms": 1e3 * (kept[-1]["queued"] - kept[0]["queued"]) / (len(kept) - 1),
-        "server_share": server_s / (fast[-1]["at"] - fast[0]["at"]),
+        "step": 1e3 * statistics.median(b["at"] - a["at"] for a, b in pairwise(kept)),
+        "partner's step": 1e3 * statistics.median(partner) if partner else None,
+        "computed": 1e3 * statistics.median(step["computed"] for step in kept),
+        "wait": 1e3 * statistics.fmean(step["wait_seconds"] for step in kept),
+        "queue": 1e3 * (kept[-1]["queued"] - kept[0]["queued"]) / (len(kept) - 1),
+        "server": server_s / (fast[-1]["at"] - fast[0]["at"]),
     }
 
 
@@ -117,11 +117,11 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
         with launch.pinned(server):
             serving = stack.enter_context(launch.serving(["--workers", "2", *flags], port))
         records = [Follower(folder / f"record{index}") for index in range(2)]
-        for record, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
+        for follower, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
             env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(times))
             command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://127.0.0.1:{port[0]}"]
             with launch.pinned({core}):
-                command += ["--record", str(record.path), WORKER, "--steps", "1000000"]
+                command += ["--record", str(follower.path), WORKER, "--steps", "1000000"]
                 stack.enter_context(launch.started(command, env))
         fast, slow = records
         until(lambda: fast.look() >= FIRST, START_S, "the first steps")
@@ -146,39 +146,16 @@ def until(done: Callable[[], bool], limit_s: float, what: str) -> None:
         time.sleep(POLL_S)
 
 
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
-def of(blocks: Sequence[Result], phase: str, name: str) -> list[float]:
-    return [block[name] for block in blocks if block["phase"] == phase and block[name] is not None]
-
-
-def ratio(blocks: Sequence[Result]) -> float:
-    """The ratio of the fast worker's step with a slowed partner to that with one like itself."""
-    return statistics.median(of(blocks, "slow", "step_ms")) / statistics.median(of(blocks, "even", "step_ms"))
-
-
-def table(found: dict[str, list[Result]]) -> str:
-    lines = ["| mode | fast worker's step, ms: both alike | partner slowed | ratio | by pair of blocks | partner's step, ms "
-             "| computed, ms | wait, ms | queue, ms | server, % of a core |", "|---" * 10 + "|"]  # fmt: skip
-    for name, blocks in found.items():
-        steps = {phase: of(blocks, phase, "step_ms") for phase in PHASES}
-        pairs = [slow / even for even, slow in zip(steps["even"], steps["slow"], strict=True)]
-        both = {
-            what: "{:.1f}, {:.1f}".format(*(scale * statistics.median(of(blocks, phase, what)) for phase in PHASES))
-            for what, scale in (
-                ("partner_ms", 1),
-                ("computed_ms", 1),
-                ("wait_ms", 1),
-                ("queue_ms", 1),
-                ("server_share", 100),
-            )
-        }
-        cells = [name, *(spread(steps[phase]) for phase in PHASES), f"{ratio(blocks):.3f}"]
-        cells += [f"{min(pairs):.3f} to {max(pairs):.3f}", *both.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def figures(blocks: Sequence[Result]) -> record.Figures:
+    """Medians over blocks; the ratio is that of the fast worker's steps: with a slowed partner, and with one like itself."""
+    found: record.Figures = {}
+    for phase in PHASES:
+        for name, unit in FIGURES.items():
+            values = [block[name] for block in blocks if block["phase"] == phase and block[name] is not None]
+            found[f"{name}, {phase}"] = (statistics.median(values) if values else None, unit)
+    even, slow = (found[f"step, {phase}"][0] for phase in PHASES)
+    assert even and slow
+    return {"slowed over even": (slow / even, "")} | found
 
 
 @click.command(context_settings={"show_default": True})
@@ -186,7 +163,7 @@ def table(found: dict[str, list[Result]]) -> str:
 @click.option("--rounds", default=3, help="of a block with both alike and one with one slowed")
 @click.option("--steps", default=40, help="of the fast worker that a block counts")
 @click.option("--server", type=click.Choice(["both", "fast", "slow"]), default="both", help="cores of the server")
-@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "straggler.json")
+@record.out_option("speed/straggler")
 def main(pattern: str, rounds: int, steps: int, server: str, out: Path) -> None:
     """Slow one of two workers, and time the other."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
@@ -197,23 +174,14 @@ def main(pattern: str, rounds: int, steps: int, server: str, out: Path) -> None:
     if not chosen:
         raise click.UsageError(f"--rows {pattern}: there is none; rows: {', '.join(ROWS)}")
     room = {"both": set(cores), "fast": {cores[0]}, "slow": {cores[1]}}[server]
-    found: dict[str, list[Result]] = {}
-    for name, flags in chosen.items():
-        try:
-            found[name] = measure(flags, rounds, steps, cores, room)
-        except CommandFailed as error:
-            raise click.ClickException(f"{name}: {error}") from None
-        facts = launch.facts()
-        launch.save(out, facts | {"server": server, "steps": steps, "slowed": SLOWED, "rows": found})
-        click.echo(f"{name}: {ratio(found[name]):.3f}")
-    click.echo(f"\n{table(found)}\n")
-    if "async" in found:
-        holds = ratio(found["async"]) <= RATIO_MAX
-        click.echo(f"claim, at most {RATIO_MAX} under async: {'holds' if holds else 'MISSED'}")
-    click.echo(
-        f"{rounds} rounds of {steps} + {steps} steps, pairs: alike, slowed; server on {server} core{'s' * (server == 'both')}; "
-        "commit {commit}; {machine}, load {load}; torch {torch}; {date}".format(**facts)
-    )
+    with record.Recorder("speed/straggler", out) as recorder:
+        for name, flags in chosen.items():
+            try:
+                blocks = measure(flags, rounds, steps, cores, room)
+            except CommandFailed as error:
+                raise click.ClickException(f"{name}: {error}") from None
+            arguments = {"rounds": rounds, "steps": steps, "server's cores": server, "slowed": SLOWED}
+            recorder.add(name, figures(blocks), seed=0, arguments=arguments)
 
 
 if __name__ == "__main__":

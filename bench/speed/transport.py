@@ -1,8 +1,8 @@
 """Push and pull of dense models through a real ps-serve, beside a raw ZeroMQ echo of the same bytes and a memcpy.
 
-    python bench/speed/transport.py                       1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
+    python bench/speed/transport.py                        # 1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
     python bench/speed/transport.py --sync ssp --sizes 25
-    python bench/speed/transport.py --keys                with what keys cost (CURVE), in two more columns
+    python bench/speed/transport.py --keys                 # with what keys cost (CURVE), in a second table
 
 Rules
 - Times are of `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -36,6 +34,10 @@ from torch import nn
 
 from narrows.protocols.runtime.network.key_files import add, make
 from narrows.worker import DistributedOptimizer, rank
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from lab import record
 
 MIB = 1 << 20
 ECHOES = [(kind, mib) for kind in ("tcp", "unix", "turn") for mib in (1, 2, 4)]
@@ -73,53 +75,29 @@ def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int, turn: b
 @click.option("--shards", default=1, help="server processes [1]")
 @click.option("--rounds", default=0, help="rounds of 9 steps and 9 echoes [so that each takes some seconds]")
 @click.option("--keys", "keyed", is_flag=True, help="run each row once more with keys")
-@click.option("--json", "json_file", default="bench/out/transport.json", help="where the figures go")
+@record.out_option("speed/transport")
 @click.pass_context
 def main(
-    context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, keyed: bool, json_file: str
+    context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, keyed: bool, out: Path
 ) -> None:
     """Time push + pull against a raw echo."""
     if context.invoked_subcommand:
         return
-    rows = []
-    columns = (
-        "MiB",
-        "workers",
-        "step ms",
-        "push+pull MiB/s",
-        "echo ms (frame)",
-        "of echo",
-        "Unix echo",
-        "of it",
-        "turn",
-        "of it",
-        "memcpy ms",
-        *(("keys: step ms", "of the step without") if keyed else ()),
-    )
-    click.echo("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for size in map(int, sizes.split(",")):
-        for count in map(int, workers.split(",")):
-            row = measure(size, count, sync, shards, rounds or max(4, min(30, 400 // size)))
-            more = ""
-            if keyed:
-                row["keyed_ms"] = measure(size, count, sync, shards, row["rounds"], True)["step_ms"]
-                more = f" {row['keyed_ms']:.2f} | {row['keyed_ms'] / row['step_ms']:.2f} |"
-            rows.append(row)
-            click.echo(
-                f"| {size} | {count} | {row['step_ms']:.2f} | {row['mib_per_second']:.0f} | "
-                f"{row['tcp_ms']:.2f} ({row['tcp_frame_mib']}) | {row['of_tcp']:.2f} | "
-                f"{row['unix_ms']:.2f} ({row['unix_frame_mib']}) | {row['of_unix']:.2f} | "
-                f"{row['turn_ms']:.2f} ({row['turn_frame_mib']}) | {row['of_turn']:.2f} | {row['memcpy_ms']:.2f} |{more}"
-            )
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE.parent)
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    Path(json_file).parent.mkdir(parents=True, exist_ok=True)
-    facts = {"commit": commit.stdout.strip(), "sync": sync, **machine, "rows": rows}
-    Path(json_file).write_text(json.dumps(facts, indent=1) + "\n")
+    with record.Recorder("speed/transport", out) as recorder:
+        for size in map(int, sizes.split(",")):
+            for count in map(int, workers.split(",")):
+                turns = rounds or max(4, min(30, 400 // size))
+                arguments = {"workers": count, "sync": sync, "shards": shards}
+                figures = measure(size, count, sync, shards, turns)
+                recorder.add(f"{size} MiB", figures, arguments=arguments)
+                if keyed:
+                    for name, told in (("without", figures), ("with", measure(size, count, sync, shards, turns, True))):
+                        step: record.Figures = {"step": told["step"]}
+                        recorder.add(f"{size} MiB, {name} keys", step, table="keys", arguments=arguments)
 
 
-def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: bool = False) -> dict[str, Any]:
-    """Run `count` workers of `size` MiB; one row of the table."""
+def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: bool = False) -> record.Figures:
+    """Run `count` workers of `size` MiB."""
     with tempfile.TemporaryDirectory() as folder:
         keys = key = list[str]()
         if keyed:
@@ -174,18 +152,11 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: b
                 process.wait(30)
         times = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(count)]
     medians = {key: max(statistics.median(one[key]) for one in times) for key in times[0]}
-    row = {
-        "mib": size,
-        "workers": count,
-        "step_ms": 1e3 * medians["step"],
-        "mib_per_second": 2 * size * count / medians["step"],
-        "memcpy_ms": 1e3 * medians["memcpy"],
-        "rounds": rounds,
-    }
-    for kind in dict(ECHOES):
-        echo_s, frame = min((medians[f"{kind}{mib}"], mib) for k, mib in ECHOES if k == kind)
-        row |= {f"{kind}_ms": 1e3 * echo_s, f"{kind}_frame_mib": frame, f"of_{kind}": echo_s / medians["step"]}
-    return row
+    step_s = medians["step"]
+    found: record.Figures = {"step": (1e3 * step_s, "ms"), "push and pull": (2 * size * count / step_s, "MiB/s")}
+    for kind, name in (("tcp", "of the TCP echo"), ("unix", "of the Unix echo"), ("turn", "of the turn")):
+        found[name] = (min(medians[f"{kind}{mib}"] for k, mib in ECHOES if k == kind) / step_s, "")
+    return found | {"memcpy": (1e3 * medians["memcpy"], "ms")}
 
 
 @main.command(hidden=True)

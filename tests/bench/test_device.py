@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from click.testing import CliRunner
 from gpu import device
+from lab import record
 
 
 def test_codes_and_a_step_are_timed(tmp_path: Path) -> None:
     flags = ["--device", "host", "--part", "codes", "--count", "70000", "--spec", "topk:0.01+int8", "--rounds", "1"]
     done = CliRunner().invoke(device.main, [*flags, "--out", str(tmp_path / "out.json")])
     assert done.exit_code == 0, done.output
-    (told,) = json.loads((tmp_path / "out.json").read_text())["codes"]
-    assert told["bytes"] > 0 and {"encode", "fold", "whole step"} <= told["seconds"].keys()
+    lines = {line.run.removeprefix("topk:0.01+int8: "): line for line in record.read(tmp_path / "out.json")}
+    assert {"encode", "fold", "whole step"} <= lines.keys()
+    assert all(line.figures["time"].value > 0 and line.arguments["values"] == 70_000 for line in lines.values())
     assert "equal to the CPU's" in done.output
     assert 0 < device.step_of("1.3M", 3, "device", "topk:0.05+int8", "cpu") < 60
 

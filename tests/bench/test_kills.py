@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from click.testing import CliRunner
-from faults.kills import ROLES, line, main, matrix
+from faults.kills import ROLES, add, main, matrix
+from lab import record
+from lab.record import Figure, Recorder
 
 STEPS = 60  # the last fifth of them waits until a standby that was killed has one in its place
 
 
 def test_a_standby_is_killed_twice_and_nothing_is_lost(tmp_path: Path) -> None:
     """tests/system/test_shard_kills.py kills workers and shards."""
-    out = tmp_path / "kills.json"
+    out = tmp_path / "kills.jsonl"
     words = ["--modes", "bsp", "--roles", "the standby", "--steps", f"{STEPS}", "--jobs", "1", "--out", str(out)]
     told = CliRunner().invoke(main, words)
     assert told.exit_code == 0, told.output
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["standby"], row["times"], row["codes"], row["wrong"]) for row in rows] == [
-        (True, 2, ["0", "0"], []),
-    ]
-    assert all(row["acknowledged"] > 2 * STEPS and row["stall_s"] > 0 for row in rows)
-    assert "| bsp | yes | the standby | 2 | 0, 0 |" in told.output
+    (row,) = record.read(out)
+    assert (row.run, row.arguments["standby"], row.note) == ("the standby", True, "exit codes 0, 0")
+    assert (row.figures["killed"].value, row.figures["wrong"].value) == (2, 0)
+    assert row.figures["acknowledged"].value > 2 * STEPS and row.figures["longest stall"].value > 0
 
 
 def test_the_matrix_has_each_process_in_each_mode() -> None:
@@ -32,6 +31,8 @@ def test_the_matrix_has_each_process_in_each_mode() -> None:
     assert len(trials) - len(struck) == 2 * 2 * 3
 
 
-def test_a_run_that_failed_is_a_line_too() -> None:
-    row = {"mode": "bsp", "killed": "a worker", "standby": False, "codes": [], "wrong": ["it did not end"]}
-    assert line(row, [0.1, 0.2]).count("|") == 11 and "0.1000 to 0.2000" in line(row, [0.1, 0.2])
+def test_a_run_that_failed_is_a_line_too(tmp_path: Path) -> None:
+    row = {"mode": "bsp", "killed": "a worker", "standby": False, "seed": 0, "codes": [], "wrong": ["it did not\nend"]}
+    add(Recorder("faults/kills", tmp_path / "out"), row, 100)
+    (line,) = record.read(tmp_path / "out")
+    assert line.figures == {"wrong": Figure(1, "updates")} and line.note == "it did not end"

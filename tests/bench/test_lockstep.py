@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import bytelm
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kit.gain_reference import TrueGain
-from lab import launch
+from lab import record
 from loss import lockstep, replicas
 from loss.lockstep import Case, Runs
 from loss.replicas import Task
@@ -258,8 +257,6 @@ def test_presets_say_what_they_are_for() -> None:
 
 
 def test_runs_that_are_there_are_not_run_again(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts: dict[str, Any] = launch.facts()
-    monkeypatch.setattr(launch, "facts", lambda: facts)
     monkeypatch.setattr(lockstep, "Task", lambda *words: task)
     monkeypatch.setattr(bytelm, "library", lambda: (task.training, task.held_out, "0123456789abcdef"))
     cases, out = tmp_path / "cases.json", tmp_path / "out.jsonl"
@@ -269,9 +266,10 @@ def test_runs_that_are_there_are_not_run_again(task: Task, tmp_path: Path, monke
     assert one.exit_code == 0, one.output
     two = CliRunner().invoke(lockstep.main, [*words, "--rates", "0.002,0.004"])
     assert two.output.count("of 2 runs") == 2
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted((line["workers"], line["rate"], line["seed"]) for line in lines) == sorted(
-        (workers, rate, seed) for workers in (1, 2) for rate in (0.002, 0.004) for seed in (0, 1)
+    lines = record.read(out)
+    assert sorted((str(line.arguments["workers"]), line.arguments["rate"], line.seed) for line in lines) == sorted(
+        (workers, rate, seed) for workers in "12" for rate in (0.002, 0.004) for seed in (0, 1)
     )
-    shown = CliRunner().invoke(lockstep.main, [*words, "--show"])
-    assert two.output.endswith(shown.output) and "workers 2, staleness 1, gain window, stand g*1.5" in shown.output
+    assert {line.run for line in lines[2:4]} == {"workers 2, staleness 1, gain window, stand g*1.5, steps 10"}
+    assert all(set(line.figures) >= {"loss"} for line in lines)
+    assert CliRunner().invoke(lockstep.main, [*words, "--rates", "0.002,0.004"]).output == ""

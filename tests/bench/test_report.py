@@ -25,7 +25,7 @@ def line(run: str, loss: float, seed: int = 0, commit: str = "aaaaaaa", **more: 
         "machine": MACHINE,
         "busy": False,
     }
-    fields |= {"link": report.LINK, "arguments": {"steps": 400, "rate": 0.002, "optimizer": "adamw"}}
+    fields |= {"link": report.LINK, "arguments": {"steps": 400, "rate": 0.002, "optimizer": "adamw", "size": "1.3M"}}
     return Line(run=run, figures={"loss": Figure(loss, "nats a byte"), "step": Figure(1234.0, "ms")}, **fields | more)
 
 
@@ -56,10 +56,10 @@ def test_a_table_has_the_median_and_the_spread_of_seeds_and_the_newest_commit_of
         *(line("bsp", loss, seed) for seed, loss in enumerate((2.0, 2.2, 2.1))),
         line("bsp", 2.4, 1, "bbbbbbb"),
         line("ssp", 2.31, 0, busy=True, load=3.2, beside="bsp", note="beside tests"),
-        line("ssp", 2.31, 0, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw"}, busy=None),
+        line("ssp", 2.31, 0, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw", "size": "1.3M"}, busy=None),
     ]
     table = markdown(lines)
-    assert table.startswith("All rows: steps 400; optimizer adamw; link 20 Mbit/s, 60 ms.\n")
+    assert table.startswith("All rows: steps 400; optimizer adamw; size 1.3M; link 20 Mbit/s, 60 ms.\n")
     assert rows(markdown([line("bsp", 2.1, beside="bsp"), *lines[-2:]])) == [
         ["run", "rate", "loss, nats a byte", "step, ms", "over bsp", "lines", "commit", "machine", "note"],
         ["bsp", "0.002", "2.100", "1,234", "", "1", "aaaaaaa", "idle machine", ""],
@@ -121,10 +121,13 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "results").mkdir()
     (tmp_path / "README.md").write_text(f"above\n\n{report.BEGIN}\nold\n{report.END}\n\nbelow\n")
     (tmp_path / "docs" / "results.md").write_text("old\n")
-    lines = [line("ddp", 1.9), line("ddp", 1.8, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw"})]
+    lines = [
+        line("ddp", 1.9),
+        line("ddp", 1.8, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw", "size": "1.3M"}),
+    ]
     lines += [
         line("diloco H=50", 2.0, busy=True),
-        line("diloco H=50", 1.7, arguments={"steps": 40, "optimizer": "adamw"}),
+        line("diloco H=50", 1.7, arguments={"steps": 40, "optimizer": "adamw", "size": "1.3M"}),
     ]
     text = "".join(json.dumps(each.told()) + "\n" for each in lines)
     (tmp_path / "results" / "wan.jsonl").write_text(text)
