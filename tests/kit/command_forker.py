@@ -23,7 +23,12 @@ from narrows.protocols.runtime.processes import fork_server
 from narrows.ps.command import shard_supervisor
 from narrows.worker.command import launcher
 
-FORKED = {"ps-serve": "narrows.ps.command.cli", "ps-worker": "narrows.worker.command.cli"}
+FORKED = {
+    "ps-serve": ["-m", "narrows.ps.command.cli"],
+    "ps-worker": ["-m", "narrows.worker.command.cli"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    sys.executable: [],
+}
 NEEDS = [*shard_supervisor.NEEDS, *shard_supervisor.OPTIMIZERS, *launcher.NEEDS[1]]
 ONCE = (
     "PYTHON",
@@ -78,9 +83,8 @@ class Nursery:
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
         folder = str(cwd or os.getcwd())
-        request = fork_server.ForkRequest(
-            ["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True
-        )
+        name, nests = Path(words[0]).name, words[0].startswith("ps-")
+        request = fork_server.ForkRequest([*FORKED[words[0]], *words[1:]], {**env}, folder, name, [], [], nests=nests)
         with self.asking, open(os.devnull) as nothing:
             fds = [file.fileno() for file in (nothing, *files)]
             request.send(self.port, fds)

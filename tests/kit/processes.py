@@ -119,7 +119,9 @@ class Command:
             raise AssertionError(f"{self} did not end within {limit_s:.0f} s") from None
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill what is left of it. The second call does nothing."""
+        if self.files[0].closed:
+            return
         if self.process.poll() is None:
             kill_all(self.pid)
         self.process.wait()
