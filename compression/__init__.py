@@ -1,12 +1,23 @@
-"""narrows.compression: float32 arrays to payloads of few bytes and back. Pure numerics on NumPy and Numba.
+"""narrows.compression: codes float32 arrays as payloads of few bytes, and reads them. Pure numerics on NumPy and Numba.
 
     compressor = parse("topk:0.01+int8+lz4")
     feedback = ErrorFeedback(compressor, count)
     payload = feedback.encode(update)            # the worker
     accumulate(payload, weight, state)           # the server
 
-Payloads describe themselves (payload.py has the byte layout) and come from anyone: `check`, `decode` and `accumulate`
-raise PayloadError for bytes that are none, before anything is written. A compressor never sends anything.
+How it works
+
+    float32[count] ──reducer──> values + indices ──value coding──> bytes ──byte coding──> payload
+                    topk:0.01                      int8                    lz4
+
+1. `parse` makes a `Compressor` of a SPEC. The three stages are independent of each other; a stage may be absent.
+2. `ErrorFeedback` adds what compression left out of one update to the next.
+3. A payload describes itself (payload.py has the byte layout). So a receiver needs no SPEC to read it.
+
+Rules
+- Payloads are not trusted: `check`, `decode` and `accumulate` raise PayloadError for bytes that are no payload, before
+  they write anything.
+- A compressor never sends anything.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,10 +63,14 @@ WARM_UP_SPECS = (
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
-    """Compiles every kernel, or loads it from the cache on disk; call it before joining, whatever the SPEC.
+    """Compile each kernel, or load it from the cache on disk. Call this before joining a run, whatever the SPEC.
 
-    A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn: `say` is told of it. From
-    the cache it is a fraction of one. Where this process has its kernels, or was forked from one that has, it takes no time.
+    The first compilation of an installation takes some twenty seconds, in which no heartbeat thread runs. Loading the
+    cache takes a fraction of a second. The call returns at once if this process, or the process that forked it, has
+    loaded the kernels.
+
+    Args:
+        say: called with one line before a compilation begins, and one after the last has ended.
     """
     with compilations(say):
         _load_kernels()
@@ -63,6 +78,7 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
 
 @cache
 def _load_kernels() -> None:
+    """Call each kernel once."""
     out = np.zeros(1 << 16, np.float32)
     for spec, update in warm_up_updates(out.size):
         payload = ErrorFeedback(parse(spec), out.size).encode(update)
@@ -72,7 +88,7 @@ def _load_kernels() -> None:
 
 
 def warm_up_updates(count: int) -> Iterator[tuple[str, FloatArray]]:
-    """SPECs and updates that between them reach every kernel."""
+    """Yield pairs of a SPEC and an update, float32[count], that together reach each kernel."""
     values = np.linspace(-1.0, 1.0, count, dtype=np.float32)
     clustered = np.where(np.arange(count) // 64 % 32 == 0, values, np.float32(0.0))
     regular = np.where(np.arange(count) % 64 == 0, values, np.float32(0.0))

@@ -1,4 +1,4 @@
-"""python -m narrows.compression: compiles all kernels into Numba's cache, as `make install` does; a run need not."""
+"""python -m narrows.compression: compiles all kernels into Numba's cache, so that no run has to (`make install`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""`auto`: which SPEC of a ladder suits a link, by what a clock was measured to cost. Pure: no clock, no I/O.
+"""`auto`: chooses the SPEC for a link from a ladder, by the measured cost of clocks. Pure: no clock, no I/O.
+
+How it works
+1. A run begins on the sparsest rung. Each clock is measured (`Clock`): compute, encode, bytes and seconds each way.
+2. From the medians of the newest WINDOW clocks predict.py computes the length of a clock with each rung (`step_s`).
+3. After FIRST clocks `Auto` takes the densest rung whose clock is at most NEAR longer than the shortest.
+4. Later it changes to a sparser rung only if the shortest clock is shorter by MARGIN. Any later change needs PATIENCE
+   decisions in a row that agree, and each change of direction doubles that number.
 
 Rules
-- The densest rung that costs (nearly) nothing is best: what a rung leaves out costs loss, what is hidden costs no time.
-- How long a clock takes with a rung says predict.py.
-- A choice, once made, is left only for one that is better by a margin, time after time; a way back takes longer each time.
+- The densest rung that costs (nearly) no time is best: values that a rung leaves out cost loss, and traffic that
+  computing hides costs no time.
+- A choice is left only for a rung that is better by a margin, several times in a row.
 """
 
 from __future__ import annotations
@@ -17,27 +24,30 @@ from narrows.compression.errors import SpecError
 from narrows.compression.predict import clock_s
 from narrows.compression.spec import parse
 
-FLOOR = 0.004  # of fp32's bytes, unless auto:FLOOR says another: docs/archive/results-0.1.md says what 1/210 costs
+FLOOR = 0.004  # the default FLOOR, as a share of fp32's bytes: docs/archive/results-0.1.md has the loss at 1/210
 LEAST = 0.001  # the lowest FLOOR
-WHOLE = 0.25  # pushed gradients go no lower: every value as int8
-NEAR = 0.05  # a clock so little longer than the shortest is as good: the bytes are worth more
-# The present rung is left for a sparser one only if the shortest clock is so much shorter: four times NEAR, or noise would
-# find its way back.
+WHOLE = 0.25  # the lowest share for pushed gradients, of which each value must travel: int8
+NEAR = 0.05  # a clock that is so little longer than the shortest is as good, and sends more values
+# The present rung is left for a sparser one only if the shortest clock is shorter by this share. It is four times NEAR:
+# otherwise noise would soon bring the rung back.
 MARGIN = 0.20
-PATIENCE = 5  # decisions in a row that must agree, each on a median: noise agrees with itself for less long
-PATIENCE_MAX = 16 * PATIENCE  # on the edge between two rungs every way back doubles the patience, up to this
-WINDOW = 9  # measurements that a median is of: 4 outliers do not move it, +-20 % of noise become 6 % (one sigma)
-FIRST = 3  # clocks before the first choice: one may be anything (first touch of memory), the median of three is not
-# A parameter, of a SPEC that was not timed yet: that of the slowest rungs (topk:0.5+2bit 3.2, topk:0.27+sign 2.1, int8 0.9
-# with its residual; a million values, one core of the machine in README.md).
+PATIENCE = 5  # decisions in a row that must agree; noise, of medians too, seldom agrees for so long
+PATIENCE_MAX = 16 * PATIENCE  # on the edge between two rungs each way back doubles the patience, up to this
+WINDOW = 9  # measurements of a median: 4 outliers do not move it, and noise of +-20 % becomes 6 % (one sigma)
+FIRST = 3  # clocks before the first choice: one may be an outlier (first touch of memory), the median of three is not
+# Nanoseconds for encoding a parameter with a SPEC that was not timed yet: about those of the slowest rungs
+# (topk:0.5+2bit 3.2, topk:0.27+sign 2.1, int8 0.9 with its residual; a million values, one core of the machine in
+# README.md).
 ENCODE_NS = 2.0
-LEAST_S = 1e-4  # bytes that took less count as this: the delays of busy processes tell no finer
+LEAST_S = 1e-4  # the shortest transfer time that counts: delays of busy processes allow no finer measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    spec: str  # canonical
-    bytes: float  # of a payload, per parameter
+    """A SPEC of a ladder, and its size."""
+
+    spec: str  # the canonical SPEC
+    bytes: float  # bytes of a payload, per parameter
 
     @property
     def share(self) -> float:
@@ -45,8 +55,9 @@ class Rung:
         return self.bytes / 4
 
 
-# Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/runs/test_auto.py measures them.
-# Bits beside selections: updates want many values and few bits. bench/loss/residual_by_spec.py ranks SPECs of equal bytes.
+# Sorted by bytes, densest first, which is the order of loss too. tests/runs/test_auto.py measures the bytes. Sparse
+# rungs have codings of 1 or 2 bits, since updates lose less with many values of few bits. The script
+# bench/loss/residual_by_spec.py ranks SPECs of equal bytes.
 LADDER: tuple[Rung, ...] = (
     Rung("dense", 4.0),
     Rung("fp16", 2.0),
@@ -63,31 +74,37 @@ LADDER: tuple[Rung, ...] = (
 
 
 class Ladder(tuple[Rung, ...]):
-    """The rungs that a SPEC leaves open, densest first; one, where it names a compressor."""
+    """The rungs among which a SPEC lets a run choose, densest first. A SPEC other than `auto` has one rung."""
 
     @property
     def specs(self) -> list[str]:
+        """The SPECs of the rungs."""
         return [rung.spec for rung in self]
 
     @property
     def lossless(self) -> bool:
-        """Nothing is ever left out: what is published is a whole state, not a difference."""
+        """True if no rung loses anything. Then a publication is a whole state, not a difference."""
         return all(parse(rung.spec).lossless for rung in self)
 
     @property
     def raw(self) -> bool:
-        """Values always travel as they are."""
+        """True if values always travel as float32."""
         return all(rung.spec == "dense" for rung in self)
 
 
 _AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
-_COUNT = 1 << 20  # parameters that the bound on a fixed SPEC's bytes is taken of, until they are measured
+_COUNT = 1 << 20  # parameters of the payload by which the bytes of a fixed SPEC are estimated, until measured
 
 
 def ladder(spec: str, sparse: bool = True) -> Ladder:
-    """The rungs that `spec` leaves open: those of `auto` down to its floor, or one, `spec` itself.
+    """Return the rungs of a SPEC: the rows of LADDER down to the floor for `auto` and `auto:FLOOR`, else `spec` alone.
 
-    `sparse` false: only rungs that send every value. Raises SpecError, one sentence.
+    Args:
+        spec: a SPEC, or auto[:FLOOR].
+        sparse: False: only rungs that send each value, as pushed gradients need.
+
+    Raises:
+        SpecError: the SPEC is wrong, in one sentence.
     """
     if re.split("[:+]", spec, maxsplit=1)[0] != "auto":
         fixed = parse(spec)
@@ -104,9 +121,9 @@ def ladder(spec: str, sparse: bool = True) -> Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The measured cost of one clock of a worker. 0 bytes: nothing was timed that way."""
+    """The measured cost of one clock of a worker. 0 bytes: that direction was not timed."""
 
-    compute_s: float  # neither waiting nor encoding
+    compute_s: float  # without waits and encoding
     encode_s: float  # with the rung of this clock
     up_bytes: int
     up_s: float
@@ -117,11 +134,11 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """From the next clock on; `reason` is one sentence."""
+    """A change of the SPEC, from the next clock on."""
 
     before: str
     after: str
-    reason: str
+    reason: str  # one sentence with the measurements, for the user
 
 
 class _Median:
@@ -142,28 +159,35 @@ class _Median:
 
 
 class Auto:
-    """The choice of one worker for what it pushes (`up`) and what it pulls (`down`): two ladders, one step on both.
+    """The choice of one worker for its pushes (`up`) and its pulls (`down`): one step moves on both ladders.
 
-    A ladder of one rung leaves that direction as it is; the shorter of two ends where it ends. It begins on the sparsest
-    rung: until the link is known that costs least time, and what is left out is kept and sent later.
+    A ladder of one rung keeps its direction as it is. If one ladder is shorter, its last rung goes with all further
+    rungs of the other. The first choice is the sparsest rung: until the link has been measured it takes the least time,
+    and error feedback sends later what the rung leaves out.
     """
 
     def __init__(self, up: tuple[Rung, ...], down: tuple[Rung, ...], count: int, window: int) -> None:
-        """`count`: parameters. `window`: updates that may be in flight, the one that is computed included."""
+        """Begin on the sparsest rungs.
+
+        Args:
+            up, down: the ladders of pushes and pulls, densest first.
+            count: the parameters of an update.
+            window: the most updates in flight, including the update that is being computed.
+        """
         self.choices = [(up[min(i, len(up) - 1)], down[min(i, len(down) - 1)]) for i in range(max(len(up), len(down)))]
-        self.named = 0 if len(up) > 1 else 1  # whose SPEC a switch is named by
+        self.named = 0 if len(up) > 1 else 1  # the direction whose SPECs a Switch names: 0 up, 1 down
         self.count, self.window = count, window
         self.at = len(self.choices) - 1
         self.compute, self.round_trip, self.up_rate, self.down_rate = _Median(), _Median(), _Median(), _Median()
-        self.encode: dict[str, _Median] = {}  # by SPEC
+        self.encode: dict[str, _Median] = {}  # seconds by SPEC of pushes
         self.up_fixed, self.down_fixed = (
             _Median() if len(rungs) == 1 else None for rungs in (up, down)
-        )  # bytes of a clock
-        self.clocks = 0
-        self.wanted: list[int] = []  # by the newest decisions in a row that want to go the same way
-        self.patience = PATIENCE
-        self.chosen = False
-        self.went = 0  # the way of the last switch after the first choice: -1 denser, 1 sparser, 0 none yet
+        )  # measured bytes of a clock, of a direction with one rung
+        self.clocks = 0  # measured clocks
+        self.wanted: list[int] = []  # targets of the newest decisions in a row, which all want the same direction
+        self.patience = PATIENCE  # decisions in a row that a switch needs
+        self.chosen = False  # the first choice has been made
+        self.went = 0  # the direction of the last switch after the first choice: -1 denser, 1 sparser, 0 none yet
 
     @property
     def up(self) -> str:
@@ -174,7 +198,7 @@ class Auto:
         return self.choices[self.at][1].spec
 
     def step_s(self, choice: int) -> float:
-        """How long a clock takes, by what is known, with this one of `choices`."""
+        """Predict the seconds of a clock with one of `choices`, from the medians so far."""
         up, down = self.choices[choice]
         timed = self.encode.get(up.spec)
         own = self.compute.value + (timed.value if timed else ENCODE_NS * 1e-9 * self.count)
@@ -185,7 +209,7 @@ class Auto:
         return clock_s(own, up_s, down_s, self.round_trip.value, self.window)
 
     def clock(self, seen: Clock) -> Switch | None:
-        """Take in one more clock, and decide."""
+        """Take the measurements of one clock, and decide. Return the switch, if there is one."""
         self.compute.add(seen.compute_s)
         self.encode.setdefault(self.up, _Median()).add(seen.encode_s)
         for rate, fixed, size, took_s in (

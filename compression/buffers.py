@@ -1,7 +1,7 @@
-"""Buffers in and out: the one place that turns what callers hand over into arrays that kernels accept.
+"""Turns buffers of callers into arrays that kernels accept. No other file does this.
 
-Every input view is made read-only, so that each kernel is compiled once whatever the source was
-(Numba gives read-only and writable arrays different types), and misaligned sections are copied.
+Each input becomes a read-only view: Numba gives read-only and writable arrays different types, and so compiles each
+kernel once, whatever the buffer was. Sections at misaligned addresses are copied.
 """
 
 import sys
@@ -25,54 +25,62 @@ Payload: TypeAlias = (
 Parts: TypeAlias = list[bytes | memoryview]  # bytes to be sent, one part after the other
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-SPARE_WORDS = 2
+SPARE_WORDS = 2  # zero words after the last one, which bit readers and writers may touch
 
 # The wire is little endian and the kernels reinterpret bytes in place; no big-endian machine runs PyTorch today.
 assert sys.byteorder == "little", "narrows.compression needs a little-endian machine"
 
 
 def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    """A read-only view of `array`; the array itself stays as it is."""
+    """Return a read-only view of `array`. The array itself stays writable."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def values_view(values: npt.NDArray[Any], name: str) -> FloatArray:
-    """`values` as a read-only view, once it is what kernels take: float32, 1-D, C-contiguous, aligned; TypeError."""
+    """Return a read-only view of an array that kernels can read.
+
+    Args:
+        values: float32, 1-D, C-contiguous, aligned.
+        name: the name of the array in the error.
+
+    Raises:
+        TypeError: the array is anything else.
+    """
     if values.dtype != np.float32 or values.ndim != 1 or not values.flags.c_contiguous or not values.flags.aligned:
         raise TypeError(f"{name} must be a contiguous 1-D float32 array, not {values.ndim}-D {values.dtype}")
     return read_only(values)
 
 
 def check_out(out: npt.NDArray[Any]) -> None:
-    """Raises TypeError unless `out` can be written by a kernel: float32, 1-D, C-contiguous, aligned, writable."""
+    """Raise TypeError unless a kernel can write to `out`: float32, 1-D, C-contiguous, aligned, writable."""
     values_view(out, "out")
     if not out.flags.writeable:
         raise TypeError("out is read-only")
 
 
 def bytes_view(payload: Payload) -> ByteArray:
-    """The bytes of any C-contiguous buffer as a read-only uint8 array, without a copy."""
+    """Return the bytes of any C-contiguous buffer as a read-only uint8 array, without a copy."""
     view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
-    # An empty view cannot be cast, and no other view of nothing is needed.
+    # memoryview.cast refuses an empty view.
     return read_only(np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.zeros(0, np.uint8))
 
 
 def section(body: ByteArray, begin: int, count: int, dtype: type[Scalar]) -> npt.NDArray[Scalar]:
-    """`count` scalars of `body` from byte `begin`: a view where the address is aligned for `dtype`, else a copy."""
+    """Return `count` scalars of `body` from byte `begin` on: a view if the address is aligned, else a copy."""
     part = body[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
     return part if part.flags.aligned else read_only(part.copy())
 
 
 def words_of(part: ByteArray) -> WordArray:
-    """The bytes as 64-bit words with two of zeros after them: bit readers look one word ahead, in an empty part too."""
+    """Return the bytes as 64-bit words, with SPARE_WORDS zeros after them: bit readers read one word ahead."""
     words = np.zeros((part.size + 7) // 8 + SPARE_WORDS, np.uint64)
     words.view(np.uint8)[: part.size] = part
     return read_only(words)
 
 
-SCRATCH_BYTES_MAX = 64 << 20  # of one name: what is larger is not kept
+SCRATCH_BYTES_MAX = 64 << 20  # a larger scratch array is not kept for the next call
 
 
 class _Scratch(threading.local):
@@ -84,10 +92,11 @@ _scratch = _Scratch()
 
 
 def scratch(name: str, count: int) -> IndexArray:
-    """uint32[count], which the next call with this name in this thread hands out again.
+    """Return a scratch array, uint32[count], with any content.
 
-    Fresh memory is not free: the kernel maps it in page by page and, in a process of several threads, interrupts the other
-    core to take it back. A selection of 1 % by two threads was slower than by one for that alone.
+    The next call with this name in this thread returns the same memory. Fresh memory costs time: the operating system
+    maps it page by page and, in a process of several threads, interrupts the other core to unmap it. For this reason
+    alone a selection of 1 % by two threads was slower than by one.
     """
     array = _scratch.arrays.get(name)
     if array is None or array.size < count:

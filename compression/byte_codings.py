@@ -1,4 +1,7 @@
-"""The last stage: a body's bytes made fewer. BYTE_CODINGS is the wire's table; 0 is kept for "as they are"."""
+"""Byte codings, the last stage of a chain: they shorten the bytes of a body.
+
+BYTE_CODINGS has the wire ids; 0 stands for a body without byte coding.
+"""
 
 from typing import Protocol
 
@@ -8,20 +11,28 @@ import numpy as np
 from narrows.compression.buffers import ByteArray, read_only
 from narrows.compression.errors import PayloadError
 
-PLAIN_BYTES = 0
+PLAIN_BYTES = 0  # the wire id of a body without byte coding
 
 
 class ByteCoding(Protocol):
-    """A member of the axis: stateless."""
+    """Shortens bytes without loss. It has no state."""
 
     wire_id: int
-    spec: str
+    spec: str  # the stage in a SPEC, as parse() reads it
 
     def encode(self, body: ByteArray) -> bytes | None:
-        """Fewer bytes than body, or None where that does not work out; the payload then travels without this stage."""
+        """Return fewer bytes than `body` has, or None if that is not possible. Then the payload has no byte coding."""
 
     def decode(self, coded: ByteArray, raw_bytes_max: int) -> ByteArray:
-        """The body, or PayloadError; never allocates more than raw_bytes_max."""
+        """Return the body of coded bytes.
+
+        Args:
+            coded: the bytes, not trusted.
+            raw_bytes_max: the largest size of the body; no more memory is allocated.
+
+        Raises:
+            PayloadError: the bytes are damaged, or their body would be larger.
+        """
 
 
 LZ4_RAW_BYTES_MAX = 0x7E000000  # the largest input of one LZ4 block
@@ -29,7 +40,7 @@ LZ4_RATIO_MAX = 255  # a length byte of an LZ4 block stands for at most 255 byte
 
 
 class Lz4:
-    """u32 raw byte count, then one LZ4 block. Bodies above LZ4_RAW_BYTES_MAX (2 GB) are left as they are."""
+    """u32 raw byte count, then one LZ4 block. Bodies above LZ4_RAW_BYTES_MAX (2 GB) are not coded."""
 
     wire_id = 1
     spec = "lz4"

@@ -31,8 +31,8 @@ Payload = bytes | bytearray | memoryview
 
 RAW = 0  # little-endian float32, one for each key: what `dense` sends, so that nothing is copied
 CODED = 1  # a payload that describes itself (payload.py)
-ROWS = 2  # rows of a table (rows.py), which have no keys: to an array of keys they add nothing
-VOID = -1  # in the place of values that count for nothing; it never travels
+ROWS = 2  # rows of a table (rows.py). They have no keys, and so add nothing to an array of keys
+VOID = -1  # stands for values that count for nothing; it never travels
 
 
 class PieceLike(Protocol):
@@ -49,21 +49,20 @@ class PieceLike(Protocol):
 
 
 class Piece(NamedTuple):
-    """Values of keys [begin, end); `payload` is one of `codec`."""
+    """Values of keys [begin, end)."""
 
-    codec: int
+    codec: int  # a key of CODECS: how `payload` is read
     begin: int
     end: int
     payload: Payload
 
 
 class Codec(NamedTuple):
-    """check(payload, count, finite): PayloadError unless it is one of `count` values; as `check` below. add(payload, weight,
-    out): out += weight * values. put: out = weight * values."""
+    """How the payloads of one codec are read. Only checked payloads go to `add` and `put`."""
 
-    check: Callable[[Payload, int, bool], float]
-    add: Callable[[Payload, float, FloatArray], None]
-    put: Callable[[Payload, float, FloatArray], None]
+    check: Callable[[Payload, int, bool], float]  # (payload, count, finite): as `check` below
+    add: Callable[[Payload, float, FloatArray], None]  # (payload, weight, out): out += weight * values
+    put: Callable[[Payload, float, FloatArray], None]  # (payload, weight, out): out = weight * values
 
 
 def _check_raw(payload: Payload, count: int, finite: bool) -> float:
@@ -73,7 +72,8 @@ def _check_raw(payload: Payload, count: int, finite: bool) -> float:
         return 0.0
     values = np.frombuffer(payload, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        squared = float(np.dot(values, values))  # a third of the time of looking at each; what is long may overflow
+        # A third of the time of checking each value. Finite values may overflow here; the next lines handle that.
+        squared = float(np.dot(values, values))
     if math.isfinite(squared):
         return squared
     if not np.isfinite(values).all():
@@ -103,7 +103,7 @@ def _check_void(payload: Payload, count: int, finite: bool) -> float:
 
 
 def _add_nothing(payload: Payload, weight: float, out: FloatArray) -> None:
-    """It has no values of keys."""
+    """Do nothing: the payload has no values of keys."""
 
 
 def _put_nothing(payload: Payload, weight: float, out: FloatArray) -> None:
@@ -119,19 +119,37 @@ CODECS: dict[int, Codec] = {
 
 
 def raw_pieces(values: FloatArray, origin: int, cuts: Iterable[tuple[int, int]]) -> list[Piece]:
-    """The keys of each cut as they lie in `values`, float32, whose first is key `origin`: no copy."""
+    """Return a RAW piece for each cut, without a copy.
+
+    Args:
+        values: float32, contiguous; values[0] is key `origin`. The pieces are views: do not change it while they are
+            in use.
+        origin: the first key of `values`.
+        cuts: the keys [begin, end) of each piece.
+    """
     raw = values.view(np.uint8).data
     return [Piece(RAW, begin, end, raw[4 * (begin - origin) : 4 * (end - origin)]) for begin, end in cuts]
 
 
 def coded_piece(payload: Payload, begin: int, end: int) -> Piece:
-    """The piece of keys [begin, end) whose payload a compressor made."""
+    """Return the piece of keys [begin, end) for a payload of a compressor."""
     return Piece(CODED, begin, end, payload)
 
 
 def check(piece: PieceLike, *, finite: bool = False) -> float:
-    """Raise PayloadError, one sentence, unless the payload is one of exactly the piece's keys; `finite`:
-    NonFinitePayloadError where it holds NaN or infinity, and else the squared L2 norm, or a bound on it that costs nothing."""
+    """Check that the payload of a piece is valid for exactly the keys of the piece. Any bytes are safe to pass.
+
+    Args:
+        piece: a piece from a peer.
+        finite: also refuse NaN and infinity, and measure the norm.
+
+    Returns:
+        With `finite` the squared L2 norm of the values, or an upper bound that costs nothing to know; else 0.0.
+
+    Raises:
+        PayloadError: the payload is not valid for these keys, in one sentence.
+        NonFinitePayloadError: with `finite`, the payload holds NaN or infinity.
+    """
     codec = CODECS.get(piece.codec)
     if codec is None:
         raise PayloadError(f"unknown codec {piece.codec}")
@@ -139,10 +157,17 @@ def check(piece: PieceLike, *, finite: bool = False) -> float:
 
 
 def add(piece: PieceLike, weight: float, out: FloatArray, origin: int) -> None:
-    """out += weight * values, at the keys of the piece; out[0] is key `origin`. One pass, straight from the bytes."""
+    """Add weight * values to `out` at the keys of a checked piece: one pass, straight from the bytes.
+
+    Args:
+        piece: a piece that `check` has accepted.
+        weight: the factor, rounded to float32.
+        out: float32; out[0] is key `origin`.
+        origin: the first key of `out`.
+    """
     CODECS[piece.codec].add(piece.payload, weight, out[piece.begin - origin : piece.end - origin])
 
 
 def put(piece: PieceLike, weight: float, out: FloatArray, origin: int) -> None:
-    """out = weight * values, at the keys of the piece."""
+    """Write weight * values to `out` at the keys of a checked piece. Arguments as in `add`."""
     CODECS[piece.codec].put(piece.payload, weight, out[piece.begin - origin : piece.end - origin])

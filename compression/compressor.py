@@ -1,7 +1,7 @@
-"""Compressors: values to payload. A Chain is (reducer or none) + value coding + (byte coding or none).
+"""The interface of a compressor, and `Chain`: a reducer or none, a value coding, and a byte coding or none.
 
-The axes do not know each other; what a payload says of them is in payload.py. Compressors keep no state between calls:
-what a stream of updates keeps is in its Memory, and its residual is ErrorFeedback's.
+The stages do not know each other; the header of a payload names them (payload.py). A compressor keeps no state between
+calls. The state of a stream of updates is its `Memory` and the residual of its `ErrorFeedback`.
 """
 
 from dataclasses import dataclass
@@ -20,47 +20,60 @@ from narrows.compression.value_codings import FP32, ValueCoding, non_finite
 
 
 class Compressor(Protocol):
-    """One compressor, as `parse` returns it. Safe to share between threads; a Memory is not."""
+    """A compressor, as `parse` returns it. Several threads may share it, but not a `Memory`."""
 
     @property
     def spec(self) -> str:
-        """Canonical: parse(spec).spec == spec."""
+        """The SPEC in canonical form: parse(spec).spec == spec."""
 
     @property
     def lossless(self) -> bool:
-        """decode(encode(x)) is x bit for bit, so error feedback has nothing to keep."""
+        """True if decode(encode(x)) is x, bit for bit. Then error feedback has nothing to keep."""
 
     @property
     def sparse(self) -> bool:
-        """Payloads of more than DENSE_COUNT_MAX values hold some of them, by index."""
+        """True if a payload of more than DENSE_COUNT_MAX values holds some of them, with their indices."""
 
     @property
     def unbiased(self) -> bool:
-        """The mean of decode(encode(x)) over the keys of a Memory is x, but for values that saturate."""
+        """True if the mean of decode(encode(x)) over the keys of a Memory is x, except for values that saturate."""
 
     def contraction(self) -> "Compressor":
-        """The compressor as error feedback needs it: itself, but for one that scales values up to be unbiased."""
+        """Return the compressor that error feedback needs.
+
+        It is this compressor, unless this one scales values up to be unbiased: then it is the same one without scaling.
+        """
 
     def encode(self, values: FloatArray, memory: Memory | None = None) -> memoryview:
-        """values: float32[count], 1-D and contiguous, not changed. A self-describing payload that the caller owns.
+        """Encode values as a payload that describes itself.
 
-        memory: the stream's, taken one step further; None: a fresh one. NonFiniteError for NaN or infinity, unless
-        lossless; TypeError for another dtype or shape.
+        Args:
+            values: float32[count], contiguous. It is not changed.
+            memory: the memory of the stream, which takes one step; None: a fresh memory.
+
+        Returns:
+            The payload. The caller owns its bytes.
+
+        Raises:
+            NonFiniteError: the compressor is lossy, and a value is NaN or infinite or overflows when it is coded.
+            TypeError: `values` has another dtype or shape.
+            ValueError: there are more values than a payload holds, 2**32 - 1.
         """
 
     def encode_parts(self, values: FloatArray, memory: Memory | None = None) -> Parts:
-        """The payload as buffers to be sent one after the other; their concatenation is encode(values).
+        """Encode values as buffers that are sent one after the other. Their concatenation is encode(values).
 
-        For `dense` these are a header and `values` itself: the caller must not write to it until both are sent.
+        For `dense` the buffers are a header and `values` itself: the caller must not write to `values` until both are
+        sent. Arguments and errors as in `encode`.
         """
 
     def payload_bytes_max(self, count: int) -> int:
-        """A bound on the payload of any `count` values."""
+        """Return the largest size in bytes of a payload of `count` values, whatever the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Reducer, value coding and byte coding, one after the other; None leaves a stage out."""
+    """Reducer, value coding and byte coding, one after the other. None: the chain has no such stage."""
 
     reducer: Reducer | None
     value_coding: ValueCoding
@@ -119,14 +132,14 @@ class Chain:
         kept, index_bytes = count, 0
         if self.reducer is not None and count > DENSE_COUNT_MAX:
             kept, index_bytes = self.reducer.kept_max(count), self.reducer.index_bytes_max(count)
-        # lz4 is left out where it does not pay, so it adds nothing.
+        # A payload that lz4 does not shorten travels without lz4, so the byte coding adds nothing.
         return HEADER_BYTES + self.value_coding.byte_count(kept) + index_bytes
 
     def _header(self, count: int, kept: int, indices: CodedIndices, byte_coding: int) -> Header:
         return Header(indices.wire_id, self.value_coding.wire_id, byte_coding, count, kept, indices.parameter)
 
     def _payload(self, count: int, reduced: ReducedValues, memory: Memory) -> ByteArray:
-        """The whole payload, the byte coding aside."""
+        """Return the whole payload, before byte coding."""
         values, indices = reduced
         value_end = HEADER_BYTES + self.value_coding.byte_count(values.size)
         payload: ByteArray = np.empty(value_end + indices.section.size, np.uint8)

@@ -1,20 +1,20 @@
-"""The named errors of compression. Each carries one sentence that says whose fault it is and what to do.
+"""The errors of compression. Each has one sentence that names the fault and the way out.
 
-SpecError and NonFiniteError are ours (the caller gave something wrong); PayloadError is the sender's.
+SpecError and NonFiniteError are faults of the caller, PayloadError is a fault of the sender.
 """
 
 
 class SpecError(ValueError):
-    """A SPEC that cannot be parsed; the sentence points at the stage and says what is known or how it is written."""
+    """A SPEC cannot be parsed. The sentence names the stage, and the known stages or the stage's syntax."""
 
 
 class NonFiniteError(ValueError):
-    """NaN or infinity in values that a lossy stage was asked to encode, or values so large that coding them overflows."""
+    """A lossy stage cannot encode the values: one is NaN or infinite, or overflows when it is coded."""
 
 
 class PayloadError(ValueError):
-    """Bytes that are no valid payload for the expected number of values. Raised before anything is written."""
+    """Bytes are no valid payload for the expected number of values. Raised before anything is written."""
 
 
 class NonFinitePayloadError(PayloadError):
-    """A payload that holds NaN or infinity, or decodes to it, where only finite values were asked for."""
+    """A payload holds NaN or infinity, or decodes to it, and the receiver accepts finite values alone."""

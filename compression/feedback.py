@@ -1,9 +1,11 @@
-"""Error feedback: what a lossy compressor leaves out of one update is added to the next (Seide et al. 2014;
-Karimireddy et al. 2019, 1901.09847: with it, biased compressors converge as plain SGD does).
+"""Error feedback: the sender adds what compression left out of one update, the residual, to the next update.
 
-Rule (conservation): decode(payload) + residual after = fl(decay * residual before + update), elementwise. The difference
-is exact in float32 for what a sparsifier leaves out and for fp16, bf16, int8 and int4 (but where they saturate), and
-rounded to float32 once for 2bit, sign and uint8minmax.
+The method is that of Seide et al. 2014. With error feedback biased compressors converge as plain SGD does
+(Karimireddy et al. 2019, 1901.09847).
+
+Rule (conservation): decode(payload) + residual after = fl(decay * residual before + update), for each value. The
+difference is exact in float32 for values that a sparsifier leaves out, and for fp16, bf16, int8 and int4 unless a value
+saturates. For 2bit, sign and uint8minmax it is rounded to float32 once.
 """
 
 from typing import Any
@@ -23,18 +25,36 @@ State = dict[str, npt.NDArray[Any]]
 
 
 def checked_update(update: FloatArray, count: int, lossless: bool) -> FloatArray:
-    """A read-only view of float32[count]; ValueError for another size, NonFiniteError (lossy) for NaN or infinity."""
+    """Check an update before it is added to a residual.
+
+    Args:
+        update: float32[count], contiguous.
+        count: the number of values of the stream.
+        lossless: the compressor is lossless, so NaN and infinity may pass.
+
+    Returns:
+        A read-only view of the update.
+
+    Raises:
+        TypeError: another dtype or shape.
+        ValueError: another size.
+        NonFiniteError: the compressor is lossy and a value is NaN or infinite.
+    """
     update = values_view(update, "update")
     if update.size != count:
         raise ValueError(f"update has {update.size} values; this stream has {count}")
-    # Looked at first: once NaN is in the residual, nothing gets it out again.
+    # Checked first: a NaN in the residual would stay there for ever.
     if not lossless and cpu.largest_key(update) >= INFINITY_KEY:
         raise non_finite(update)
     return update
 
 
 def restored(state: State, name: str, count: int) -> FloatArray | None:
-    """A copy of float32[count] in a state; ValueError for another type or size."""
+    """Return a copy of an array float32[count] of a saved state; None if the state has no such entry.
+
+    Raises:
+        ValueError: the entry has another dtype or size.
+    """
     values = state.get(name)
     if values is None:
         return None
@@ -44,23 +64,37 @@ def restored(state: State, name: str, count: int) -> FloatArray | None:
 
 
 def memory_state(memory: Memory) -> State:
+    """Return the saved form of a memory: its step."""
     return {"step": np.array(memory.step, np.int64)}
 
 
 def load_memory(memory: Memory, state: State) -> None:
-    """A state that says nothing of steps leaves them as they are."""
+    """Load the step of a saved state; without such an entry the memory stays as it is."""
     memory.step = int(state.get("step", np.array(memory.step)))
 
 
 class ErrorFeedback:
-    """Wraps any compressor with the residual of one stream of `count` values. Not for two threads at once.
+    """A compressor and the residual of one stream of updates. One thread at a time may use it.
 
-    residual: float32[count], or None, which stands for zeros: a lossless compressor needs it only between a restored
-    payload and the next encode. decay: what a residual is multiplied with before an update is added; 1 keeps all.
-    seed: tells the random numbers of streams apart, 32 bits.
+    Attributes:
+        compressor: the compressor, as a contraction.
+        residual: float32[count], or None, which stands for zeros. With a lossless compressor there is a residual only
+            between `restore` and the next encode.
+        memory: the memory of the stream.
     """
 
     def __init__(self, compressor: Compressor, count: int, *, decay: float = 1.0, seed: int = 0) -> None:
+        """Begin a stream with a residual of zeros.
+
+        Args:
+            compressor: any compressor; its `contraction` is used.
+            count: the number of values of each update.
+            decay: the factor on the residual before an update is added, from 0 to 1; 1 keeps all of it.
+            seed: 32 bits; streams with different seeds draw different random numbers.
+
+        Raises:
+            ValueError: `decay` is not from 0 to 1.
+        """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be from 0 to 1, not {decay}")
         self.compressor = compressor.contraction()
@@ -70,16 +104,24 @@ class ErrorFeedback:
         self.residual: FloatArray | None = None if compressor.lossless else np.zeros(count, np.float32)
 
     def encode(self, update: FloatArray) -> memoryview:
-        """Payload of decay * residual + update, float32[count]; what it does not carry becomes the residual.
+        """Encode decay * residual + update. What the payload leaves out becomes the residual.
 
-        NonFiniteError (lossy compressors) for NaN or infinity in update leaves the residual as it was; update is never
-        changed. Finite values that overflow once they are added or coded are the same error; the residual is their sum then.
+        Args:
+            update: float32[count], contiguous. It is not changed.
+
+        Returns:
+            The payload.
+
+        Raises:
+            NonFiniteError: the compressor is lossy, and the update holds NaN or infinity: the residual stays as it was.
+                Or finite values overflow when they are added or coded: then the residual is decay * residual + update.
+            TypeError, ValueError: the update has another dtype, shape or size.
         """
         parts = self.encode_parts(update)
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def encode_parts(self, update: FloatArray) -> Parts:
-        """As `encode`, in parts; for `dense` the second is `update` itself (see Compressor.encode_parts)."""
+        """Encode in parts (`Compressor.encode_parts`). For `dense` without residual the second is `update` itself."""
         update = checked_update(update, self.count, self.compressor.lossless)
         residual = self.residual
         if residual is None:
@@ -95,24 +137,39 @@ class ErrorFeedback:
         return [payload]
 
     def change(self, compressor: Compressor) -> None:
-        """Goes on with another compressor; the residual stays, and a lossless one sends it with its next update."""
+        """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""
         self.compressor = compressor.contraction()
         if self.residual is None and not compressor.lossless:
             self.residual = np.zeros(self.count, np.float32)
 
     def restore(self, payload: Payload, weight: float = 1.0) -> None:
-        """Gives `weight` of a payload that was definitely refused back to the residual, to be sent with the next."""
+        """Add weight * payload to the residual, so that it is sent with the next update.
+
+        Args:
+            payload: a payload of this stream that was not sent, or that the receiver has definitely refused.
+            weight: the share of the payload that was refused.
+
+        Raises:
+            PayloadError: the payload is not one of `count` values.
+        """
         if self.residual is None:
             self.residual = np.zeros(self.count, np.float32)
         accumulate(payload, weight, self.residual)
 
     def state_dict(self) -> State:
-        """Copies: "step", and "residual" where there is one. Good under any other compressor too."""
+        """Return copies of "step", and of "residual" if there is one. Any compressor can load the state."""
         residual = {} if self.residual is None else {"residual": self.residual.copy()}
         return memory_state(self.memory) | residual
 
     def load_state_dict(self, state: State) -> None:
-        """Takes over a residual kept under any compressor; ValueError, with nothing changed, for one of another size."""
+        """Load the step and the residual of a saved state, whatever the compressor was that kept it.
+
+        Args:
+            state: as `state_dict` returns it. Without "residual" the residual is zero, without "step" the step stays.
+
+        Raises:
+            ValueError: the residual has another dtype or size; then nothing has changed.
+        """
         residual = restored(state, "residual", self.count)
         if residual is None and not self.compressor.lossless:
             residual = np.zeros(self.count, np.float32)

@@ -1,4 +1,7 @@
-"""Where the arrays of a child of a server live, and what is done with them there: on the host. On a GPU: device/home.py."""
+"""`Home`: the place of a child's arrays and the code that computes on them there. `HostHome` is the host.
+
+The home of a GPU is in device/home.py. The array type A of a home stands for float32[count], and slices are views.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,7 +22,7 @@ Cuts = Iterable[tuple[int, int]]
 
 
 class Feedback(Protocol[A]):
-    """See ErrorFeedback, which is that of the host."""
+    """Error feedback on arrays of a home. `ErrorFeedback` is that of the host, and documents the methods."""
 
     compressor: Compressor
     memory: Memory
@@ -32,16 +35,17 @@ class Feedback(Protocol[A]):
 
 
 class Sample(Protocol):
-    """Values that are on their way to the host."""
+    """Sampled values on their way to the host."""
 
-    def here(self) -> bool: ...
+    def here(self) -> bool:
+        """Return whether the values have arrived, without waiting."""
 
     def read(self) -> npt.NDArray[np.float64]:
-        """Waits for them."""
+        """Wait for the values, and return them, float64[positions]."""
 
 
 class HostSample(NamedTuple):
-    """A Sample whose values are there. A cluster keeps it in the machine that its journal and its standby have."""
+    """A Sample whose values have arrived. A cluster's machine holds it, so its journal and its standby save it."""
 
     values: npt.NDArray[np.float64]
 
@@ -53,86 +57,112 @@ class HostSample(NamedTuple):
 
 
 class Landing(Protocol):
-    """A copy to the host that is under way."""
+    """A copy of values to the host that is under way."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether the copy is complete, without waiting."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
 
 
 class Home(Protocol[A]):
-    """A is an array, float32[count], of which slices are views. name: of the device."""
+    """Computes on arrays of type A where they live. An array is float32[count]; slices of it are views.
 
-    name: str
+    Unless a method says otherwise it need not wait for the device: calls take effect in the order in which they are
+    made.
+    """
 
-    def zeros(self, count: int) -> A: ...
-    def empty(self, count: int) -> A: ...
+    name: str  # the name of the device
 
-    def feedback(self, compressor: Compressor, count: int, seed: int) -> Feedback[A]: ...
+    def zeros(self, count: int) -> A:
+        """Return a new array of zeros."""
+
+    def empty(self, count: int) -> A:
+        """Return a new array with any content."""
+
+    def feedback(self, compressor: Compressor, count: int, seed: int) -> Feedback[A]:
+        """Return error feedback for a stream of `count` values. Arguments as in `ErrorFeedback`."""
 
     def copy(self, source: A, out: A) -> None:
-        """out = source."""
+        """Set out = source."""
 
     def sum(self, a: A, b: A) -> A:
-        """A new array."""
+        """Return a + b as a new array."""
 
     def add_scaled(self, values: A, weight: float, out: A) -> None:
-        """out += float32(weight) * values, product and sum each rounded."""
+        """Set out += float32(weight) * values, product and sum each rounded to float32."""
 
     def add(self, piece: PieceLike, weight: float, out: A, origin: int) -> None:
-        """As codecs.add."""
+        """Add weight * values of a checked piece, as codecs.add does."""
 
     def put(self, piece: PieceLike, out: A, origin: int) -> None:
-        """As codecs.put, with weight 1."""
+        """Write the values of a checked piece, as codecs.put does with weight 1."""
 
     def raw_pieces(self, values: A, origin: int, cuts: Cuts) -> list[Piece]:
-        """As codecs.raw_pieces: bytes of the host, which stay as they are as long as `values` does, or longer."""
+        """Return a RAW piece for each cut, as codecs.raw_pieces does.
+
+        The payloads are bytes of the host. They do not change before `values` changes.
+        """
 
     def places(self, positions: npt.NDArray[np.int64]) -> Any:
-        """For `sampled` and `sampling`."""
+        """Return positions, int64[n], in the form that `sampled` and `sampling` take."""
 
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
-        """The values at these positions; where they are on a device, this waits for it."""
+        """Return the values at these places, float64[n]. Waits for the device."""
 
     def sampling(self, values: A, places: Any, turn: int) -> Sample:
-        """The same of the values as they are now, on its way. Each of two turns may have one under way; it is read
-        before the next is begun."""
+        """Begin to copy the present values at these places to the host.
+
+        Args:
+            values: the array; it may change afterwards.
+            places: from `places`.
+            turn: 0 or 1. Each turn has one copy under way at most: read a sample before the next of its turn.
+        """
 
     def any(self, values: A) -> bool:
-        """Whether any is not zero; waits likewise."""
+        """Return whether any value is not zero. Waits for the device."""
 
     def host(self, values: A) -> FloatArray:
-        """A copy on the host."""
+        """Return a copy on the host. Waits for the device."""
 
     def landing(self, count: int) -> FloatArray:
-        """Zeros on the host, for `land`."""
+        """Return zeros on the host, float32[count], as the target of `land`."""
 
     def land(self, values: A, out: FloatArray) -> Landing:
-        """Starts to copy values to a slice of what `landing` gave. They stay as they are until that is done. Copies are done in
-        the order in which they were begun."""
+        """Begin to copy values to the host. Copies complete in the order in which they were begun.
+
+        Args:
+            values: the array. It must not change until the copy is complete.
+            out: a slice of an array from `landing`, of the same size.
+        """
 
     def load(self, values: FloatArray, out: A) -> None:
-        """out = values of the host, which may be changed at once."""
+        """Set out = values of the host. The caller may change `values` as soon as the call returns."""
 
     def finite(self, values: A) -> bool:
-        """Whether none is NaN or infinite; waits likewise."""
+        """Return whether no value is NaN or infinite. Waits for the device."""
 
     def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
-        """Their payload, by itself: what it does not carry is nobody's. Raises NonFiniteError."""
+        """Encode values without error feedback: what the payload leaves out is lost.
+
+        Raises:
+            NonFiniteError: a value cannot be coded.
+        """
 
 
 class LandedPayload(NamedTuple):
-    """A Landing that is done."""
+    """A Landing that is complete."""
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once."""
 
 
 class HostHome:
-    """NumPy's arrays."""
+    """The home of NumPy's arrays. `Home` documents the methods."""
 
     name = "cpu"
 
@@ -176,7 +206,7 @@ class HostHome:
 
     def finite(self, values: FloatArray) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):
-            length = float(np.dot(values, values))  # one pass; it overflows of finite values too
+            length = float(np.dot(values, values))  # one pass; finite values may overflow too
         return math.isfinite(length) or bool(np.isfinite(values).all())
 
     def code(self, compressor: Compressor, values: FloatArray, memory: Memory) -> memoryview:

@@ -1,7 +1,15 @@
-"""How the indices of kept values travel. INDEX_CODINGS is the wire's table; 0 is kept for "all, in order".
+"""Index codings: how the indices of kept values travel.
 
-`encode_indices` takes whichever is shortest for the indices at hand; the header says which. A decoder checks a section
-whole before it reads it, then reads it a chunk at a time.
+INDEX_CODINGS has the wire ids; 0 stands for all values in order. `encode_indices` takes the shortest coding of the
+given indices, and the header names it. A decoder checks a whole section before it reads it, then reads a chunk at a
+time.
+
+    gaps between rising indices  ── Rice          one parameter for the payload
+                                 ── GroupedRice   one for every 64 gaps: clustered indices
+                                 ── Fixed         one width for all: indices at regular distances
+    nothing but a parameter      ── Strata        a seed, of randk
+                                 ── Stride        phase and distance, of cycle
+    some places of a Stride      ── StridedRice   cycle with a share
 """
 
 from collections.abc import Callable
@@ -18,29 +26,39 @@ from narrows.compression.value_codings import CHUNK
 
 EVERY_INDEX = 0  # wire id of a payload that holds all values and so no index section
 
-ReadIndices = Callable[
-    [int, IndexArray], None
-]  # (place of the first, multiple of CHUNK, one call after the other; out)
+# (begin, out): writes the indices from place `begin` on to out, uint32. Calls go from chunk to chunk, begin a multiple
+# of CHUNK.
+ReadIndices = Callable[[int, IndexArray], None]
 
 
 class CodedIndices(NamedTuple):
-    """The indices as the header and the body of a payload say them."""
+    """Coded indices, in the parts that the header and the body of a payload carry."""
 
-    wire_id: int
-    parameter: int
-    section: ByteArray
+    wire_id: int  # of the coding
+    parameter: int  # of the coding, 32 bits in the header
+    section: ByteArray  # the index section of the body
 
 
 class IndexCoding(Protocol):
-    """A member of the axis: stateless. `kept` rising indices below `count`, 1 <= kept <= count."""
+    """Codes `kept` rising indices below `count`, 1 <= kept <= count. It has no state."""
 
     wire_id: int
 
     def bytes_max(self, kept: int, count: int) -> int:
-        """A bound on the section of any such indices, never falling as kept grows; longer sections are refused."""
+        """Return the largest size of a section in bytes. It never falls as `kept` grows; longer ones are refused."""
 
     def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
-        """A reader; PayloadError unless the section is exactly `kept` rising indices below count."""
+        """Check a section, and return a reader of its indices.
+
+        Args:
+            part: the index section, not trusted.
+            parameter: from the header.
+            kept: the number of indices.
+            count: the number of values of the dense array.
+
+        Raises:
+            PayloadError: the section is not exactly `kept` rising indices below `count`.
+        """
 
 
 def _wrong_size(part: ByteArray, kept: int, count: int) -> PayloadError:
@@ -52,12 +70,13 @@ def _not_rising(kept: int, count: int) -> PayloadError:
 
 
 def _spare_bits(part: ByteArray, bits: int) -> None:
-    """PayloadError if bits are set in the last byte of `part` after `bits` of them."""
+    """Raise PayloadError if a bit is set in the last byte of `part` after the first `bits` bits."""
     if bits % 8 and part[bits // 8] >> (bits % 8):
         raise PayloadError("payload is corrupt: bits are set after the last index")
 
 
 def bytes_of(bits: int) -> int:
+    """Return the number of bytes that hold so many bits."""
     return (bits + 7) // 8
 
 
@@ -77,16 +96,16 @@ def _rice_bytes(kept: int, r: int, unary_bits: int) -> int:
 
 
 def _rice_bound(kept: int, count: int) -> tuple[int, int]:
-    """(bytes, r): the best r if all is known of the gaps is their sum; sum of (gap >> r) <= (count - kept) >> r."""
+    """Return (bytes, r) of the best r if only the sum of gaps is known: sum of (gap >> r) <= (count - kept) >> r."""
     return min((_rice_bytes(kept, r, kept + ((count - kept) >> r)), r) for r in range(RICE_PARAMETER_MAX + 1))
 
 
 class Rice:
-    """Rice-coded gaps, one parameter r <= 31 for the payload (header), two streams: see kernels/rice.py.
+    """Rice-coded gaps in two streams (kernels/rice.py), with one parameter r <= 31 for the payload, in the header.
 
-    Section: ceil(kept * r / 8) bytes of low bits, then the unary stream. Bits of the last byte of either that carry
-    nothing are zero, and the unary stream ends with the byte that holds its last one: a list of indices has one coding
-    for each r. With r = 0 it is the bitmap of the indices up to the last one, so that a bitmap is no coding of its own.
+    Section: ceil(kept * r / 8) bytes of low bits, then the unary stream. Spare bits of the last byte of each are zero,
+    and the unary stream ends with the byte that has its last one bit. So indices have exactly one coding for each r.
+    With r = 0 the section is the bitmap of the indices up to the last one, so there is no coding for bitmaps.
     Random indices at density 1 % take 8.11 bits each (entropy 8.08), at 5 % 5.79 (5.73).
     """
 
@@ -96,15 +115,18 @@ class Rice:
         return _rice_bound(kept, count)[0]
 
     def first(self, kept: int, count: int) -> int:
-        """The least r of four whose exact costs are worth knowing: clustered indices want less than their sum says."""
+        """Return the smallest of the four r whose exact costs are computed.
+
+        It lies two below the best r for the sum of the gaps, because clustered indices want a smaller one.
+        """
         return min(max(_rice_bound(kept, count)[1] - 2, 0), RICE_PARAMETER_MAX - 3)
 
     def cheapest_of(self, kept: int, first: int, costs: list[int]) -> tuple[int, int, int]:
-        """(bytes, r, bits of the unary stream), costs being what rice_costs says from `first` on."""
+        """Return (bytes, r, bits of the unary stream) of the cheapest r, from the costs that rice_costs computed."""
         return min((_rice_bytes(kept, r, bits - kept * r), r, bits - kept * r) for r, bits in enumerate(costs, first))
 
     def cheapest(self, indices: IndexArray, count: int) -> tuple[int, int, int]:
-        """The same, of these indices."""
+        """Return (bytes, r, bits of the unary stream) of the cheapest r for these indices."""
         first, costs = self.first(indices.size, count), np.empty(4, np.int64)
         cpu.rice_costs(indices, first, costs)
         return self.cheapest_of(indices.size, first, costs.tolist())
@@ -132,10 +154,11 @@ class Rice:
 
 
 class GroupedRice:
-    """Rice-coded gaps with a parameter r <= 15 for every 64 of them; the header's parameter is the bits of all lows.
+    """Rice-coded gaps with a parameter r <= 15 for every 64 of them. The header's parameter is the bits of all lows.
 
     Section: a nibble for each group, the first in the low half of a byte; the low bits; the unary stream. Spare bits and
-    the end as in Rice. For clustered indices: of a gradient of a GPT at density 1 %, 3.9 bits each where Rice takes 8.5.
+    the end are as in Rice. It suits clustered indices: those of a GPT's gradient at density 1 % take 3.9 bits each,
+    with Rice 8.5.
     """
 
     wire_id = 3
@@ -144,7 +167,7 @@ class GroupedRice:
         return RICE.bytes_max(kept, count)
 
     def cheapest(self, indices: IndexArray) -> tuple[int, ByteArray, int, int]:
-        """(bytes, parameters, bits of the lows, of the unary stream)."""
+        """Return (bytes, parameter of each group, bits of the lows, bits of the unary stream)."""
         parameters = np.empty(-(-indices.size // RICE_GROUP), np.uint8)
         low_bits, unary_bits = cpu.group_parameters(indices, parameters)
         return (
@@ -194,7 +217,7 @@ class GroupedRice:
 
 
 class Fixed:
-    """Gaps of `parameter` bits each: ceil(kept * parameter / 8) bytes. For indices at regular distances."""
+    """Gaps of `parameter` bits each: ceil(kept * parameter / 8) bytes. It suits indices at regular distances."""
 
     wire_id = 2
 
@@ -218,9 +241,9 @@ class Fixed:
 
 
 class Strata:
-    """One random index from each of `kept` equal parts of the array, drawn from the seed that is the parameter.
+    """One random index from each of `kept` equal parts of the array. The parameter is the seed, and the section empty.
 
-    Nothing is sent: kernels/random.py says what follows from the seed.
+    kernels/random.py defines the indices of a seed.
     """
 
     wire_id = 4
@@ -234,7 +257,7 @@ class Strata:
 
 
 class Stride:
-    """Every S-th index from a phase below S on: nothing is sent. The parameter is 65536 * phase + S."""
+    """Every S-th index, from a phase below S on. The parameter is 65536 * phase + S, and the section empty."""
 
     wire_id = 5
 
@@ -249,12 +272,17 @@ class Stride:
 
 
 class StridedRice:
-    """Some of what Stride holds: its parameter, and a section of u8 r, then Rice of their positions in that sequence."""
+    """Some indices of a Stride: its parameter, and a section of u8 r and the Rice-coded positions in that sequence."""
 
     wire_id = 7  # 6 was the factors of powersgd, which a peer of an earlier release may still send
 
     def bytes_max(self, kept: int, count: int) -> int:
-        """count: of the sequence, or of all values, which is no less."""
+        """Return the largest size of a section.
+
+        Args:
+            kept: the number of indices.
+            count: the length of the sequence, or that of the dense array, which is not shorter.
+        """
         return 1 + RICE.bytes_max(kept, count)
 
     def encode(self, positions: IndexArray, phase: int, stride: int, count: int) -> CodedIndices:
@@ -279,12 +307,12 @@ class StridedRice:
         return read
 
 
-STRIDE_UNIT = 1 << 16  # a phase is counted in it
+STRIDE_UNIT = 1 << 16  # the parameter of Stride is phase * STRIDE_UNIT + stride
 STRIDE_MAX = STRIDE_UNIT - 1
 
 
 def stride_count(phase: int, stride: int, count: int) -> int:
-    """How many of `count` indices these are."""
+    """Return how many indices below `count` are phase, phase + stride, ..."""
     return max(0, -(-(count - phase) // stride))
 
 
@@ -296,7 +324,12 @@ INDEX_CODINGS: dict[int, IndexCoding] = {
 
 
 def encode_indices(indices: IndexArray, count: int) -> CodedIndices:
-    """The shortest section for 1 <= indices.size rising indices below count; the earlier in the table of equal ones."""
+    """Code indices in the shortest way: Rice, Fixed or GroupedRice. Of equal sizes the lower wire id wins.
+
+    Args:
+        indices: rising, uint32[kept], kept >= 1, each below `count`.
+        count: the number of values of the dense array.
+    """
     rice_size, r, unary_bits = RICE.cheapest(indices, count)
     grouped_bytes, parameters, low_bits, grouped_unary_bits = GROUPED_RICE.cheapest(indices)
     width = cpu.largest_gap(indices).bit_length()
@@ -313,5 +346,5 @@ def encode_indices(indices: IndexArray, count: int) -> CodedIndices:
 
 
 def indices_max_bytes(kept: int, count: int) -> int:
-    """A bound on what encode_indices returns."""
+    """Return the largest size in bytes of a section of `encode_indices`."""
     return RICE.bytes_max(kept, count) if kept else 0

@@ -1,4 +1,4 @@
-"""Payloads: the byte layout, and the way back (`check`, `decode`, `accumulate`). No SPEC is needed to read one.
+"""Payloads: their byte layout, and how they are read (`check`, `decode`, `accumulate`). A reader needs no SPEC.
 
 Little endian. A header of 16 bytes, so that a body is aligned where its buffer is:
 
@@ -11,8 +11,14 @@ Little endian. A header of 16 bytes, so that a body is aligned where its buffer 
     value coding  0 float32 · 1 half · 2 int8 · 3 bf16 · 4 int4 · 5 2bit · 6 sign · 7 uint8minmax
     byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows
 
-Body: the value section, whose length follows from value coding and kept, then the index section, all that is left.
+Body: the value section, whose length follows from value coding and kept, then the index section, to the end.
 docs/compression.md has each section bit by bit.
+
+How it works
+1. `open_payload` reads the header, undoes the byte coding, and has value coding and index coding check their sections.
+   After that no read can fail.
+2. `CheckedPayload` decodes CHUNK values and indices at a time, which stay in a core's own cache.
+3. `accumulate` adds each chunk to the dense array before it decodes the next one.
 """
 
 import struct
@@ -46,7 +52,7 @@ COUNT_MAX = 2**32 - 1  # indices are 32 bits: 16 GiB of float32 in one payload, 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The 16 bytes before a body; field meanings are in the module docstring."""
+    """The 16 bytes before a body. The docstring of the module explains the fields."""
 
     index_coding: int
     value_coding: int
@@ -69,21 +75,24 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPayload:
-    """A payload in which everything was checked; borrows the payload's memory (but not with lz4). Good for one reading."""
+    """A payload that has been checked whole. It can be read once.
+
+    Without lz4 it borrows the memory of the payload, which must not change meanwhile.
+    """
 
     header: Header
     values: CodedValues
     index_part: ByteArray
-    read_indices: ReadIndices | None
+    read_indices: ReadIndices | None  # None: all values, in order
 
     def chunks(self) -> Iterator[tuple[int, FloatArray]]:
-        """(place of the first, values) of all that is kept, in scratch memory that the next one overwrites."""
+        """Yield the kept values by chunks: the place of the first, and the values, which the next chunk overwrites."""
         scratch = np.empty(min(CHUNK, self.header.kept), np.float32)
         for begin in range(0, self.header.kept, CHUNK):
             yield begin, self.values.part(begin, scratch[: self.header.kept - begin])
 
     def indices(self) -> Iterator[IndexArray]:
-        """The indices of each chunk, likewise."""
+        """Yield the indices of each chunk, uint32, which the next chunk overwrites."""
         scratch: IndexArray = np.empty(min(CHUNK, self.header.kept), np.uint32)
         for begin in range(0, self.header.kept, CHUNK):
             assert self.read_indices is not None
@@ -92,6 +101,7 @@ class CheckedPayload:
             yield read_only(part)
 
     def write(self, out: FloatArray) -> None:
+        """Write all values to `out`, float32[count]: zero where the payload has none."""
         if self.header.index_coding == EVERY_INDEX:
             values = self.values.part(0, out)
             if not np.may_share_memory(values, out):
@@ -101,6 +111,7 @@ class CheckedPayload:
             self.accumulate(np.float32(1.0), out)
 
     def accumulate(self, weight: np.float32, out: FloatArray) -> None:
+        """Add weight * value to `out`, float32[count], for each value of the payload."""
         header = self.header
         if header.index_coding == EVERY_INDEX:
             for begin, values in self.chunks():
@@ -137,6 +148,7 @@ def _read_header(data: ByteArray, count: int) -> Header:
 
 
 def open_payload(payload: Payload, count: int) -> CheckedPayload:
+    """Check a payload whole. Raises PayloadError unless it is valid for exactly `count` values."""
     data = bytes_view(payload)
     header = _read_header(data, count)
     body = data[HEADER_BYTES:]
@@ -161,12 +173,22 @@ def open_payload(payload: Payload, count: int) -> CheckedPayload:
 
 
 def check(payload: Payload, count: int, *, finite: bool = False) -> float:
-    """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
+    """Check that a payload is valid for exactly `count` values. Any bytes are safe to pass.
 
-    Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
-    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`, which reads these codings'
-    values once more. It returns a bound on the sum of their squares then: as if all were as large as the largest, which is
-    known of the other codings by their scales. Any bytes are safe to pass.
+    The check reads the index section and the scales, and decompresses lz4. It needs no dense array.
+
+    Args:
+        payload: any C-contiguous buffer.
+        count: the number of values of the dense array.
+        finite: also refuse NaN and infinity. fp32, fp16 and bf16 can carry them, so their values are read once more.
+
+    Returns:
+        With `finite` an upper bound on the sum of the squares of the values: all count as if they were as large as the
+        largest one, which other codings know from their scales. Without, 0.0.
+
+    Raises:
+        PayloadError: the payload is not valid, in one sentence.
+        NonFinitePayloadError: with `finite`, the payload holds NaN or infinity.
     """
     opened = open_payload(payload, count)
     if not finite or not opened.header.kept:
@@ -181,7 +203,15 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> float:
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:
-    """Rising uint32[kept], the indices of the values that `payload` holds; None where it holds all. PayloadError."""
+    """Return the indices of the values in a payload, rising uint32[kept]; None if it has all values.
+
+    Args:
+        payload: any C-contiguous buffer.
+        count: the number of values of the dense array.
+
+    Raises:
+        PayloadError: the payload is not valid for `count` values.
+    """
     opened = open_payload(payload, count)
     if opened.header.index_coding == EVERY_INDEX:
         return None
@@ -189,36 +219,58 @@ def indices(payload: Payload, count: int) -> IndexArray | None:
 
 
 def decode(payload: Payload, out: FloatArray) -> None:
-    """Writes all values into out (float32[count], contiguous): zero where a sparse payload has none.
+    """Write all values of a payload to an array: zero where a sparse payload has none.
 
-    payload: any C-contiguous buffer at any alignment. PayloadError leaves out as it was; TypeError for a wrong out.
+    Args:
+        payload: any C-contiguous buffer at any alignment.
+        out: float32[count], contiguous and writable.
+
+    Raises:
+        PayloadError: the payload is not valid for `count` values; `out` has not changed.
+        TypeError: `out` has another dtype or shape, or is read-only.
     """
     check_out(out)
     open_payload(payload, out.size).write(out)
 
 
 def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
-    """out[i] = out[i] + float32(weight) * value[i] for each value in the payload, straight from its bytes.
+    """Set out[i] = out[i] + float32(weight) * value[i] for each value of a payload, straight from its bytes.
 
-    Indices and values are decoded a chunk at a time, which stays in a core's own cache, and added: one pass over the bytes.
-    Product and sum are rounded to float32 one after the other, in index order: bit-identical on every machine. A sparse
-    payload touches the entries it holds and no others. Arguments and errors as for `decode`.
+    Indices and values are decoded and added a chunk at a time, in one pass over the bytes. Product and sum are rounded
+    to float32 one after the other, in index order, so the result is the same bit for bit on every machine. A sparse
+    payload changes the entries that it holds and no others.
+
+    Args:
+        payload: any C-contiguous buffer at any alignment.
+        weight: the factor, rounded to float32.
+        out: float32[count], contiguous and writable.
+
+    Raises:
+        PayloadError: the payload is not valid for `count` values; `out` has not changed.
+        TypeError: `out` has another dtype or shape, or is read-only.
     """
     check_out(out)
     open_payload(payload, out.size).accumulate(np.float32(weight), out)
 
 
 def add_raw(raw: Payload, weight: float, out: FloatArray) -> None:
-    """out += float32(weight) * values, for bytes that are float32[count] and nothing else; rounded as in `accumulate`.
+    """Set out += float32(weight) * values for the bytes of a plain float32[count], rounded as in `accumulate`.
 
-    PayloadError, with out as it was, where there are more or fewer than 4 * count bytes.
+    Args:
+        raw: 4 * count bytes, little endian.
+        weight: the factor, rounded to float32.
+        out: float32[count], contiguous and writable.
+
+    Raises:
+        PayloadError: there are more or fewer bytes; `out` has not changed.
+        TypeError: `out` has another dtype or shape, or is read-only.
     """
     check_out(out)
     cpu.add_fp32(raw_values(raw, out.size), np.float32(weight), out)
 
 
 def raw_values(raw: Payload, count: int) -> FloatArray:
-    """float32[count], read-only, of bytes that are it and nothing else; PayloadError."""
+    """Return the bytes of a plain float32[count] as a read-only array. Raises PayloadError for another size."""
     data = bytes_view(raw)
     if data.size != 4 * count:
         raise PayloadError(f"{count} raw values are {4 * count} bytes, not {data.size}")

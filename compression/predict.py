@@ -1,15 +1,16 @@
-"""How long a clock takes on a link, by arithmetic (docs/modes.md, "ssp"). Pure: no clock, no I/O.
+"""Predicts the seconds of a clock on a link by closed forms (docs/modes.md, "ssp"). Pure: no clock, no I/O.
 
 Rules
 - A clock of a worker with at most `window` updates in flight takes
 
-      max(own, up, down, (own + round trip + up + down) / window),   own = computing + encoding
+      max(own, up, down, (own + round trip + up + down) / window),   own = compute + encode
 
-  for it overlaps with window - 1 others: with window 1 (bound 0) it is the sum, with more the greatest once that hides it.
-- The workers of a cluster go on while it waits for the level above, where both levels code and states may be late inside:
-  `cluster_clock_s`.
-- States that come whole, and not as differences, overlap less: `whole_clock_s`, fitted to simulated runs.
-- The link is one worker's. The rates both ways are alike, and a server's own work is taken for nothing.
+  because it overlaps with window - 1 others. With window 1 (staleness bound 0) it is the sum. With a window that hides
+  the rest, it is the largest of own, up and down.
+- The workers of a cluster go on while the cluster waits for its parent. If both levels code, and states inside the
+  cluster may be stale, `cluster_clock_s` holds.
+- States that are published whole, not as differences, overlap less: `whole_clock_s`, fitted to simulated runs.
+- The link belongs to one worker. Its rates are equal both ways, and the server's own work counts as zero.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between a worker and its server. rate: bytes a second, each way. delay_s: one way."""
+    """The link between a worker and its server."""
 
-    rate: float
-    delay_s: float
+    rate: float  # bytes a second, each way
+    delay_s: float  # one way
 
     @staticmethod
     def parse(text: str) -> Link:
-        """`100mbit,20ms`: the rate and one way's delay. Raises ValueError, one sentence."""
+        """Parse a rate and a one-way delay, such as `100mbit,20ms`. Raises ValueError, in one sentence."""
         found = _LINK.fullmatch(text)
         if found is None or not float(found[1]):
             raise ValueError(f"{text!r} is no link: give its rate and one way's delay, as in 100mbit,20ms")
@@ -48,16 +49,23 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One worker's cost: seconds of an inner step, seconds to encode one update, bytes of an exchange each way."""
+    """The costs of one worker."""
 
-    compute_s: float
-    encode_s: float
-    up_bytes: float
-    down_bytes: float
+    compute_s: float  # of an inner step
+    encode_s: float  # of an update
+    up_bytes: float  # of an exchange
+    down_bytes: float  # of an exchange
 
 
 def clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
-    """Seconds of a clock; `up_s`, `down_s`: that the bytes take at the rate of the link. All are floats, or float64[...]."""
+    """Return the seconds of a clock.
+
+    Args:
+        own_s: seconds of computing and encoding, a float or float64[...] like all times here.
+        up_s, down_s: seconds that the bytes take at the rate of the link.
+        round_trip_s: the delay of the link, there and back.
+        window: the most updates in flight, including the update that is being computed.
+    """
     found: S = _longest(own_s, up_s, down_s, (own_s + round_trip_s + up_s + down_s) / window)
     return found
 
@@ -65,10 +73,18 @@ def clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
 def cluster_clock_s(
     own_s: S, encode_s: float, up_s: S, down_s: S, round_trip_s: S, window: int, inside: npt.NDArray[np.intp] | int
 ) -> S:
-    """Seconds of a clock of a cluster that takes `own_s` alone, and whose workers have `inside` updates in flight: more than 1.
+    """Return the seconds of a clock of a cluster whose workers have more than one update in flight.
 
-    A worker's update c is computed on a state of c + 1 - inside, which the cluster publishes with a state from above of
-    window - 1 clocks before. So inside + window - 1 clocks have one update's way through both levels in them."""
+    A worker computes update c on a state of clock c + 1 - inside. The cluster published that state with a state of the
+    parent that is window - 1 clocks older. So one update passes both levels in inside + window - 1 clocks.
+
+    Args:
+        own_s: seconds of a clock of the cluster alone.
+        encode_s: seconds that the cluster takes to encode its update.
+        up_s, down_s, round_trip_s: of the link to the parent, as in `clock_s`.
+        window: the most updates of the cluster in flight to its parent.
+        inside: the most updates of a worker in flight to the cluster, > 1.
+    """
     above_s = encode_s + round_trip_s + up_s + down_s
     found: S = _longest(
         own_s, encode_s, up_s, down_s, above_s / window, (inside * own_s + above_s) / (window + inside - 1)
@@ -77,7 +93,7 @@ def cluster_clock_s(
 
 
 def whole_clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
-    """The same where states come whole."""
+    """Return the seconds of a clock if states are published whole. Arguments as in `clock_s`."""
     found: S = _longest(up_s, down_s, own_s + (round_trip_s + up_s + down_s) / window)
     return found
 
@@ -87,13 +103,23 @@ def _longest(*parts: Any) -> Any:
 
 
 def step_s(link: Link, cost: Cost, window: int = 1, local_steps: int = 1) -> float:
-    """Seconds of an inner step, where every `local_steps` of them an update is exchanged."""
+    """Return the seconds of an inner step.
+
+    Args:
+        link: the worker's link.
+        cost: the worker's costs.
+        window: the most updates in flight, as in `clock_s`.
+        local_steps: the inner steps of an exchange.
+    """
     own_s = local_steps * cost.compute_s + cost.encode_s
     up_s, down_s = cost.up_bytes / link.rate, cost.down_bytes / link.rate
     return clock_s(own_s, up_s, down_s, 2 * link.delay_s, window) / local_steps
 
 
 def staleness(link: Link, cost: Cost, most: int) -> int:
-    """The least bound from 1 to `most` with which more of it makes no step shorter: S t >= 2 d + (up + down) / r."""
+    """Return the smallest staleness bound from 1 to `most` beyond which no step gets shorter.
+
+    The bound S satisfies S t >= 2 d + (up + down) / r for a step of t seconds on a link of rate r and delay d.
+    """
     whole_s, least_s = step_s(link, cost), step_s(link, cost, window=1 << 30)
     return min(most, max(1, math.ceil(whole_s / least_s - 1 - 1e-9)))

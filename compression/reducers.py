@@ -1,4 +1,4 @@
-"""The interface of a reducer: the first stage of a chain, which keeps some of many values as they are."""
+"""The interface of a reducer, the first stage of a chain: it keeps some of the values, and their indices."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -7,21 +7,23 @@ from narrows.compression.buffers import FloatArray
 from narrows.compression.index_codings import CodedIndices
 from narrows.compression.value_codings import Key
 
-DENSE_COUNT_MAX = 64  # up to here all values are sent: indices and headers would outweigh what is left out
+DENSE_COUNT_MAX = 64  # of so few values all are sent: indices would take more bytes than a reducer saves
 
 
 class ReducedValues(NamedTuple):
-    """values: float32[kept], read-only, good until this thread reduces again. indices: which, as the payload says it."""
+    """The values that a reducer keeps."""
 
-    values: FloatArray
-    indices: CodedIndices
+    values: FloatArray  # float32[kept], read-only; valid until this thread reduces again
+    indices: CodedIndices  # the indices of the values, coded for the payload
 
 
 @dataclass(slots=True)
 class Memory:
-    """State that one stream of updates keeps from one encode to the next, beside its residual. Not for two threads at once.
+    """The state of one stream from one encode to the next, without the residual. One thread at a time may use it.
 
-    seed: tells streams apart. step: encodes so far; with the seed it is the key of all random numbers.
+    Attributes:
+        seed: 32 bits that differ between streams.
+        step: encodes so far. Seed and step are the key of all random numbers.
     """
 
     seed: int = 0
@@ -29,28 +31,37 @@ class Memory:
 
     @property
     def key(self) -> Key:
+        """The key of this step's random numbers."""
         return Key(self.seed & 0xFFFFFFFF, self.step & 0xFFFFFFFF)
 
 
 class Reducer(Protocol):
-    """A member of the axis. It changes neither its input nor itself; `memory` is the stream's."""
+    """Keeps some values of an array. A reducer has no state: it changes neither its input nor itself."""
 
     @property
     def spec(self) -> str:
-        """As parse() reads it."""
+        """The stage in a SPEC, as parse() reads it."""
 
     @property
     def unbiased(self) -> bool:
-        """The mean of what is decoded, over keys, is what was encoded."""
+        """True if the mean of the decoded values, over keys, is the encoded value."""
 
     def contraction(self) -> "Reducer":
-        """This reducer as error feedback needs it: what is sent is never further from the input than nothing is."""
+        """Return the reducer that error feedback needs: |x - decoded(x)| <= |x| for each input x."""
 
     def kept_max(self, count: int) -> int:
-        """The most values that reduce() returns of `count`."""
+        """Return the largest number of values that `reduce` keeps of `count`."""
 
     def index_bytes_max(self, count: int) -> int:
-        """A bound on the index section."""
+        """Return the largest size of the index section in bytes, for `count` values."""
 
     def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        """From float32[count], read-only, count > DENSE_COUNT_MAX; NonFiniteError if any of them is NaN or infinite."""
+        """Keep some values.
+
+        Args:
+            values: float32[count], read-only, count > DENSE_COUNT_MAX.
+            memory: the memory of the stream; only read.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite.
+        """

@@ -1,4 +1,7 @@
-"""The arrays of a child of a server: what it pulled of keys [begin, end), and what it still owes of them."""
+"""The replica of a child in arrays: the pulled state and the residual of keys [begin, end).
+
+`ArrayReplica` implements the interface `Replica` of protocols/member/replica.py, which documents the shared methods.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
@@ -14,10 +17,13 @@ Keys = tuple[int, int]  # [begin, end)
 
 
 class ArrayReplica(Generic[A]):
-    """pulled, float32[end - begin]; `feedbacks`: keys and error feedback of each fragment, whose turn is every so many clocks.
+    """The pulled state of one shard's keys, and the error feedback of each fragment of them.
 
-    cut: how raw values are cut into pieces. On the host, payloads of what is raw are the arrays that were given, not copies.
-    home: where all of these arrays live.
+    On the host, payloads of raw values are views of the arrays that the caller gave, not copies.
+
+    Attributes:
+        pulled: the pulled state, float32[end - begin].
+        feedbacks: keys and error feedback of each fragment; update c carries fragment c % len(feedbacks).
     """
 
     def __init__(
@@ -27,16 +33,25 @@ class ArrayReplica(Generic[A]):
         feedbacks: Sequence[tuple[Keys, Feedback[A]]],
         cut: Callable[[int, int], Iterable[Keys]],
         pulled: A | None = None,
-        home: Home[A] = HOST,  # type: ignore[assignment]  # of NumPy's arrays, where nothing else is said
+        home: Home[A] = HOST,  # type: ignore[assignment]  # the default is a home of NumPy's arrays
     ) -> None:
+        """Make a replica of keys [begin, end).
+
+        Args:
+            begin, end: the keys of the shard.
+            feedbacks: keys [low, high) and error feedback of each fragment, in the order of their turns.
+            cut: cuts a range of keys into the ranges of the pieces of raw values.
+            pulled: the array of the pulled state, float32[end - begin]; None: a new array of zeros.
+            home: the home of all arrays here.
+        """
         self.begin, self.end, self.feedbacks, self.cut, self.home = begin, end, list(feedbacks), cut, home
         self.pulled: Any = home.zeros(end - begin) if pulled is None else pulled
         self.samples = [home.places(sample_of(high - low)) for (low, high), _ in self.feedbacks]
-        self._sampled: tuple[Sample, Sample] | None = None  # of the newest update, and of what was left
-        self._held_back = 0.0
+        self._sampled: tuple[Sample, Sample] | None = None  # samples of the newest update and of its residual
+        self._held_back = 0.0  # as `held_back`, of the newest samples that were read
 
     def inherit(self, before: "Iterable[ArrayReplica[A]]") -> None:
-        """Take over what these have of our keys: pulled values and residuals."""
+        """Copy pulled values and residuals of this replica's keys from earlier replicas, after keys have moved."""
         for other in before:
             low, high = max(self.begin, other.begin), min(self.end, other.end)
             if low < high and len(self.pulled):
@@ -54,15 +69,15 @@ class ArrayReplica(Generic[A]):
 
     @property
     def residuals(self) -> list[tuple[int, int, A]]:
-        """Begin, end and values of each residual that there is."""
+        """Begin, end and values of each residual that is not None, float32[end - begin]."""
         return [(*keys, kept.residual) for keys, kept in self.feedbacks if kept.residual is not None]
 
     def turn(self, clock: int) -> tuple[Keys, Feedback[A]]:
-        """Keys [begin, end) of the fragment that update `clock` carries, and its feedback."""
+        """Return the keys [begin, end) of the fragment that update `clock` carries, and its feedback."""
         return self.feedbacks[clock % len(self.feedbacks)]
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
-        """Change `pulled`: pieces are added, or are values of their keys. PayloadError changes nothing."""
+        """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
         self._write(pieces, add, self.pulled)
 
     def _write(self, pieces: Sequence[PieceLike], adds: bool, out: A) -> A:
@@ -76,17 +91,26 @@ class ArrayReplica(Generic[A]):
         return out
 
     def early(self, piece: PieceLike) -> None:
-        """It waits for the others."""
+        """Do nothing: `absorb` writes the piece together with the others."""
 
     def encode(self, update: A, clock: int, dense: bool = False) -> list[Piece]:
-        """Pieces of update + residual of the fragment whose turn `clock` is; NonFiniteError changes nothing."""
+        """Encode update + residual of the fragment whose turn `clock` is.
+
+        Args:
+            update: float32, the keys of the fragment.
+            clock: the clock of the update; also the step of the compressor's random numbers and cycles.
+            dense: send all values and the residual as float32.
+
+        Raises:
+            NonFiniteError: a value cannot be coded.
+        """
         (begin, end), feedback = self.turn(clock)
         if dense or feedback.compressor.spec == "dense":
             if feedback.residual is not None:
                 update = self.home.sum(update, feedback.residual)
             feedback.load_state_dict({})
             return self.home.raw_pieces(update, begin, self.cut(begin, end))
-        feedback.memory.step = clock  # alike on all workers, whenever they joined
+        feedback.memory.step = clock  # the same step in all workers, whenever they joined
         at = self.samples[clock % len(self.feedbacks)]
         self._look()
         moved = self.home.sampling(update, at, 0)
@@ -97,7 +121,10 @@ class ArrayReplica(Generic[A]):
 
     @property
     def held_back(self) -> float:
-        """How long the residual was beside an update, at a sample of the newest fragment: the newest of which that is known."""
+        """The norm of the residual over that of the update, at a sample of an encoded fragment.
+
+        The fragment is the newest whose sample has reached the host; 0.0 until there is one.
+        """
         if self._sampled is not None and all(sample.here() for sample in self._sampled):
             self._look()
         return self._held_back
@@ -105,19 +132,19 @@ class ArrayReplica(Generic[A]):
     def _look(self) -> None:
         if self._sampled is not None:
             moved, left = (sample.read() for sample in self._sampled)
-            if moved.any():  # and its square is finite
+            if moved.any():  # float64 of float32 values: the squares are finite
                 self._held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
             self._sampled = None
 
     def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:
-        """These, encoded for `clock`, were not sent."""
+        """Add pieces that were encoded for `clock`, and not sent, to the residual."""
         for piece in pieces:
             self.turn(clock)[1].restore(piece.payload)
 
     def base(
         self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: A, gain: float = 1.0
     ) -> None:
-        """out, float32[end - begin] = pulled + gain * residual + weight * piece, where they are of keys [begin, end)."""
+        """Set out, float32[end - begin], to pulled + gain * residual + sum of weight * piece, for keys [begin, end)."""
         target: Any = out
         self.home.copy(self.pulled[begin - self.begin : end - self.begin], out)
         for low, high, residual in self.residuals:
@@ -128,7 +155,7 @@ class ArrayReplica(Generic[A]):
                 self.home.add(piece, weight, out, begin)
 
     def master(self, pieces: Sequence[PieceLike]) -> A:
-        """The values of these pieces, which are all keys, float32[end - begin]."""
+        """Decode pieces that cover all keys into a new array, float32[end - begin]."""
         return self._write(pieces, False, self.home.empty(self.end - self.begin))
 
 

@@ -1,15 +1,15 @@
-"""Rows of a table as they travel, and the values that they begin with. Pure.
+"""Payloads of rows of an embedding table, and the initial values of rows. Pure.
 
 Little endian. A header of 20 bytes, so that the values are aligned where their buffer is:
 
     0  u8   layout version, 2        8  u16  dim: values of a row; 0: indices alone
-    1  u8   index coding            10  u8   value coding, of CODINGS: of the values here, or of those that are asked for
+    1  u8   index coding            10  u8   value coding, of CODINGS: of the values here, or of the requested values
     2  u16  table                   11  u8   0
     4  u32  rows that the shard     12  u32  kept: rows in the body
             has of this table       16  u32  parameter of the index coding
 
-Body: the values of `kept` rows, then the index section (index_codings.py) of `kept` rising rows of the shard. Each row is coded
-by itself, so that none has the scale of another: the first section of all rows, then the next one.
+Body: the values of `kept` rows, then the index section (index_codings.py) of `kept` rising rows of the shard. Each row
+is coded by itself, so no two rows share a scale. The body has the first section of all rows, then the second of all.
 """
 
 import math
@@ -26,7 +26,7 @@ from narrows.compression.index_codings import INDEX_CODINGS, encode_indices
 from narrows.compression.value_codings import BF16, CHUNK, FP16, FP32, INT8, Fp32, Key, Sectioned
 
 LAYOUT_VERSION = 2
-KEPT_MAX = 1 << 19  # rows of one payload: indices may take no byte, and memory is asked for by no more
+KEPT_MAX = 1 << 19  # the most rows of a payload. Indices can take 0 bytes, so this limits the memory that is allocated
 HEADER = struct.Struct("<BBHIHBBII")
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
 WORD = (1 << 64) - 1
@@ -36,20 +36,27 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """`indices`: rising uint32[kept], of the `count` rows that a shard has of `table`; `values`: float32[kept, dim]; `coding`:
-    a key of CODINGS."""
+    """The content of a payload of rows."""
 
-    table: int
-    count: int
-    indices: IndexArray
-    values: FloatArray
-    coding: int
+    table: int  # the number of the embedding table
+    count: int  # rows of the table that the shard has
+    indices: IndexArray  # rising uint32[kept], each below `count`
+    values: FloatArray  # float32[kept, dim]; dim 0: the payload has indices alone
+    coding: int  # the value coding, a key of CODINGS
 
 
 def encode(
     table: int, count: int, indices: IndexArray, values: FloatArray | None = None, coding: int = FP32.wire_id
 ) -> bytes:
-    """A payload of at least one row; `values` None: of indices alone. Where a value is not finite, all travel as float32."""
+    """Encode rows as a payload.
+
+    Args:
+        table: the number of the embedding table.
+        count: rows of the table that the shard has.
+        indices: rising uint32[kept], 1 <= kept <= KEPT_MAX, each below `count`.
+        values: float32[kept, dim]; None: a request, with indices alone.
+        coding: the value coding, a key of CODINGS. If a value is not finite, all values travel as float32.
+    """
     dim, body = 0, b""
     if values is not None:
         dim = values.shape[1]
@@ -60,7 +67,11 @@ def encode(
 
 
 def encode_values(values: FloatArray, coding: int) -> tuple[bytes, int]:
-    """float32[kept, dim], at least one row, as a body has them, and its coding: FP32 where a value is not finite."""
+    """Encode the values of at least one row, float32[kept, dim].
+
+    Returns:
+        The value section of a body, and its coding: FP32 if a value is not finite.
+    """
     lossy, (kept, dim) = CODINGS[coding], values.shape
     if not isinstance(lossy, Sectioned) or not np.isfinite(values).all():
         return values.tobytes(), FP32.wire_id
@@ -77,7 +88,7 @@ def encode_values(values: FloatArray, coding: int) -> tuple[bytes, int]:
 
 
 def decode_values(payload: Payload, kept: int, dim: int, coding: int) -> FloatArray:
-    """The inverse: float32[kept, dim]. Raises PayloadError for what is none."""
+    """Decode a value section to float32[kept, dim]. Raises PayloadError for any other bytes."""
     data, lossy = bytes_view(payload), CODINGS.get(coding)
     if lossy is None or data.size != kept * row_bytes(dim, coding):
         raise PayloadError(f"{data.size} bytes of value coding {coding} cannot be {kept} rows of {dim} values")
@@ -99,13 +110,16 @@ def decode_values(payload: Payload, kept: int, dim: int, coding: int) -> FloatAr
 
 
 def row_bytes(dim: int, coding: int) -> int:
-    """How many bytes one row takes in a body."""
+    """Return the bytes of one row in a body."""
     lossy = CODINGS[coding]
     return sum(part.byte_count(dim) for part in lossy.sections) if isinstance(lossy, Sectioned) else 4 * dim
 
 
 def _chunks(coding: Sectioned, kept: int, dim: int) -> Iterator[tuple[int, int, FloatArray]]:
-    """(begin, end, zeros) of consecutive rows: float32[end - begin, width], each row as wide as whole blocks of the coding."""
+    """Yield (begin, end, zeros) of consecutive rows.
+
+    The zeros are float32[end - begin, width], with `width` the dim rounded up to whole blocks of the coding.
+    """
     unit = math.lcm(*(part.per for part in coding.sections))
     width = -(-dim // unit) * unit
     step = max(1, CHUNK // width)
@@ -115,7 +129,7 @@ def _chunks(coding: Sectioned, kept: int, dim: int) -> Iterator[tuple[int, int, 
 
 
 def decode(payload: Payload) -> CodedRows:
-    """Raises PayloadError for what is none; any bytes are safe to pass."""
+    """Decode a payload of rows. Any bytes are safe to pass. Raises PayloadError if they are not valid."""
     data = bytes_view(payload)
     if data.size < HEADER.size:
         raise PayloadError(f"rows are truncated: {data.size} bytes are fewer than a header's {HEADER.size}")
@@ -135,7 +149,7 @@ def decode(payload: Payload) -> CodedRows:
 
 
 def check(payload: Payload, count: int, finite: bool) -> float:
-    """As `codecs.Codec.check`: rows have no keys."""
+    """Check a payload of rows, as `codecs.check` does. Rows have no keys, so `count` must be 0."""
     if count:
         raise PayloadError(f"rows have no keys, and these are said to have {count}")
     values = decode(payload).values
@@ -147,7 +161,17 @@ def check(payload: Payload, count: int, finite: bool) -> float:
 
 
 def first_values(rows: Words, dim: int, seed: int, std: float) -> FloatArray:
-    """float32[n, dim], normal with deviation `std`: they follow from the seed and the number of a row alone."""
+    """Return the initial values of rows: normal, determined by the seed and the number of a row alone.
+
+    Args:
+        rows: numbers of rows in the table, uint64[n].
+        dim: values of a row.
+        seed: the seed of the table.
+        std: the standard deviation.
+
+    Returns:
+        float32[n, dim], by the method of Box and Muller 1958.
+    """
     pairs = -(-dim // 2)
     places: Words = np.arange(pairs, dtype=np.uint64)
     counter: Words = rows[:, None] * np.uint64(pairs) + places
@@ -161,7 +185,7 @@ def first_values(rows: Words, dim: int, seed: int, std: float) -> FloatArray:
 
 
 def _mixed(words: Words) -> Words:
-    """The words of splitmix64 at these places of its sequence."""
+    """Return the words of splitmix64 at these places of its sequence, uint64."""
     z = words * np.uint64(GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

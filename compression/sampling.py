@@ -1,17 +1,18 @@
-"""Positions at which an array is looked at where all of it would cost too much."""
+"""Positions of a sample of an array, for checks that would cost too much on all values."""
 
 import numpy as np
 import numpy.typing as npt
 
-SAMPLE = 4096  # positions: two norms of what lies there disagree by 2 %
-TOLD = 8  # one of so many is looked at where the values travel
+SAMPLE = 4096  # positions of a sample: the norm of a sample is off by about 2 %
+TOLD = 8  # `gossip_sample` takes one position of so many, because its values travel
 
 
 def sample_of(size: int) -> npt.NDArray[np.int64]:
-    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising.
+    """Return sampled positions of an array of `size` values: int64[min(size, SAMPLE)], rising, the same on each call.
 
-    One in each of SAMPLE ranges, and where in it is drawn: multiples of a number, golden or not, miss every 40th key or so
-    of some sizes altogether.
+    Each of SAMPLE equal ranges has one position, and its place in the range is pseudo-random. Multiples of a number,
+    golden ratio or not, would miss about every 40th key of some sizes altogether, and a sparse update may consist of
+    just these keys.
     """
     if size <= SAMPLE:
         return np.arange(size)
@@ -23,5 +24,5 @@ def sample_of(size: int) -> npt.NDArray[np.int64]:
 
 
 def gossip_sample(size: int) -> npt.NDArray[np.int64]:
-    """As sample_of, one position in eight: what lies there travels, once a window of rounds."""
+    """Return every TOLD-th position of `sample_of(size)`. The values there travel once in a window of rounds."""
     return sample_of(size)[::TOLD]

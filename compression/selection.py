@@ -1,4 +1,8 @@
-"""The exact k largest of all, in two reads of the array: a sample places a threshold, what lies above it is ranked."""
+"""Selects exactly the k largest values of an array in two reads of it.
+
+A sample of the array gives a threshold slightly below rank k. One read collects the values above the threshold, and
+only these are ranked.
+"""
 
 import math
 from typing import NamedTuple
@@ -10,22 +14,21 @@ from narrows.compression.kernels import cpu
 from narrows.compression.kernels.select import COUNTS, SAMPLE_LINE
 
 SAMPLE_COUNT_MIN = 1 << 16  # below this, three passes over values in cache cost less than the sampling saves
-SAMPLE_RANK = 2048  # sampled values above the threshold: its error is then about 2 %
-GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128
+SAMPLE_RANK = 2048  # sampled values above the threshold: the threshold's rank is then off by about 2 %
+GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128  # one cache line of so many is sampled
 
 
 class SamplePlan(NamedTuple):
-    """How rank k is looked for: in `keys` keys, of one line in each `group_lines`. The one of rank `rank` of these is the
-    threshold, above which no more than `room` values should lie."""
+    """How a sample gives the threshold of rank k."""
 
-    group_lines: int
-    keys: int
-    rank: int
-    room: int
+    group_lines: int  # one cache line of so many is sampled
+    keys: int  # keys in the sample
+    rank: int  # the key of this rank in the sample is the threshold
+    room: int  # the largest number of values above the threshold for which there is room
 
 
 def sample_plan(count: int, k: int) -> SamplePlan | None:
-    """None where sampling does not pay, or where k is too large a part of all for a sample to help."""
+    """Return the plan for the k largest of `count` values; None if sampling does not pay, or k is too large a share."""
     wanted = max(k // SAMPLE_RANK, GROUP_LINES_MIN)
     group_lines = min(1 << (wanted.bit_length() - 1), GROUP_LINES_MAX)
     rank = k / group_lines
@@ -37,12 +40,19 @@ def sample_plan(count: int, k: int) -> SamplePlan | None:
 
 
 def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[IndexArray, FloatArray]:
-    """Rising indices and values of the selection of TopK, for 1 <= k <= values.size, whatever the data.
+    """Select the k largest values by magnitude, as `TopK` defines them.
 
-    Both are scratch of this thread, good until its next selection.
+    If the sample misleads (too few values above the threshold, far too many, or many equal ones), four reads of the
+    array find the exact threshold instead.
 
-    A sample places a threshold slightly below rank k, one read collects what lies above it, and the rank is found among
-    these few. Where the sample misled (too few or far too many; many equal values), four reads settle it.
+    Args:
+        values: float32[count], any values.
+        k: 1 <= k <= count.
+        dropped_bits: the lowest mantissa bits that are ignored.
+
+    Returns:
+        Rising indices, uint32[kept], and their values, float32[kept], kept <= k: zeros are never selected. Both are
+        scratch memory of this thread, valid until its next selection.
     """
     bits = values.view(np.uint32)
     counts: Counts = np.empty(COUNTS, np.int64)
@@ -67,24 +77,27 @@ def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[Index
 
 
 def _masked(bits: IndexArray, mask: int) -> IndexArray:
-    """Kernels drop the sign themselves."""
+    """Return the bits without those that `mask` drops. Kernels drop the sign themselves."""
     return read_only(bits if mask == 0x7FFFFFFF else bits & np.uint32(mask))
 
 
 def pairs(count: int) -> tuple[IndexArray, IndexArray]:
-    """Scratch for indices and for the bits of their values."""
+    """Return scratch memory for indices and for the bits of their values, uint32[count] each."""
     return scratch("indices", count), scratch("kept", count)
 
 
 def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[IndexArray, IndexArray] | None:
-    """Indices and bits of a superset of the top k, or of all non-zero values if they are at most k; None: failed."""
+    """Return indices and bits of a superset of the k largest, or of all non-zero values if these are at most k.
+
+    None: sampling does not pay, or the sample misled.
+    """
     plan = sample_plan(bits.size, k)
     if plan is None:
         return None
     keys = scratch("keys", plan.keys)
     cpu.sample_keys(bits, plan.group_lines, keys)
     threshold = cpu.kth_largest_key(read_only(keys), plan.rank, counts)[0]
-    smallest = mask & -mask  # of what counts as non-zero: 1 if all bits are looked at
+    smallest = mask & -mask  # the smallest key that counts as non-zero: 1 if no bits are dropped
     threshold = max(threshold & mask, smallest)
     indices, kept = pairs(plan.room)
     found = cpu.compact(bits, threshold - 1, 0, indices, kept)

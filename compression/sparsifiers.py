@@ -1,7 +1,14 @@
-"""Reducers that keep some values as they are: top-k, the k largest of each block, random ones, those above a threshold.
+"""Sparsifiers, the reducers of a SPEC: top-k, blockwise top-k, random, cyclic and threshold.
 
-Top-k by magnitude: Aji & Heafield 2017 (1704.05021), Stich et al. 2018 (1809.07599); with error feedback it converges as
-SGD does. Among equal magnitudes the lowest indices are kept; zeros never are, so there may be fewer than k.
+    topk:0.01      the k largest of all                   TopK
+    topk:64/4096   the 64 largest of every 4096           BlockTopK
+    randk:0.01     a random value of each of k parts      RandomK
+    cycle:0.1      every 10th, another one each step      Cycle; with a share of them, CycleTop
+    threshold:0.9  all values of at least 0.9             Threshold
+
+Top-k by magnitude is that of Aji & Heafield 2017 (1704.05021) and Stich et al. 2018 (1809.07599). With error feedback
+it converges as SGD does. Of equal magnitudes the lowest indices are kept. Zeros are never kept, so there may be fewer
+values than k.
 """
 
 from abc import ABC, abstractmethod
@@ -30,23 +37,23 @@ from narrows.compression.value_codings import non_finite
 
 
 def kept_of(density: float, count: int) -> int:
-    """k of a density: at least 1 value, where there is one."""
+    """Return k for a density: round(density * count), at least 1 and at most `count`."""
     return min(count, max(1, round(density * count)))
 
 
 def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> ReducedValues:
-    # NaN and infinity have the largest keys: if there are any, some were selected.
+    # NaN and infinity have the largest keys: if the array has some, the selection has one too.
     if cpu.largest_key(kept) >= INFINITY_KEY:
         raise non_finite(values)
     coded = encode_indices(indices, values.size) if indices.size else NOTHING
     return ReducedValues(kept, coded)
 
 
-NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
+NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # the coding of no indices, as Rice
 
 
 class _Selecting(ABC):
-    """The base class of all reducers that keep values as they are."""
+    """The base class of all reducers here."""
 
     unbiased = False
 
@@ -59,11 +66,16 @@ class _Selecting(ABC):
 
 @dataclass(frozen=True)
 class TopK(_Selecting):
-    """The k = max(1, round(density * count)) largest of all.
+    """The k = max(1, round(density * count)) largest values of all.
 
-    dropped_bits: mantissa bits that are not looked at. With 13 of 23 this is MSTopK (Shi et al., 2010.10458, alg. 1): a
-    histogram of what is left of the keys gives the two thresholds that its samplings bisect for, 2**-10 apart; all above
-    the upper one are kept, and the band between them fills up to k by index. Denormals below 2**-136 then count as zeros.
+    With 13 of the 23 mantissa bits dropped this is MSTopK (Shi et al., 2010.10458, alg. 1): a histogram of the
+    shortened keys gives the two thresholds, 2**-10 apart, for which MSTopK's samplings bisect. All values above the
+    upper one are kept, and values between the two fill up to k in the order of their indices. Denormals below 2**-136
+    then count as zeros.
+
+    Attributes:
+        density: the share of values that is kept, 0 < density <= 1.
+        dropped_bits: the lowest mantissa bits that the selection ignores.
     """
 
     density: float
@@ -88,7 +100,7 @@ MSTOPK_DROPPED_BITS = 13
 
 @dataclass(frozen=True)
 class BlockTopK(_Selecting):
-    """The k largest of every `block` values; of a shorter last block, ceil(k * its size / block)."""
+    """The k largest of every `block` values. Of a shorter last block, ceil(k * its size / block)."""
 
     k: int
     block: int
@@ -114,10 +126,13 @@ class BlockTopK(_Selecting):
 
 @dataclass(frozen=True)
 class RandomK(_Selecting):
-    """One random value of each of k equal parts of the array; the seed is sent instead of indices.
+    """One random value of each of k equal parts of the array. The payload has the seed instead of indices.
 
-    scaled: each value times the size of its part, which makes it unbiased (Wangni et al. 2018, 1710.09854); error feedback
-    needs the values as they are, for scaled ones are no contraction (Stich et al. 2018).
+    Attributes:
+        density: the share of values that is kept, 0 < density <= 1.
+        scaled: each value is multiplied by the size of its part, so the mean over seeds is unbiased (Wangni et al.
+            2018, 1710.09854). Scaled values are no contraction, so error feedback needs unscaled ones (Stich et al.
+            2018).
     """
 
     density: float
@@ -163,10 +178,10 @@ class RandomK(_Selecting):
 
 @dataclass(frozen=True)
 class Cycle(_Selecting):
-    """Every S-th value, S = round(1 / density), from another one on each step: all of them once in S steps.
+    """Every S-th value, S = round(1 / density), with another phase on each step: S steps send each value once.
 
-    No indices are sent, and senders at the same step send the same ones: their sum has no more values than each of them,
-    so that what goes back to them needs no more bytes than what came.
+    The payload has no indices. Senders at the same step send the same keys, so the sum of their updates has no more
+    values than each update, and the answer to them takes no more bytes than an update.
     """
 
     density: float
@@ -195,7 +210,7 @@ class Cycle(_Selecting):
         return ReducedValues(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
 
     def indices(self, count: int, memory: Memory) -> CodedIndices:
-        """The indices that this step takes; where arrays are shorter than a cycle, maybe none."""
+        """Return the coded indices of this step. An array shorter than S may have none."""
         phase = memory.step % self.stride
         parameter = phase * STRIDE_UNIT + self.stride if phase < count else 0
         return CodedIndices(STRIDE.wire_id, parameter, np.empty(0, np.uint8))
@@ -203,9 +218,10 @@ class Cycle(_Selecting):
 
 @dataclass(frozen=True)
 class CycleTop(Cycle):
-    """The k = max(1, round(share * n)) largest, as TopK takes them, of the n values that Cycle takes on this step.
+    """The k = max(1, round(share * n)) largest of the n values that Cycle takes on this step, as TopK selects them.
 
-    A value that a step leaves out waits for the next turn of its place: a turn sends those that have gathered most.
+    Error feedback keeps the values that a turn leaves out until the next turn of their keys, S steps later. So a turn
+    sends the values that have accumulated most.
     """
 
     share: float
@@ -240,7 +256,7 @@ class CycleTop(Cycle):
 
 @dataclass(frozen=True)
 class Threshold(_Selecting):
-    """All values with |x| >= threshold: as many as there are (Strom 2015; Dutta et al. 2020, 1911.08250)."""
+    """All values with |x| >= threshold, however many (Strom 2015; Dutta et al. 2020, 1911.08250)."""
 
     threshold: float
 

@@ -1,7 +1,7 @@
-"""The SPEC parser: `topk:0.01+int8+lz4` to a Compressor. STAGES is the one list of what a stage may be called.
+"""The parser of SPECs, such as `topk:0.01+int8+lz4`. The table STAGES has each stage that a SPEC may name.
 
-Grammar: [reducer] + [value coding] + [byte coding], at least one of them, in this order, each at most once. `dense`
-is the reducer that keeps everything, so `dense+int8` is `int8`; the canonical form leaves it out unless it is all.
+Grammar: [reducer] + [value coding] + [byte coding], at least one of them, in this order, each at most once. `dense` is
+the reducer that keeps every value, so `dense+int8` is `int8`. The canonical form has `dense` only if it stands alone.
 """
 
 import re
@@ -27,14 +27,16 @@ from narrows.compression.value_codings import (
     UINT8_MINMAX,
 )
 
-BLOCK_MAX = 1 << 20  # values of a top-k block: beyond, its keys leave the cache in which they are searched
+BLOCK_MAX = 1 << 20  # the largest top-k block, in values: the keys of a larger one would not fit the cache
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    written: str  # as in the sentence that explains it
-    axis: int  # position in AXES
-    make: Callable[[str], Any]  # takes the text after the colon, or ""; ValueError says what is wrong with it
+    """One row of STAGES."""
+
+    written: str  # the syntax, for error messages
+    axis: int  # the index of the stage's axis in AXES
+    make: Callable[[str], Any]  # makes the stage of the text after the colon, or of ""; raises ValueError
 
 
 AXES = ("selects values", "codes values", "packs bytes")
@@ -108,9 +110,13 @@ _GRAMMAR = " + ".join(
 
 
 def parse(spec: str) -> Compressor:
-    """The compressor that `spec` describes, for example "dense", "int8", "topk:64/4096+2bit+lz4".
+    """Return the compressor of a SPEC.
 
-    Raises SpecError, one sentence that points at the stage and says what is known or how it is written.
+    Args:
+        spec: the SPEC, for example "dense", "int8" or "topk:64/4096+2bit+lz4".
+
+    Raises:
+        SpecError: the SPEC is wrong. The sentence names the stage, and the known stages or the stage's syntax.
     """
     chosen: list[Any] = [None, FP32, None]
     previous_axis, previous_text = -1, ""

@@ -1,8 +1,8 @@
-"""How values travel: the second axis of a chain. A member turns float32 values into bytes of a fixed count and back.
+"""Value codings, the second stage of a chain: float32 values as bytes, whose number follows from the number of values.
 
-VALUE_CODINGS is the wire's table; a number, once given, is never used for anything else. A decoder checks in
-full what it opens, so reading cannot fail. A lossy coding is a row: its sections, one after the other, and its kernels,
-which take values, then sections, and sections, then values.
+VALUE_CODINGS has the wire ids; an id is never used again for another coding. `open` checks everything, so reading
+cannot fail. A lossy coding is a row of data, `Sectioned`: its sections, which follow each other in the payload, and two
+kernels, encode(values, *sections) and decode(*sections, values).
 """
 
 from collections.abc import Callable
@@ -20,60 +20,87 @@ from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
 CHUNK = 1 << 16  # values decoded at once: with their indices 512 KiB, which stay in a core's own cache
-# A section that begins inside a block of another would tear it: chunks begin at whole blocks.
+# Chunks begin at whole blocks of each coding: decoding never begins inside a block.
 assert all(CHUNK % block == 0 for block in (INT8_BLOCK, INT4_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK, MINMAX_BLOCK))
 
 
 class Key(NamedTuple):
-    """The random numbers of one encode follow from it: the stream's seed and its step, 32 bits each."""
+    """The key of the random numbers of one encode: the seed and the step of the stream, 32 bits each."""
 
     seed: int
     step: int
 
 
 class CodedValues(Protocol):
-    """Checked values inside a payload, whose memory it borrows."""
+    """Checked values in a payload. The object borrows the memory of the payload."""
 
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
-        """scratch.size values from `begin` on, a multiple of CHUNK: in scratch, or where they lie if they are float32."""
+        """Decode values.
+
+        Args:
+            begin: the place of the first, a multiple of CHUNK.
+            scratch: float32; its size is the number of values.
+
+        Returns:
+            The values: in `scratch`, or, if the payload has float32 values, a view of the payload.
+        """
 
     def largest(self) -> float | None:
-        """A bound on their magnitudes, where scales give one; there are some."""
+        """Return an upper bound on the magnitudes; None if the coding has no scales. There must be values."""
 
 
 class ValueCoding(Protocol):
-    """A member of the axis: stateless, so one object serves every thread."""
+    """Codes float32 values as bytes. It has no state, so one object serves all threads."""
 
     @property
     def spec(self) -> str:
-        """As parse() reads it."""
+        """The stage in a SPEC, as parse() reads it."""
 
     @property
-    def wire_id(self) -> int: ...
+    def wire_id(self) -> int:
+        """The key in VALUE_CODINGS."""
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        """True if decoded values are the encoded ones, bit for bit."""
 
     @property
     def finite(self) -> bool:
-        """Valid bytes decode to finite values, whichever they are."""
+        """True if all valid bytes decode to finite values."""
 
     @property
     def unbiased(self) -> bool:
-        """The mean of what is decoded, over keys, is what was encoded."""
+        """True if the mean of the decoded values, over keys, is the encoded value."""
 
     def byte_count(self, count: int) -> int:
-        """Bytes that `count` values take: exact, whatever the values."""
+        """Return the exact size in bytes of `count` values, whatever the values."""
 
     def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
-        """Fills out, of byte_count(values.size) bytes at an address aligned for float32; NonFiniteError if lossy."""
+        """Encode values.
+
+        Args:
+            values: float32[count], read-only.
+            key: the key of the random numbers.
+            out: uint8[byte_count(count)] at an address aligned for float32; overwritten.
+
+        Raises:
+            NonFiniteError: the coding is lossy, and a value is NaN or infinite.
+        """
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
-        """The values in a body of byte_count(count) bytes, or PayloadError."""
+        """Check coded values.
+
+        Args:
+            body: uint8[byte_count(count)], not trusted.
+            count: the number of values.
+
+        Raises:
+            PayloadError: a scale is out of range, or spare bits are set.
+        """
 
 
 def non_finite(values: FloatArray) -> NonFiniteError:
-    """The error for values that hold NaN or infinity; scans them once more, to say how many and where."""
+    """Make the error for values with NaN or infinity. Scan the values again for their number and the first place."""
     (places,) = np.nonzero(~np.isfinite(values))
     return non_finite_at(places.size, values.size, int(places[0]), values[places[0]])
 
@@ -94,7 +121,7 @@ class _Fp32Values:
 
 
 class Fp32:
-    """The values as they are: count x float32. The identity of this axis; NaN and infinity travel."""
+    """The identity: count x float32. NaN and infinity travel."""
 
     spec = ""
     wire_id = 0
@@ -112,20 +139,21 @@ class Fp32:
 
 
 class Section(NamedTuple):
-    """`items` of `dtype` for every `per` values, the last of which may be fewer."""
+    """A section of a lossy coding: `items` items for every `per` values, of which the last group may have fewer."""
 
     dtype: Any
     items: int
     per: int
 
     def size(self, count: int) -> int:
+        """Return the number of items for `count` values."""
         return self.items * -(-count // self.per)
 
     def byte_count(self, count: int) -> int:
         return int(np.dtype(self.dtype).itemsize) * self.size(count)
 
     def spare_bits(self, array: Any, count: int) -> bool:
-        """Whether bits are set after those of the last value, where a byte holds several."""
+        """Return whether bits are set after those of the last value, if a byte holds several values."""
         used = count % self.per
         return self.items == 1 and self.dtype is np.uint8 and used > 0 and array[-1] >> (8 // self.per * used) > 0
 
@@ -149,17 +177,17 @@ class _Sections:
 
 @dataclass(frozen=True, slots=True)
 class Sectioned:
-    """A lossy coding: its sections, its kernels, and what a decoder must refuse: scales, and spare bits."""
+    """A lossy coding: its sections, its kernels, and the check of its scales."""
 
     spec: str
     wire_id: int
     sections: tuple[Section, ...]
     encode_kernel: Callable[..., int]
     decode_kernel: Callable[..., None]
-    valid: Callable[[Any], bool] | None = None  # of the first section; any code of the others is a value
-    bound: Callable[[Any], float] | None = None  # what no value is larger than, by a first section that is valid
-    random: bool = False  # the kernel takes (stochastic, key, key, words) after the values
-    unbiased: bool = False
+    valid: Callable[[Any], bool] | None = None  # checks the first section; in the others any code is a value
+    bound: Callable[[Any], float] | None = None  # the largest magnitude of values with this valid first section
+    random: bool = False  # the encode kernel takes (stochastic, key, key, words) after the values
+    unbiased: bool = False  # random rounding
     lossless = False
 
     @property
@@ -229,7 +257,11 @@ def _scaled(code: int, scales: Any) -> float:
 
 
 def _scale_bound(code: int) -> Callable[[Any], float]:
-    """By scales that are bf16 patterns. code: the largest magnitude of one."""
+    """Return `bound` for scales that are bf16 patterns.
+
+    Args:
+        code: the largest magnitude of a code.
+    """
     return partial(_scaled, code)
 
 
@@ -262,7 +294,7 @@ UINT8_MINMAX = Sectioned(
 VALUE_CODINGS: dict[int, ValueCoding] = {
     coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX)
 }
-# Between two stages of a pipeline: activations, and their gradients, which are rounded at random.
+# Codings of an edge between two stages of a pipeline: of activations, and of gradients, which int8 rounds at random.
 EDGE_CODINGS: dict[str, tuple[ValueCoding, ValueCoding]] = {
     "dense": (FP32, FP32),
     "fp16": (FP16, FP16),
@@ -274,5 +306,5 @@ SPECS: dict[str, ValueCoding] = {
 
 
 def by_spec(spec: str) -> ValueCoding:
-    """Returns the value coding of this SPEC. Raises KeyError."""
+    """Return the value coding of this SPEC. Raises KeyError for any other."""
     return SPECS[spec]

@@ -1,7 +1,7 @@
-"""Keeps the state that only a worker has in a folder, and loads it when the worker joins a run under way.
+"""Saves the state that only a worker has to a folder, and loads it when a worker joins a run under way.
 
-That is the state of its own optimizer, such as the moments of Adam, and the parameters that its script changes and no
-optimizer steps, such as a teacher.
+The state is that of the worker's own optimizer, such as the moments of Adam, and the parameters that its script changes
+and no optimizer steps, such as a teacher.
 
 How it works
 1. `OptimizerStateFile.of` looks for the file of this rank. In a run at clock 0 it renames the files of earlier runs.
@@ -241,10 +241,10 @@ class OptimizerStateFile:
             content = self.todo.get()
             try:
                 kept = tree_leaves((content["state"], content[OWNED]))
-                if all(map(_finite, kept)):  # else whoever takes it over would fail at once
+                if all(map(_finite, kept)):  # else a worker that loads the file would fail at once
                     write_whole(self.path, content)
                 self.failed = False
-            except Exception as error:  # torch makes a RuntimeError of a full disk, and any of what it cannot write
+            except Exception as error:  # torch raises RuntimeError for a full disk, any error for a wrong value
                 self._say(error)
             del content
             self.took_ns = time.monotonic_ns() - self.at_ns

@@ -1,1 +1,1 @@
-"""Which samples a worker trains on."""
+"""The samples of a worker: shares, ranges, and states of loaders."""

@@ -146,7 +146,7 @@ class EventWait:
         return bool(all_done) and not coming
 
     def _refuse(self, group: Group) -> None:
-        """Raise UsageError, which says what each rank has called."""
+        """Raise a UsageError that names the call of each rank."""
         ranks: dict[bytes, int] = {}
         for rank, call in enumerate(group.told(CALLS[self._call].encode())):
             ranks.setdefault(call, rank)
@@ -157,9 +157,9 @@ class EventWait:
         )
 
     def _together(self, work: Callable[[Group], Any]) -> Any:
-        """Run `work`, which all ranks of the group do together.
+        """Run a collective operation of the group.
 
-        If it fails, the error that ended the session is raised, rather than that another rank has ended because of it.
+        If it fails because the session has ended, the error of the session is raised, not that of the group.
         """
         assert self.group is not None
         try:

@@ -398,8 +398,8 @@ def fingerprint(leaves: Iterable[Any]) -> str:
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the strided tensors that hold the values of `tensor`.
 
-    That is the tensor itself, unless it is quantized, sparse or sharded, or of a subclass that wraps other tensors, as
-    torchao's.
+    A quantized, sparse or sharded tensor, or one of a subclass that wraps other tensors, such as torchao's, has others
+    inside. Any other tensor is yielded itself.
     """
     if hasattr(tensor, "full_tensor"):
         yield from _strided(tensor.full_tensor())

@@ -41,7 +41,7 @@ SCALARS = ("step",)  # entries of an optimizer's state that are never cut, also 
 
 
 class ModelSlice(FlatSpace):
-    """What all kinds of slices have in common.
+    """The base class of slices: the model, the group, and module buffers.
 
     Args:
         flat: the model as this rank has it.
@@ -79,7 +79,7 @@ class ModelSlice(FlatSpace):
         return self.flat.size
 
     def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> ModelSpec:
-        """As FlatModel.plan."""
+        """Return the ModelSpec of the whole model, as `FlatModel.plan` does."""
         return self.flat.plan(optimizer, max_grad_norm, degree)
 
     def take_buffers(self) -> None:

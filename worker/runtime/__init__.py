@@ -1,1 +1,1 @@
-"""What of a worker is impure: its I/O thread, its launcher, signals, child processes."""
+"""The impure parts of a worker: its I/O thread, the pipe to ps-worker, signals, child processes."""

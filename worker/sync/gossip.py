@@ -287,13 +287,13 @@ class GossipStep:
         return model
 
     def stopped(self) -> None:
-        """Give the server the model of this worker, which is stopped before its last step: no other process has it."""
+        """Send the server the model of a worker that a signal stops before its last step. No other process has it."""
         self._keep(last=self._going())
-        if self._going() and not self.shards.clock:  # else the server has asked for it before
+        if self._going() and not self.shards.clock:  # with a clock, the server has asked for the model already
             self._give(self._with_steps(), m.HandOver.STOPPED, STOPPED_LIMIT_S)
 
     def _hand_over(self) -> None:
-        """Give the server the final model, which is the same in all workers, if this worker has the lowest id."""
+        """Send the server the final model if this worker has the lowest id. All workers have the same final model."""
         if not any(peer < self.shards.worker for peer in self.driver.exchanges.pairs):
             self._give(self.driver.mixing.model, m.HandOver.LAST, HAND_OVER_LIMIT_S)
 

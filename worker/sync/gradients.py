@@ -6,11 +6,12 @@ How it works
 
     without overlap    backward ........ step(): reduce, push gradient, wait for the state | next forward
     with overlap       backward ........ step(): first part of each shard, wait            | next forward
-                        parts leave
+                       parts leave
+
 1. `step` calls the step hooks of the script's optimizer before the push and after the new state has come. The optimizer
    itself never steps here.
 2. Each push carries the hyper-parameters of the parameter groups, and names the tensors without a gradient.
-3. Where a gradient is not finite, an update of weight 0 is pushed. With --dp-noise it is noise.
+3. If a gradient is not finite, an update of weight 0 is pushed. With --dp-noise it is noise.
 
 Rules
 - The parameters are the pulled state.

@@ -2,9 +2,10 @@
 
 How it works
 
-    for batch in ranges(...):  take ── RangeRequest(clock, holds) ──>  coordinator leases a range for the update of this
-        clock loss.backward()             <── range ── optimizer.step()       the update of this clock holds the ranges
-        that were taken for it
+    for batch in ranges(...):   take  ── RangeRequest(clock, holds) ──>  coordinator leases a range
+                                      <────────── range ───────────     for the update of this clock
+        loss.backward()
+        optimizer.step()        the update of this clock holds the ranges that were taken for it
 
 Rules
 - The worker asks for a range right before it computes on it, with the clock of the update that will hold the range.

@@ -24,7 +24,7 @@ class SharedModel:
         changes: finds what the script has changed of its model.
         kept: this worker's own parameters and buffers while the shared model is shown; else None.
         asks: a request for the run's module buffers is open.
-        told: the answer to that request has arrived.
+        told: the answer to the request has arrived.
     """
 
     def __init__(self, engine: RunEngine) -> None:

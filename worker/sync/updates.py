@@ -73,7 +73,7 @@ def clipped_step(
         usable: returns False if the present gradients must not be stepped along; the step then ends.
 
     Returns:
-        What the optimizer's step() returns; if it did not step, the closure's loss or None.
+        The result of the optimizer's step(); if the optimizer did not step, the closure's loss or None.
     """
     if closure is None:
         if not usable():
