@@ -52,6 +52,7 @@ check: $(DEVELOPED) build/mypy/narrows
 	cd build/mypy && ../../.venv/bin/mypy --config-file ../../pyproject.toml \
 		narrows/protocols narrows/compression narrows/ps narrows/worker narrows/tests narrows/bench narrows/docs
 	.venv/bin/python docs/states.py --check
+	.venv/bin/python docs/capabilities.py --check
 	.venv/bin/python -m bench.report --check
 	.venv/bin/python docs/sizes.py
 

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:
 
 def script_of_docs(name: str) -> Any:
     """A script of docs/ as a module. docs/ is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
     assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -237,6 +238,24 @@ def test_links_out_of_docs_are_pages_of_the_site() -> None:
     assert site.rewritten("README.md", "[a](docs/modes.md) [b](LICENSE)") == "[a](modes.md) [b](repository/LICENSE.md)"
     assert site.rewritten("docs/design/gain.md", "[a](../../README.md)") == "[a](../index.md)"
     assert all((ROOT / path).is_file() for path in site.outside())
+
+
+def test_each_capability_is_refused_with_a_sentence_or_has_a_test_that_runs_it() -> None:
+    table = script_of_docs("capabilities")
+    page = (ROOT / "docs/modes.md").read_text("utf-8")
+    assert table.rewritten(page) == page, "python docs/capabilities.py"
+    yes = 0
+    for row in table.ROWS:
+        for mode in table.MODES:
+            if table.conflict(row, mode):
+                continue
+            if said := table.refusal(row, mode):
+                assert len(said) > 40 and mode not in row.tests, (row.name, mode)
+                continue
+            file, _, name = row.tests.get(mode, row.tests.get("", "")).partition(": ")
+            assert file and f"def {name}(" in (ROOT / file).read_text("utf-8"), (row.name, mode, name)
+            yes += 1
+    assert yes > 80
 
 
 def test_what_is_not_there_is_found() -> None:

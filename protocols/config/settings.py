@@ -219,6 +219,10 @@ class Settings:
             raise UsageError(
                 f"{_flag(given[0])}: --sync {self.sync} pushes every step; --sync local has local steps to merge"
             )
+        if given and row.update_rule is FoldRule.MIX:
+            raise UsageError(
+                f"{_flag(given[0])}: under --sync gossip whole models are mixed; --sync local has fragments"
+            )
         if given and self.staleness > 0:
             raise UsageError(
                 f"{_flag(given[0])}: with --staleness {self.staleness} updates are folded at once, and the link's time lies "

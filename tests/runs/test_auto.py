@@ -431,7 +431,8 @@ def test_a_coding_that_the_downlink_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(("flags", "specs"), [
     ({"sync": "bsp"}, ["dense", "fp16", "int8"]),
     ({"sync": "ssp", "push": "gradient"}, ["dense", "fp16", "int8"]),
-    ({"sync": "local"}, [rung.spec for rung in ladder("auto")]),
+    *(({"sync": "bsp", "push": "update"} if mode == "bsp" else {"sync": mode}, [rung.spec for rung in ladder("auto")])
+      for mode in ("local", "bsp", "ssp", "async")),
 ], ids=str)  # fmt: skip
 def test_gradients_are_sent_whole(flags: dict[str, str], specs: list[str]) -> None:
     with run(Settings(compress="auto", **flags)) as started:  # type: ignore[arg-type]

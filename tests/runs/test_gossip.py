@@ -728,6 +728,8 @@ def ticker(started_: Run) -> Iterator[None]:
         ({"sync": "gossip", "compress": "int8", "compress_down": "int8"}, "--compress-down"),
         ({"sync": "gossip", "topology": "random", "staleness": 2}, "--staleness"),
         ({"sync": "gossip", "push": "update"}, "--push"),
+        ({"sync": "gossip", "local_steps": 4, "fragments": 2}, "--fragments: under --sync gossip whole models"),
+        ({"sync": "gossip", "local_steps": 4, "merge_delay": 1, "staleness": 0}, "--merge-delay: under --sync gossip"),
     ],
 )
 def test_flags_that_gossip_does_not_have_are_named(flags: dict[str, Any], names: str) -> None:

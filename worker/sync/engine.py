@@ -31,7 +31,7 @@ import torch
 
 from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
-from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import START_LIMIT_S
 from narrows.protocols.effects import MemberEffect
@@ -64,6 +64,34 @@ ROUNDED = (
     "{!r}{} has 64-bit values, which a run carries as float32: it is rounded to 24 bits from the first step on; keep what "
     "needs more out of the optimizer"
 )
+
+
+def why_no_group(mode: Mode, private: bool, overlap: int) -> str:
+    """Return why a group of processes cannot be a worker in this mode; "" if it can.
+
+    Args:
+        mode: the resolved mode.
+        private: `--dp-clip` is given.
+        overlap: backward passes of a step whose gradients leave early; 0: none.
+    """
+    reasons = (
+        (overlap > 0, "with overlap=True gradients leave before the group has summed them"),
+        (private, "--dp-clip needs the length of whole updates"),
+        (mode.rule is FoldRule.MIX, "under --sync gossip whole models are mixed"),
+    )
+    return next((why for found, why in reasons if found), "")
+
+
+def why_no_ranges(mode: Mode) -> str:
+    """Return why the run cannot hand out ranges of samples in this mode; "" if it can."""
+    if mode.rule is FoldRule.MIX:
+        return "under --sync gossip no server knows which updates are in the model: use sampler()"
+    if mode.streams:
+        return (
+            "with --fragments, --merge-delay or --merge-alpha a step is in several updates; use sampler(), or leave out "
+            "the flag"
+        )
+    return ""
 
 
 class Engine:
@@ -150,10 +178,7 @@ class Engine:
         """
         if self.group is None:
             return None
-        why = "under --sync gossip whole models are mixed" if self.mode.rule is FoldRule.MIX else ""
-        why = "--dp-clip needs the length of whole updates" if self.privacy is not None else why
-        why = "with overlap=True gradients leave before the group has summed them" if overlap else why
-        if why:
+        if why := why_no_group(self.mode, self.privacy is not None, overlap):
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
         if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
             return ModelCut(self.flat, inner, self.group)
@@ -340,15 +365,9 @@ class Engine:
         Raises:
             UsageError: in this mode an update does not say which samples it was computed on.
         """
-        if not isinstance(self.sync, UpdateStep):
-            raise UsageError(
-                "ranges(): under --sync gossip no server knows which updates are in the model: use sampler()"
-            )
-        if self.mode.streams:
-            raise UsageError(
-                "ranges(): with --fragments, --merge-delay or --merge-alpha a step is in several updates; use sampler(), or "
-                "leave out the flag"
-            )
+        if why := why_no_ranges(self.mode):
+            raise UsageError(f"ranges(): {why}")
+        assert isinstance(self.sync, UpdateStep)
         index = self.sync.taking.take(samples, size, limit)
         self._spread()
         return index, self.sync.taking.fresh
