@@ -1,4 +1,4 @@
-"""Prints the walks of docs/design/walks.md: the functions that one message passes in the machine that receives it.
+"""Prints the walks of docs/archive/walks.md: the functions that one message passes in the machine that receives it.
 
 `python docs/walks.py` trains small nets in one process and records calls with sys.setprofile. A function counts once, with its
 comprehensions. Lambdas and the functions of messages (protocols/messages/) do not count. A walk is the shortest of its

@@ -20,7 +20,7 @@ How it works
    more than half. So the two never serve in one view.
 5. Shard 0 decides a view for all shards of its server; the other shards take a view from shard 0 alone.
 
-standby.py is the other side. peer_shards.py has what shard 0 knows of the other shards. docs/design/copies.md has the
+standby.py is the other side. peer_shards.py has what shard 0 knows of the other shards. docs/archive/decisions.md has the
 reasons.
 """
 

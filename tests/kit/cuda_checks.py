@@ -376,7 +376,7 @@ def sampled() -> None:
 
 
 # An encode of 2,053 values by the path that samples: launches, memsets; the fold of its payload: launches.
-# docs/compression.md has the table.
+# docs/archive/design-figures.md has the table.
 COUNTS_OF = {
     "topk:0.02+int8": (14, 1, 7), "mstopk:0.02": (14, 1, 7), "topk:64/4096+2bit": (8, 1, 7),
     "cycle:0.15+sign": (1, 1, 2), "cycle:0.3/0.2+sign": (13, 1, 8), "int8": (1, 1, 1), "sign": (1, 1, 1), "dense": (0, 0, 1),

@@ -1,6 +1,6 @@
 """Compiles each CUDA kernel without a GPU, to PTX and to machine code, with its registers and shared memory, and checks both.
 
-make ptx          for three generations of GPUs, with the table of docs/design/kernels.md
+make ptx          for three generations of GPUs, with the table of bench/gpu/registers.md
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def test_a_frozen_parameter_of_any_kind_has_a_digest_of_its_values() -> None:
 
 
 def test_the_docs_have_the_table_of_dtypes() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text().partition("### Dtypes\n")[2].partition("\n### ")[0]
+    text = (ROOT / "docs" / "script.md").read_text().partition("## Dtypes\n")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
     ]
