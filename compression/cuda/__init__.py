@@ -1,1 +1,1 @@
-"""narrows.compression.cuda: the kernels of a GPU, and how they are launched. narrows.compression.device gives their order."""
+"""narrows.compression.cuda: the kernels of a GPU, and their launches. narrows.compression.device has their order."""

@@ -1,4 +1,4 @@
-"""The decoder of grouped Rice on the device: as rice.py, with a parameter for every 64 gaps. A group is one thread's."""
+"""The decoder of grouped Rice on the device: rice.py with a parameter for every 64 gaps. One thread has one group."""
 
 from narrows.compression.cuda.jit import (
     THREADS,
@@ -16,7 +16,7 @@ from narrows.compression.kernels.rice import RICE_GROUP
 
 @kernel
 def count_low_words(parameters: DeviceArray, low_words: Written) -> None:
-    """32-bit words of each group's lows: 64 codes of r bits."""
+    """Write the number of 32-bit words of each group's lows: 64 codes of r bits."""
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         low_words[group] = 2 * np.int64(parameters[group])
 
@@ -25,7 +25,10 @@ def count_low_words(parameters: DeviceArray, low_words: Written) -> None:
 def total_gaps(
     parameters: DeviceArray, low_words: DeviceArray, lows: DeviceArray, places: DeviceArray, totals: Written
 ) -> None:
-    """places: zeros of the unary stream before the one of each code; totals: of groups, gap + 1 of each code."""
+    """Write totals: for each group, the sum of gap + 1 over its codes.
+
+    places: for each code, the zeros of the unary stream before its one bit.
+    """
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         r = np.int64(parameters[group])
         bit = np.int64(low_words[group]) * 32
@@ -50,6 +53,7 @@ def emit_groups(
     totals: DeviceArray,
     indices: Written,
 ) -> None:
+    """Write the indices of each group, from the scanned totals on."""
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         r = np.int64(parameters[group])
         bit = np.int64(low_words[group]) * 32
@@ -69,6 +73,7 @@ def emit_groups(
 def grouped_decode(
     queue: Queue, parameters: DeviceArray, lows: DeviceArray, unary: DeviceArray, count: int, indices: DeviceArray
 ) -> None:
+    """Decode a checked section of GroupedRice to indices, uint32[kept]."""
     low_words = tile_totals(queue, parameters.size, "low words")
     places = queue.scratch("places", indices.size, np.uint32)
     place_codes(queue, unary, -1, places)

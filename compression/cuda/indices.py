@@ -1,8 +1,13 @@
-"""Codes of rising indices on the device: index_codings.encode_indices, chosen and written by kernels.
+"""Codes rising indices on the device: kernels choose and write the coding of index_codings.encode_indices.
 
-All codings that have a section are one here: lows of r bits for each gap, and gap >> r in unary, with an r for each group of 64
-gaps. Rice has one r for all groups, fixed width has no unary stream. A group is one thread's. The low bits of 64 gaps fill
-whole words, so no two threads write to one; the ones of the unary stream find their places by a scan of gap >> r.
+Here all codings with a section are one: r low bits of each gap, and gap >> r in unary, with an r for each group of 64
+gaps. Rice has the same r in all groups; fixed width has no unary stream. One thread has one group. The low bits of 64
+gaps fill whole words, so no two threads write to the same word. A scan of gap >> r gives the places of the ones in the
+unary stream.
+
+1. `choose` computes the cost of each coding; its last block decides, and writes the decision to the record.
+2. `write_lows` writes the low bits and zeroes the unary stream.
+3. `write_ones` sets the ones of the unary stream.
 """
 
 from typing import Any
@@ -47,7 +52,7 @@ def bytes_for(bits: int) -> Any:
 
 @device
 def first_parameter(kept: int, count: int) -> Any:
-    """Rice.first."""
+    """Return Rice.first(kept, count)."""
     best, best_bytes = np.int64(0), np.int64(1) << 62
     for r in range(RICE_PARAMETER_MAX + 1):
         size = bytes_for(kept * r) + bytes_for(kept + ((count - kept) >> r))
@@ -58,7 +63,7 @@ def first_parameter(kept: int, count: int) -> Any:
 
 @device
 def add_to(record: DeviceArray, slot: int, own: int) -> None:
-    """record[slot] += every thread's own, not negative."""
+    """Add the `own` of all threads of a block, not negative, to record[slot]."""
     _, total = block_scan(np.uint64(own))
     if cuda.threadIdx.x == 0:
         cuda.atomic.add(record, slot, np.int64(total))
@@ -66,7 +71,7 @@ def add_to(record: DeviceArray, slot: int, own: int) -> None:
 
 @device
 def decide(record: DeviceArray, kept: int, first: int, head: DeviceArray, strided: bool) -> None:
-    """The shortest way, of equals the one of the least id, as the CPU's encode_indices; by one thread."""
+    """Write the shortest coding to the record, of equal sizes the lowest wire id, as encode_indices. For one thread."""
     r, unary_bits, size = np.int64(0), np.int64(0), np.int64(1) << 62
     for j in range(4):
         unary = record[COSTS + j] + kept
@@ -97,7 +102,10 @@ def choose(
     indices: DeviceArray, count: int, strided: bool,
     parameters: Written, low_words: Written, head: Written, record: Written, done: Written,
 ) -> None:  # fmt: skip
-    """The costs of each way; the parameters of grouped Rice, its words of lows before each tile of groups; then the way."""
+    """Compute the cost of each coding, the parameters of grouped Rice and its words of lows before each tile of groups.
+
+    The last block decides.
+    """
     t = cuda.threadIdx.x
     kept = indices.size - record[MISSING]
     first = first_parameter(kept, count)
@@ -156,7 +164,7 @@ def choose(
             if kept > 0:
                 decide(record, kept, first, head, strided)
             else:
-                record[INDEX_CODING] = RICE_ID  # of no index
+                record[INDEX_CODING] = RICE_ID  # the coding of no indices
 
 
 @kernel
@@ -164,7 +172,10 @@ def write_lows(
     indices: DeviceArray, parameters: DeviceArray, low_words: DeviceArray, record: DeviceArray,
     head: Written, lows: Written, unary: Written, highs: Written, done: Written,
 ) -> None:  # fmt: skip
-    """All but the ones of the unary stream, which is zeroed; highs: the sum of gap >> r before each tile of groups."""
+    """Write everything except the ones of the unary stream, which is zeroed.
+
+    highs: gets the sum of gap >> r before each tile of groups.
+    """
     t = cuda.threadIdx.x
     kept = indices.size - record[MISSING]
     coding, one_r = record[INDEX_CODING], record[PARAMETER]
@@ -219,6 +230,7 @@ def write_lows(
 def write_ones(
     indices: DeviceArray, parameters: DeviceArray, highs: DeviceArray, record: DeviceArray, unary: Written
 ) -> None:
+    """Set the ones of the unary stream."""
     kept = indices.size - record[MISSING]
     coding, one_r = record[INDEX_CODING], record[PARAMETER]
     tiles = highs.size - 1 if record[UNARY_BITS] > 0 else 0
@@ -234,7 +246,7 @@ def write_ones(
             own += np.uint64(gap_of(indices, i) >> r)
         before, _ = block_scan(own)
         zeros = np.int64(before + highs[tile])
-        # A thread's ones often share a word: they are gathered first, and most atomics saved.
+        # The ones of a thread often share a word: gathering them first saves most atomics.
         word, bits = np.int64(0), np.uint32(0)
         for i in range(begin, end):
             zeros += gap_of(indices, i) >> r
@@ -252,8 +264,16 @@ def code_indices(
     queue: Queue, indices: DeviceArray, count: int, strided: bool,
     head: DeviceArray, lows: DeviceArray, unary: DeviceArray, record: DeviceArray,
 ) -> None:  # fmt: skip
-    """How the indices, below count, are coded goes to the record, the section's three parts to head, lows and unary (uint8).
-    strided: they are positions of a turn."""
+    """Code rising indices.
+
+    Args:
+        queue: the queue of the device.
+        indices: uint32, each below `count`; the last record[MISSING] are unused.
+        count: the number of values of the dense array.
+        strided: the indices are positions of a turn of CycleTop: StridedRice is the coding.
+        head, lows, unary: uint8, get the three parts of the section.
+        record: gets the coding, its parameter, and the sizes of the parts.
+    """
     groups = -(-indices.size // RICE_GROUP)
     tiles = -(-groups // THREADS)
     parameters = queue.scratch("parameters", groups, np.uint8)

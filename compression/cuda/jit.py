@@ -1,10 +1,13 @@
-"""How CUDA kernels are compiled, and what they share: four values at a time, block sums. queue.py launches them.
+"""Compiles CUDA kernels, and has the device functions that they share: loads of four values, scans of a block.
+
+queue.py launches the kernels.
 
 Rules
-- Loops are grid-stride. A block has THREADS threads, everywhere.
-- Arithmetic goes through `add` and `mul`, which no compiler contracts to a fused multiply-add; denormals are kept and
-  divisions are rounded to nearest. So results are the CPU's bit for bit, but for the payload bits of a NaN.
-- Under NUMBA_ENABLE_CUDASIM=1 a thread is a Python thread: blocks and grids are small, and intrinsics are NumPy's.
+- Loops are grid-stride. Each block has THREADS threads.
+- Arithmetic goes through `add` and `mul`, which no compiler contracts to a fused multiply-add. Denormals are kept, and
+  divisions are rounded to nearest. So results equal those of the CPU bit for bit, except for the payload bits of a NaN.
+- Under NUMBA_ENABLE_CUDASIM=1 a thread is a Python thread: blocks and grids are small, and NumPy computes the
+  intrinsics.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import numpy
 from llvmlite import ir
 
-# Kernels are typed by Numba. Both modules are untyped for mypy, which would take their arithmetic for NumPy's.
+# Numba types the kernels. numba.cuda and NumPy are `Any` for mypy, which would type their arithmetic as NumPy's.
 cuda, types, cgutils, driver, devicearray, extending = (
     import_module(f"numba.cuda{name}")
     for name in ("", ".types", ".cgutils", ".cudadrv.driver", ".cudadrv.devicearray", ".extending")
@@ -23,8 +26,8 @@ cuda, types, cgutils, driver, devicearray, extending = (
 config: Any = import_module("numba.cuda.core.config")
 np: Any = numpy
 DeviceArray: TypeAlias = Any  # numba's device array; in the simulator a wrapper around an ndarray
-# These mark the arguments that a kernel writes to, also in part; of a tuple of four arrays, the last one. Tests check
-# this, and see from it which launches must not run at once.
+# These annotations mark arguments that a kernel writes to, also in part; `LastWritten` is a tuple of four arrays of
+# which the last is written. Tests check the marks, and derive from them which launches must not run at once.
 Written: TypeAlias = Annotated[Any, "written"]
 LastWritten: TypeAlias = Annotated[Any, "last written"]
 Four: TypeAlias = tuple[Any, Any, Any, Any]
@@ -33,24 +36,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 SIMULATED = bool(config.ENABLE_CUDASIM)
 THREADS = 8 if SIMULATED else 256
 
-# A grid of one block is right for small arrays; numba warns of each, and warnings are errors here.
+# A grid of one block is right for small arrays. numba warns of each, and warnings are errors here.
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
 
 def kernel(function: Function) -> Any:
-    """Compiles `function` at its first launch for each set of types; launched as function[grid(...), THREADS](...).
+    """Make a CUDA kernel. Its first launch with a set of types compiles it; `Queue.launch` launches it.
 
-    Not cached on disk: a cache would not see that a device function of another file has changed.
+    Kernels are not cached on disk: a cache would not notice that a device function of another file has changed.
     """
     return cuda.jit(function, fastmath=False)
 
 
 def device(function: Function) -> Function:
+    """Make a function that kernels call."""
     return cast(Function, cuda.jit(function, device=True, fastmath=False))
 
 
 def wide(*arrays: DeviceArray) -> bool:
-    """Whether all start where four values can be loaded at once; slices of a caller's array may not."""
+    """Return whether all arrays are aligned so that four values can be loaded at once. A caller's slice may not be."""
     return all(_address(array) % (4 * array.dtype.itemsize) == 0 for array in arrays)
 
 
@@ -103,7 +107,7 @@ else:
         return extending.intrinsic(typed)
 
     def _vector(context: Any, builder: Any, array_type: Any, array: Any, i: Any) -> tuple[Any, int]:
-        """(pointer to four elements, its alignment)"""
+        """Return (pointer to four elements, its alignment)."""
         element = context.get_data_type(array_type.dtype)
         data = context.make_array(array_type)(context, builder, array).data
         pointer = builder.bitcast(builder.gep(data, [i]), ir.PointerType(ir.VectorType(element, 4)))
@@ -143,8 +147,10 @@ else:
 
 @device
 def load4(array: DeviceArray, i: int, wide: bool) -> Four:
-    """array[i : i + 4] for i < array.size; the last value again for what lies beyond the end. wide: see `wide`, and
-    i is a multiple of 4."""
+    """Return array[i : i + 4] for i < array.size. Beyond the end the last value is repeated.
+
+    wide: `wide(array)`, and i is a multiple of 4.
+    """
     last = array.size - 1
     if wide and i + 3 <= last:
         return vector_load(array, i)
@@ -153,7 +159,7 @@ def load4(array: DeviceArray, i: int, wide: bool) -> Four:
 
 @device
 def store4(array: DeviceArray, i: int, four: Four, wide: bool) -> None:
-    """array[i : i + 4] = four for i < array.size, as far as the array goes."""
+    """Set array[i : i + 4] = four for i < array.size. Values beyond the end are dropped."""
     if wide and i + 4 <= array.size:
         vector_store(array, i, four)
         return
@@ -166,10 +172,10 @@ def store4(array: DeviceArray, i: int, four: Four, wide: bool) -> None:
         array[i + 3] = four[3]
 
 
-# Inlined where it is called: shared memory has a name, and a kernel may call functions that call this one as well.
+# Inlined at each call: shared memory has a name, and a kernel may also call functions that call this one.
 @partial(cuda.jit, device=True, fastmath=False, inline="always")
 def block_scan(own: Any) -> tuple[Any, Any]:
-    """(sum of the uint64 `own` of all threads before this one, sum over the block); every thread must call it."""
+    """Return (sum of the uint64 `own` of all threads before this one, sum over the block). Each thread must call it."""
     sums = cuda.shared.array((2, THREADS), np.uint64)
     t = cuda.threadIdx.x
     sums[0, t] = own
@@ -191,7 +197,7 @@ def block_scan(own: Any) -> tuple[Any, Any]:
 
 @device
 def raise_to(record: DeviceArray, slot: int, own: Any) -> None:
-    """record[slot] = max of it and every thread's `own` (uint32); every thread of a block calls it, once."""
+    """Raise record[slot] to the maximum of the uint32 `own` of all threads. Each thread of a block calls it, once."""
     top = cuda.shared.array(1, np.uint32)
     if cuda.threadIdx.x == 0:
         top[0] = 0
@@ -205,8 +211,11 @@ def raise_to(record: DeviceArray, slot: int, own: Any) -> None:
 
 @device
 def last_block(done: DeviceArray) -> Any:
-    """Whether this block is the last of its grid to come here; every thread calls it, once. This one then sees all
-    that any block wrote before (the fences of CUDA's threadFenceReduction). done: int64[1], zero between launches."""
+    """Return whether this block is the last of its grid to call this. Each thread calls it, once.
+
+    The last block then sees all earlier writes of the other blocks (the fences of CUDA's threadFenceReduction).
+    done: int64[1], zero between launches.
+    """
     last = cuda.shared.array(1, np.int32)
     cuda.threadfence()
     cuda.syncthreads()

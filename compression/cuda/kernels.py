@@ -1,8 +1,8 @@
-"""The CUDA kernels under the names that every device shares (device/host.py has the CPU's under them), with the CPU's results.
+"""The CUDA kernels under the names that all devices share. Their results equal those of the CPU (device/host.py).
 
-Arguments are numba's device arrays (`view` makes one of anything with a __cuda_array_interface__); results that are
-Python integers wait for the device. All else stays in the record of an encode (kernels/record.py). Decoders of indices take no
-cursor: a section is read whole. Importing this needs numba-cuda.
+Arguments are numba's device arrays; `view` makes one of anything with a __cuda_array_interface__. A function that
+returns a Python integer waits for the device. All other results stay in the record of an encode (kernels/record.py).
+Decoders of indices have no cursor: they read a whole section. Importing this file needs numba-cuda.
 """
 
 from functools import partial
@@ -47,37 +47,45 @@ CODINGS: dict[str, Coding] = {
 
 
 def encode_as(queue: Queue, name: str, values: Any, *rest: Any) -> None:
-    """rest: extra, coded, record; see values.py. name: that of the CPU's kernel that decodes, "decode_" left out."""
+    """Encode values with the coding `name`, the name of the CPU's decode kernel without "decode_".
+
+    rest: extra, coded, record, as in values.py.
+    """
     encode_with(queue, CODINGS[name], values, *rest)
 
 
 def encode_sum_as(queue: Queue, name: str, addends: Any, *rest: Any) -> None:
+    """Make a Sum, encode it, and subtract the decoded values from it."""
     encode_sum_with(queue, CODINGS[name], addends, *rest)
 
 
 def encode_strided_as(queue: Queue, name: str, addends: Any, *rest: Any) -> None:
+    """Make a Sum, encode every stride-th value of it, and subtract the decoded values from it."""
     encode_strided_with(queue, CODINGS[name], addends, *rest)
 
 
 def decode_as(queue: Queue, name: str, coded: Any, out: Any) -> None:
-    """out = the values."""
+    """Set out = the decoded values."""
     decode_with(queue, CODINGS[name], coded, out)
 
 
 def add_as(queue: Queue, name: str, coded: Any, weight: Any, out: Any) -> None:
-    """out += weight * values."""
+    """Set out += weight * decoded values."""
     add_with(queue, CODINGS[name], coded, weight, out)
 
 
 def scatter_add_as(
     queue: Queue, name: str, coded: Any, indices: Any, weight: Any, out: Any, record: Any = None
 ) -> None:
-    """out[indices] += weight * values; record: of an encode, which may have kept fewer."""
+    """Set out[indices] += weight * decoded values.
+
+    record: the record of an encode, whose last record[MISSING] values are unused; None: all are used.
+    """
     scatter_add_with(queue, CODINGS[name], coded, indices, weight, out, queue.complete if record is None else record)
 
 
 class CudaKernels:
-    """All of these on one queue, which they do not take as an argument here; and what the queue itself offers."""
+    """All kernels of this file, bound to one queue, and the methods of the queue."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue, self.counts = queue, queue.counts

@@ -1,4 +1,4 @@
-"""Where a payload becomes one: its sections, whose sizes the device alone knows, written one after the other to the host."""
+"""Writes the sections of a payload, whose sizes only the device knows, one after the other to the host."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, de
 from narrows.compression.cuda.queue import Queue, QueueLanding
 from narrows.compression.kernels.record import HEAD_BYTES, LOW_BITS, MISSING, TOLD, UNARY_BITS
 
-BLOCKS = 32  # a link is slower than a few of them, and others work meanwhile
-HEADER_WORDS = 4  # which the host writes: it knows what to say
+BLOCKS = 32  # a few blocks saturate the link to the host, and the others are free for other kernels
+HEADER_WORDS = 4  # room for the payload's header, which the host writes
 
 
 @device
 def section_bytes(kept: int, size: int, per: int) -> Any:
+    """Return the bytes of a section with `size` bytes for every `per` values."""
     return size * ((kept + per - 1) // per)
 
 
@@ -19,8 +20,12 @@ def section_bytes(kept: int, size: int, per: int) -> Any:
 def gather_sections(
     arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Written
 ) -> None:
-    """target, uint32: the record, a header's room, the sections. begins: of six sections in the arena, three of values, three
-    of indices. sizes: bytes for every so many values, of the first three. room: values kept at most."""
+    """Write the record, room for a header, and the sections to target, uint32.
+
+    begins: byte offsets of six sections in the arena, three of values and three of indices.
+    sizes: (bytes, values) for each of the first three: so many bytes for every so many values.
+    room: the largest number of kept values.
+    """
     kept = room - record[MISSING]
     end0 = section_bytes(kept, sizes[0], sizes[1])
     end1 = end0 + section_bytes(kept, sizes[2], sizes[3])
@@ -54,7 +59,11 @@ def gather_sections(
 def land(
     queue: Queue, arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Any
 ) -> QueueLanding:
-    """target: pinned uint8, a multiple of four; it holds the record, 16 bytes of room, and all sections, and a word."""
+    """Begin to write a payload to the host. Arguments as in `gather_sections`.
+
+    target: page-locked uint8, its size a multiple of 4, with room for the record, a header of 16 bytes, all sections
+    and a word.
+    """
     words = target.view(np.uint32)
     count = min(words.size, BLOCKS * THREADS)
     return queue.launch_beside(gather_sections, count, arena, begins, sizes, room, record, queue.mapped(words))

@@ -1,6 +1,6 @@
-"""The codings of levels.py on the device: a block of threads has one block of values in hand.
+"""The codings of kernels/levels.py on the device. A block of threads codes one block of values at a time.
 
-Means are sums of integers, so the order in which threads add them is free. Planes are written a byte a thread.
+Means are sums of integers, so threads may add in any order. Each thread writes whole bytes of a bit plane.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ from narrows.compression.cuda.values import coding
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
 
-TILE = 2048  # values that a block of threads has in hand: whole blocks of each coding
-COUNT_SHIFT = 40  # a count of up to 512 values above a sum of as many 24-bit numbers, in one uint64
+TILE = 2048  # values that a block of threads codes: whole blocks of each coding
+COUNT_SHIFT = 40  # one uint64 holds a count of up to 512 values and, below this bit, the sum of as many 24-bit numbers
 
 
 @device
 def block_top(values: DeviceArray, begin: int, end: int) -> Any:
-    """The largest key of values[begin:end]; every thread of the block calls it."""
+    """Return the largest key of values[begin:end]. Each thread of the block calls it."""
     top = cuda.shared.array(1, np.uint32)
     if cuda.threadIdx.x == 0:
         top[0] = 0
@@ -47,7 +47,7 @@ def block_top(values: DeviceArray, begin: int, end: int) -> Any:
 
 @device
 def fixed_of(value: float, exponent: int, spare: int) -> Any:
-    """See levels.py."""
+    """Return _fixed of kernels/levels.py."""
     key = np.int64(key_of(value))
     own = key >> 23
     mantissa = (key & 0x7FFFFF) | (0x800000 if own > 0 else 0)
@@ -56,6 +56,7 @@ def fixed_of(value: float, exponent: int, spare: int) -> Any:
 
 @device
 def float_of_fixed(fixed: int, exponent: int, spare: int) -> Any:
+    """Return _float_of_fixed of kernels/levels.py."""
     power = exponent - 150 + spare
     pattern = (power + 127) << 23 if power >= -126 else 1 << max(power + 149, 0)
     return mul(np.float32(fixed), float_of(np.uint32(pattern)))
@@ -63,7 +64,7 @@ def float_of_fixed(fixed: int, exponent: int, spare: int) -> Any:
 
 @device
 def pack(values: DeviceArray, begin: int, end: int, key: int, signs: bool, plane: DeviceArray) -> None:
-    """pack_above of values[begin:end], begin a multiple of 8, where these bits belong in plane."""
+    """Do pack_above on values[begin:end], begin a multiple of 8, into their bits of plane."""
     for byte in range(begin // 8 + cuda.threadIdx.x, (end + 7) // 8, THREADS):
         bits = 0
         for i in range(8 * byte, min(8 * byte + 8, end)):
@@ -125,7 +126,7 @@ def two_bit_codes(values: DeviceArray, size: int, number: int, extra: Any, coded
             _, scanned = block_scan(np.uint64(own))
             above = np.int64(scanned >> np.uint64(COUNT_SHIFT))
             above_total = np.int64(scanned) - (above << COUNT_SHIFT)
-            if above > 0:  # else all |x| are alike; a second round then finds the same
+            if above > 0:  # else all |x| are equal, and a second round finds the same
                 low = (total - above_total) // (count - above)
                 high = above_total // above
                 threshold = (low + high) // 2
@@ -147,7 +148,7 @@ def two_bit_codes(values: DeviceArray, size: int, number: int, extra: Any, coded
 @device
 def minmax_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
     own_top = np.uint32(0)
-    # Floats as integers of the same order: -0.0 and 0.0 are neighbours, not equal, which the CPU's min does not see either.
+    # Floats as integers of the same order. -0.0 and 0.0 are both 0, and the CPU's kernel writes 0.0 for both too.
     extremes = cuda.shared.array(2, np.int64)
     half = np.float32(0.5)
     for begin in range(number * TILE, min((number + 1) * TILE, size), MINMAX_BLOCK):
@@ -191,13 +192,13 @@ def minmax_codes(values: DeviceArray, size: int, number: int, extra: Any, coded:
 
 @device
 def plane_bits(plane: DeviceArray, i: int) -> Any:
-    """Bits i to i + 3; i is a multiple of 4."""
+    """Return bits i to i + 3 of a plane, i a multiple of 4, as the lowest four bits."""
     return np.int64(plane[i >> 3]) >> (i & 4)
 
 
 @device
 def level_of(pattern: int, bits: int, place: int) -> Any:
-    """The float32 with these bits and, for a sign, bit `place` of bits."""
+    """Return the float32 with this pattern, and bit `place` of `bits` as its sign."""
     return float_of(np.uint32(pattern | (((bits >> place) & 1) << 31)))
 
 

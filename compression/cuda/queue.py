@@ -1,10 +1,10 @@
-"""Work that runs in order on one stream of one device: launches, copies, and the scratch memory that they share.
+"""The queue of one device: launches and copies that run in order on one stream, and the scratch memory that they share.
 
 Rules
-- Each launch, memset and copy names its stream. It is the caller's (torch's current one), so what the caller has put
-  there runs before, and what it puts there later runs after.
+- Each launch, memset and copy names its stream: the caller's (torch's current stream). So it runs after the caller's
+  earlier work on that stream, and before the later work.
 - Payloads cross to the host on a stream of their own, from an event of the caller's stream on.
-- A grid has no more blocks than are resident at once: that is asked for each kernel, once it is compiled.
+- A grid has no more blocks than can be resident at once. The queue asks CUDA for this number once a kernel is compiled.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ import numpy.typing as npt
 from narrows.compression.cuda.jit import SIMULATED, THREADS, DeviceArray, cuda, devicearray, driver, np
 from narrows.compression.kernels.record import RECORD, TOLD
 
-BLOCKS_PER_PROCESSOR = 8  # of a kernel that is not compiled yet: 2048 threads, all that a multiprocessor holds
+BLOCKS_PER_PROCESSOR = 8  # for a kernel that is not compiled yet: 2048 threads, which fill a multiprocessor
 Allocate = Callable[[int], Any]
 
 
 class _OnHost:
-    """Host memory with the interface of a device's."""
+    """Host memory with the interface of device memory."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self.array = array
@@ -34,25 +34,31 @@ class _OnHost:
 
 
 class QueueLanding:
-    """Copies to pinned host memory under way."""
+    """Copies to page-locked host memory that are under way."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
     def done(self) -> bool:
+        """Return whether the copies are complete, without waiting."""
         return SIMULATED or bool(self.event.query())
 
     def wait(self) -> None:
-        """Until they are there; other threads of this process go on meanwhile."""
+        """Wait until the copies are complete. Other threads of this process run meanwhile."""
         self.event.synchronize()
 
 
 class Queue:
-    """The queue of device `number`. Not for two threads at once.
+    """The queue of one device. One thread at a time may use it.
 
-    allocate: makes arrays of so many bytes with a __cuda_array_interface__, so that memory comes from one pool, as torch's;
-    None: numba's. current: the stream of the caller, a CUstream; 0: the legacy default stream.
-    counts: launches, memsets, reads (which wait for the device), copies and bytes down and up, so far.
+    Args:
+        number: the number of the device.
+        allocate: makes an array of so many bytes with a __cuda_array_interface__, from torch's memory pool for example;
+            None: numba allocates.
+        current: returns the stream of the caller, a CUstream; 0: the legacy default stream.
+
+    Attributes:
+        counts: launches, memsets, reads (which wait for the device), copies and bytes down and up, so far.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class Queue:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, this thread launches on this device, on the caller's stream: after what it has launched before, on
-        another stream too, for all streams share the scratch memory."""
+        """Inside this context the thread launches on this device, on the caller's present stream.
+
+        Work on another stream than before waits for the earlier work, because all streams share the scratch memory.
+        """
         with cuda.gpus[self.number]:
             stream = self.current()
             if stream != self._current:
@@ -90,7 +98,14 @@ class Queue:
     # Launches.
 
     def launch(self, kernel: Any, count: int, per_block: int, *arguments: Any) -> None:
-        """On a grid for `count` items, of which a block takes `per_block` at a time; no more blocks than are resident."""
+        """Launch a kernel on a grid for `count` items.
+
+        Args:
+            kernel: the kernel.
+            count: the number of items.
+            per_block: the items that a block takes at a time. The grid has no more blocks than are resident.
+            arguments: the arguments of the kernel.
+        """
         self.counts["launches"] += 1
         blocks = max(1, min(-(-count // per_block), self._resident or self._blocks(kernel)))
         kernel[blocks, THREADS, self.stream](*arguments)
@@ -108,7 +123,7 @@ class Queue:
     # Memory.
 
     def view(self, array: Any) -> DeviceArray:
-        """numba's view of anything that has a __cuda_array_interface__, without a copy and without a wait."""
+        """Return numba's view of an array with a __cuda_array_interface__, without a copy and without a wait."""
         return array if devicearray.is_cuda_ndarray(array) else cuda.as_cuda_array(array, sync=False)
 
     def empty(self, count: int, dtype: type[numpy.generic]) -> DeviceArray:
@@ -121,9 +136,9 @@ class Queue:
         return array
 
     def scratch(self, name: str, count: int, dtype: type[numpy.generic]) -> DeviceArray:
-        """dtype[count], uninitialised, good until it is asked for again; it never shrinks.
+        """Return scratch memory, dtype[count] with any content, valid until the next call with this name and dtype.
 
-        Allocation may stop the device, so nothing is allocated once sizes have settled.
+        Scratch memory never shrinks. Allocation may stop the device, and none happens once the sizes have settled.
         """
         key = name, np.dtype(dtype)
         array = self._scratch.get(key)
@@ -132,25 +147,25 @@ class Queue:
         return array[:count]
 
     def zeroed(self, name: str, count: int) -> DeviceArray:
-        """int64[count] of scratch memory."""
+        """Return zeros, int64[count], in scratch memory."""
         array = self.scratch(name, count, np.int64)
         self.zero(array)
         return array
 
     def record(self) -> DeviceArray:
-        """See kernels/record.py: zeros for one encode."""
+        """Return a record of zeros for one encode (kernels/record.py)."""
         return self.zeroed("record", RECORD)
 
     @property
     def done(self) -> DeviceArray:
-        """See last_block: kernels leave it zero."""
+        """The counter of `last_block`, int64[1]. Kernels leave it zero."""
         if self._done is None:
             self._done = self.zeros(1, np.int64)
         return self._done
 
     @property
     def complete(self) -> DeviceArray:
-        """The record of what misses nothing."""
+        """The record of an encode that misses no value: zeros."""
         if self._complete is None:
             self._complete = self.zeros(TOLD, np.int64)
         return self._complete
@@ -168,11 +183,14 @@ class Queue:
     # Copies to the host and back.
 
     def pinned(self, count: int) -> npt.NDArray[numpy.uint8]:
-        """Host memory that the device writes to directly; page-locking takes milliseconds, so keep it."""
+        """Return page-locked host memory, uint8[count], to which the device writes directly.
+
+        Page-locking takes milliseconds, so the caller keeps the memory.
+        """
         return cast(npt.NDArray[numpy.uint8], cuda.pinned_array(count, np.uint8))
 
     def read(self, array: DeviceArray) -> npt.NDArray[Any]:
-        """A copy on the host; waits for all that this stream was given."""
+        """Return a copy on the host. Waits for all work of this stream."""
         self.counts["reads"] += 1
         self.counts["bytes down"] += array.nbytes
         host = array.copy_to_host(stream=self.stream)
@@ -181,18 +199,18 @@ class Queue:
         return cast(npt.NDArray[Any], host)
 
     def upload(self, name: str, host: npt.NDArray[Any]) -> DeviceArray:
-        """A copy of `host` in scratch memory; `host` may be changed at once."""
+        """Return a copy of `host` in scratch memory. The caller may change `host` as soon as the call returns."""
         there = self.scratch(f"received {name}", host.size, host.dtype.type)
         if host.size:
             self.counts["copies up"] += 1
             self.counts["bytes up"] += host.nbytes
             there.copy_to_device(host, stream=self.stream)
             if self.stream:
-                self.stream.synchronize()  # numba does not keep pageable memory for the copy
+                self.stream.synchronize()  # numba does not keep pageable memory alive for the copy
         return there
 
     def load(self, host: npt.NDArray[Any], target: DeviceArray) -> None:
-        """target = host, float for float; `host` may be changed at once."""
+        """Set target = host. The caller may change `host` as soon as the call returns."""
         if host.size:
             self.counts["copies up"] += 1
             self.counts["bytes up"] += host.nbytes
@@ -201,7 +219,7 @@ class Queue:
                 self.stream.synchronize()
 
     def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> QueueLanding:
-        """Starts copies to pinned host memory, after all that this stream was given so far, beside what it is given next."""
+        """Begin copies to page-locked host memory: after the stream's work so far, in parallel to its later work."""
 
         def copies() -> None:
             for source, target in zip(sources, targets, strict=True):
@@ -212,7 +230,7 @@ class Queue:
         return self._beside(copies)
 
     def launch_beside(self, kernel: Any, count: int, *arguments: Any) -> QueueLanding:
-        """Launches a kernel that writes to pinned host memory (`mapped`), with the order of `fetch`."""
+        """Launch a kernel that writes to page-locked host memory (`mapped`), in the order of `fetch`."""
         return self._beside(lambda: self.launch(kernel, count, THREADS, *arguments))
 
     def _beside(self, begin: Callable[[], None]) -> QueueLanding:
@@ -228,11 +246,11 @@ class Queue:
         return QueueLanding(landed)
 
     def mapped(self, pinned: npt.NDArray[Any]) -> DeviceArray:
-        """Pinned host memory as kernels write to it: with unified addressing all of it is mapped."""
+        """Return page-locked host memory as an argument of kernels: with unified addressing all of it is mapped."""
         return devicearray.FakeCUDAArray(pinned) if SIMULATED else self.view(_OnHost(pinned))
 
     def _landing_stream(self) -> Any:
-        """It does not wait for the legacy default stream, nor that for it."""
+        """Return the stream of copies to the host. It and the legacy default stream do not wait for each other."""
         if self._landing is None:
             if SIMULATED:
                 self._landing = cuda.stream()

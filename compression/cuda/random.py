@@ -1,4 +1,7 @@
-"""Indices that nobody sends, and random numbers on the device: the words of random.py, each computed where it is wanted."""
+"""Random numbers on the device, as in kernels/random.py, and indices that follow from a parameter: strata, strides.
+
+Each thread computes the random words that it needs.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ from narrows.compression.kernels.random import RANDOM_BLOCK
 
 @device
 def random_word(key_low: int, key_high: int, i: int) -> Any:
-    """Word number i, a uint64 below 2**32; keys below 2**32."""
+    """Return word number i, a uint64 below 2**32. Keys are below 2**32."""
     low32 = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = np.uint64(((i >> 8) * 64 + (i & 63)) & 0xFFFFFFFF), np.uint64(0), np.uint64(0), np.uint64(0)
     k0, k1 = np.uint64(key_low), np.uint64(key_high)
@@ -28,7 +31,7 @@ def random_word(key_low: int, key_high: int, i: int) -> Any:
 
 @device
 def unit_of(key_low: int, key_high: int, i: int) -> Any:
-    """u in [0, 1) of 24 bits, float32, from word number i."""
+    """Return u in [0, 1) of 24 bits, float32, from word number i."""
     return mul(np.float32(random_word(key_low, key_high, i) >> np.uint64(8)), np.float32(2.0**-24))
 
 
@@ -52,7 +55,7 @@ def random_words(queue: Queue, key_low: int, key_high: int, block: int, words: D
 
 
 def strata(queue: Queue, key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
-    """words: not used here; each thread draws its own."""
+    """Write the indices of `strata` of kernels/random.py. `words` is not used: each thread draws its own."""
     queue.launch(draw_strata, indices.size, THREADS, int(key), begin, kept, count, indices)
 
 

@@ -1,7 +1,8 @@
-"""Decoders of indices on the device: the kernels of rice.py and gaps.py. 64-bit words are handled as pairs of 32-bit ones.
+"""Decoders of indices on the device: the kernels of kernels/rice.py and kernels/gaps.py.
 
-A scan of one_bits numbers the codes, each word emits its own, and a scan of the low bits completes them. Tiles are TILE codes,
-or as many words. Decoders read a section whole, which the CPU has proved: they take no cursor.
+A scan of the one bits of each word numbers the codes, each word emits its codes, and a scan of the low bits completes
+them. A tile is TILE codes or words. A 64-bit word is a pair of 32-bit words. The CPU has checked the section, and the
+decoders read it whole, without a cursor.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ def gap_of(indices: DeviceArray, i: int) -> Any:
 
 @device
 def low_at(lows: DeviceArray, bit: int, r: int) -> Any:
-    """The r bits of lows from `bit` on; r <= 32."""
+    """Return the r bits of lows from `bit` on; r <= 32."""
     pair = np.uint64(lows[bit >> 5]) | (np.uint64(lows[(bit >> 5) + 1]) << np.uint64(32))
     return np.int64((pair >> np.uint64(bit & 31)) & np.uint64((1 << r) - 1))
 
@@ -57,7 +58,7 @@ def total_ones(unary: DeviceArray, totals: Written) -> None:
 
 @kernel
 def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: Written) -> None:
-    """indices[j] = (zeros before the one of code j) << r, + j: what they are but for the low bits; r < 0: the zeros."""
+    """Set indices[j] = ((zeros before the one bit of code j) << r) + j, which lacks the low bits; r < 0: the zeros."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         end = min(begin + ITEMS, unary.size)
@@ -89,7 +90,7 @@ def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
 
 @kernel
 def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indices: Written) -> None:
-    """indices[i] += sum of the low bits up to i; fresh: as if it had been i."""
+    """Add the sum of the low bits up to code i to indices[i]; fresh: to i instead."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         end = min(begin + ITEMS, indices.size)
@@ -104,12 +105,14 @@ def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indice
 
 
 def rice_decode(queue: Queue, lows: DeviceArray, unary: DeviceArray, r: int, indices: DeviceArray) -> None:
+    """Decode a checked section of Rice to indices, uint32[kept]."""
     place_codes(queue, unary, r, indices)
     if r:
         _add_lows(queue, lows, r, False, indices)
 
 
 def place_codes(queue: Queue, unary: DeviceArray, r: int, out: DeviceArray) -> None:
+    """Do `emit_codes` for a whole unary stream."""
     unary = unary.view(np.uint32)
     tiles = -(-unary.size // TILE)
     totals = tile_totals(queue, tiles)
@@ -128,4 +131,5 @@ def _add_lows(queue: Queue, lows: DeviceArray, r: int, fresh: bool, indices: Dev
 
 
 def fixed_decode(queue: Queue, words: DeviceArray, width: int, indices: DeviceArray) -> None:
+    """Decode a checked section of Fixed to indices, uint32[kept]."""
     _add_lows(queue, words, width, True, indices)

@@ -1,4 +1,4 @@
-"""The scan of tile totals: by the last block of the kernel that makes them, or by kernels of its own, for many of them."""
+"""Scans of tile totals: in the last block of the kernel that makes them or, for many totals, in their own kernels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ SCAN_CHUNK = THREADS * SCAN_ITEMS
 
 @device
 def scan_all(totals: DeviceArray) -> Any:
-    """totals[i] = the sum of totals[:i], the last entry that of all others, which is returned; by one block."""
+    """Set totals[i] = the sum of totals[:i], and return the last entry, the sum of all others. One block calls it."""
     size = totals.size - 1
     each = (size + THREADS - 1) // THREADS
     begin = min(cuda.threadIdx.x * each, size)
@@ -31,7 +31,7 @@ def scan_all(totals: DeviceArray) -> Any:
 
 @kernel
 def scan_chunks(totals: Written, sums: Written) -> None:
-    """An exclusive scan of each chunk of totals, in place; the chunk's sum to sums."""
+    """Scan each chunk of totals exclusively, in place, and write the chunk's sum to sums."""
     for chunk in range(cuda.blockIdx.x, sums.size, cuda.gridDim.x):
         begin = chunk * SCAN_CHUNK + cuda.threadIdx.x * SCAN_ITEMS
         end = min(begin + SCAN_ITEMS, totals.size)
@@ -54,7 +54,7 @@ def shift_chunks(totals: Written, sums: DeviceArray) -> None:
 
 
 def scan(queue: Queue, totals: DeviceArray, level: int = 0) -> None:
-    """totals[i] = the sum of totals[:i], for uint64 of any number: chunks, then the sums of the chunks, and so on."""
+    """Set totals[i] = the sum of totals[:i], uint64 of any size: scan chunks, then the sums of chunks, and so on."""
     chunks = -(-totals.size // SCAN_CHUNK)
     sums = queue.scratch(f"sums of level {level}", chunks, np.uint64)
     queue.launch(scan_chunks, chunks, 1, totals, sums)
@@ -64,7 +64,7 @@ def scan(queue: Queue, totals: DeviceArray, level: int = 0) -> None:
 
 
 def tile_totals(queue: Queue, tiles: int, name: str = "totals") -> DeviceArray:
-    """uint64[tiles + 1] for a kernel that writes one total a tile; after `scan` the last entry is the sum of all."""
+    """Return uint64[tiles + 1] for a kernel that writes one total a tile. After `scan` the last entry is their sum."""
     totals = queue.scratch(name, tiles + 1, np.uint64)
     queue.zero(totals[tiles:])
     return totals

@@ -1,11 +1,15 @@
-"""Top-k selection on the device: the kernels of select.py, and the same fused with the sum of error feedback.
+"""Top-k selection on the device: the kernels of kernels/select.py, alone and fused with the sum of error feedback.
 
-A compaction reads the array once and writes one bit a value (the *masks*) and one total a tile; the last block scans the
-totals. A second kernel walks the set bits only and writes them where they belong: rising, whatever ran first. The
-totals count keys above in their low half and keys equal in their high half, so one scan does for ties too.
+How it works
+1. A compaction reads the array once. It writes one bit a value (the *masks*) and one total a tile, and the last block
+   scans the totals. The totals count keys above the threshold in their low half and keys equal to it in their high
+   half, so one scan serves ties too.
+2. A second kernel walks the set bits only, and writes the values to their places, in rising order, whichever block
+   runs first.
+3. A search for the key of rank k goes digit by digit: the last block of each kernel that counts a digit picks it.
+4. All findings are in the record (kernels/record.py), where the next kernel reads them. The host reads none of them.
 
-Keys are bits & key_mask. A search for the key of rank k goes by its digits: the last block of each kernel that counts a
-digit picks it. All that is found lies in the record (kernels/record.py), where the next kernel reads it; the host knows none.
+A key is bits & key_mask.
 """
 
 from typing import Any
@@ -46,8 +50,11 @@ def clear_bins(bins: DeviceArray) -> None:
 
 @device
 def pick_digit(bins: DeviceArray, search: int, digit: int, k: int, record: DeviceArray, done: DeviceArray) -> None:
-    """Adds a block's bins to those of all; the last block appends the digit of the key of rank k to record[search], and adds
-    the keys above it to record[search + 1]. Where there is no rank k, nothing changes."""
+    """Add a block's bins to those of all blocks, and let the last block pick the digit.
+
+    The last block appends the digit of the key of rank k to record[search], and sets record[search + 1] to the number
+    of keys above. If there are fewer than k keys, nothing changes.
+    """
     bin_mask = 2047 if digit == 0 else 1023
     base = COUNTS + (digit if search == SAMPLE else DIGITS + digit) * BINS
     cuda.syncthreads()
@@ -110,7 +117,13 @@ def _hits(four: Four, key_mask: Any, least: Any) -> Any:
 
 
 def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
-    """The two kernels that read a whole array, for one way to read it: four values, four that can be loaded at once, one."""
+    """Make the two kernels that read a whole array.
+
+    Args:
+        read4: reads four values at any place.
+        read4_inside: reads four values that can be loaded at once.
+        read: reads one value.
+    """
 
     @kernel
     def sample(
@@ -135,7 +148,10 @@ def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
         arrays: LastWritten, size: int, key_mask: int, k: int, room: int,
         masks: Written, totals: Written, record: Written, done: Written, wide: bool,
     ) -> None:  # fmt: skip
-        """Keys from the sample's on. Fewer than k that are not all, or more than there is room for: the sample misled."""
+        """Mark the keys from the sample's threshold on.
+
+        If they are more than `room`, or fewer than k though smaller keys are left, the sample misled.
+        """
         words = cuda.shared.array(THREADS, np.uint32)
         t = cuda.threadIdx.x
         smallest = key_mask & -key_mask
@@ -183,7 +199,7 @@ def emit_candidates(
     bits: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray,
     indices: Written, kept: Written, record: Written, done: Written,
 ) -> None:  # fmt: skip
-    """All that are marked, unless the sample misled; the first digit of the key of rank k among them."""
+    """Write all marked values, unless the sample misled, and find the first digit of the key of rank k among them."""
     bins = cuda.shared.array(BINS, np.uint32)
     clear_bins(bins)
     tiles = 0 if record[MISLED] else totals.size - 1
@@ -207,7 +223,10 @@ def emit_candidates(
 def histogram(
     bits: DeviceArray, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
 ) -> None:
-    """Counts `digit`, 0 to 2, of keys that have the digits found so far. The last record[SHORT] of bits are none."""
+    """Count `digit`, 0 to 2, of the keys that begin with the digits found so far.
+
+    The last record[SHORT] entries of bits are unused.
+    """
     bins = cuda.shared.array(BINS, np.uint32)
     clear_bins(bins)
     shift = np.uint32(20 - 10 * digit)
@@ -225,7 +244,7 @@ def histogram(
 
 @device
 def last_of(record: DeviceArray, k: int) -> tuple[Any, Any]:
-    """(key of rank k, how many equal to it are kept: none of zero)"""
+    """Return (key of rank k, the number of equal keys that are kept: none if the key is zero)."""
     return record[LAST], k - record[LAST + 1] if record[LAST] > 0 else 0
 
 
@@ -260,7 +279,7 @@ def mark_kept(
         cuda.syncthreads()
         word = words[t]
         masks[tile * THREADS + t] = word
-        # A thread's ties need not be in its word; the sums of both are the block's.
+        # The ties that a thread counts need not be in its word, but the sums over the block agree.
         _, total = block_scan(np.uint64(cuda.popc(word)) + equal * np.uint64(0xFFFFFFFF))
         if t == 0:
             totals[tile] = total
@@ -275,7 +294,10 @@ def emit_kept(
     bits: DeviceArray, places: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray, record: DeviceArray,
     indices: Written, kept: Written,
 ) -> None:  # fmt: skip
-    """places: where bits come from, empty for from where they are."""
+    """Write the kept values and their indices, in rising order.
+
+    places: the index of each entry of bits; empty: its own place.
+    """
     threshold, ties = last_of(record, k)
     above, tied, mask = np.uint32(threshold), ties > 0, np.uint32(key_mask)
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
@@ -316,7 +338,7 @@ def gather(source: DeviceArray, places: DeviceArray, out: Written) -> None:
 
 @kernel
 def search_for(threshold: int, k: int, record: Written) -> None:
-    """All above a threshold that is known: as if it were the key of rank k, with k above it."""
+    """Record a known threshold as the key of rank k with k keys above it: then all keys above it are kept."""
     record[LAST] = threshold
     record[LAST + 1] = k
 
@@ -326,9 +348,10 @@ def top_of_each(
     arrays: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
     room: int, record: Written, done: Written, wide: bool,
 ) -> None:  # fmt: skip
-    """The sum, and the k largest of each block of it, rising, from slots[k * its number] on; totals: how many they are.
+    """Make the sum, and write the k largest of each block of values, in rising order, from slots[k * its number] on.
 
-    A block of values is one of threads': its sums are still in a cache when they are read again.
+    totals: gets the number of values of each block. One block of threads has one block of values, so its sums are still
+    in a cache when it reads them again.
     """
     bins = cuda.shared.array(BINS, np.uint32)
     state = cuda.shared.array(2, np.int32)
@@ -407,7 +430,7 @@ def top_of_each(
 def close_up(
     slots: DeviceArray, patterns: DeviceArray, k: int, totals: DeviceArray, indices: Written, kept: Written
 ) -> None:
-    """Pairs of blocks one after the other: where values are zero, a block has fewer than k."""
+    """Move the pairs of all blocks together: a block with many zeros has fewer than k."""
     for i in range(cuda.grid(1), slots.size, cuda.gridsize(1)):
         number = i // k
         place = np.int64(totals[number]) + i - number * k
@@ -426,7 +449,18 @@ def top_sampled(
     kept: DeviceArray,
     record: DeviceArray,
 ) -> None:
-    """The k largest keys in two reads of a Sum, which is then made, or of an array of patterns; indices, kept: uint32[k]."""
+    """Select the k largest keys in two reads, with a sample that may mislead.
+
+    Args:
+        queue: the queue of the device.
+        source: a Sum, which is made, or an array of bit patterns, uint32.
+        plan: the `SamplePlan`.
+        k: the number of values.
+        key_mask: the bits that a key has.
+        indices: uint32[k], gets the rising indices.
+        kept: uint32[k], gets the patterns of the values.
+        record: gets MISLED, and MISSING, the number of values fewer than k.
+    """
     if isinstance(source, Sum):
         sample, mark, arrays, is_wide, bits = (
             sample_sum, mark_sum, tuple(source), wide_sum(source), source.sums.view(np.uint32)
@@ -440,7 +474,7 @@ def top_sampled(
     queue.launch(
         sample, keys.size, 4 * THREADS, arrays, plan.group_lines, plan.rank, key_mask, keys, record, done, is_wide
     )
-    # Its last digit is left zero: the threshold only has to lie a little below rank k.
+    # The last digit of the threshold stays zero: it only has to lie a little below rank k.
     queue.launch(histogram, keys.size, 16 * THREADS, keys, SAMPLE, 1, key_mask, plan.rank, record, done, wide(keys))
     queue.launch(mark, tiles, 1, arrays, bits.size, key_mask, k, plan.room, masks, totals, record, done, is_wide)
     queue.launch(emit_candidates, tiles, 1, bits, key_mask, k, masks, totals, places, patterns, record, done)
@@ -454,7 +488,7 @@ def top_sampled(
 def top(
     queue: Queue, bits: DeviceArray, k: int, key_mask: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
 ) -> None:
-    """The same in five reads, whatever the data."""
+    """Select the k largest keys in five reads, whatever the data. Arguments as in `top_sampled`."""
     for digit in (0, 1, 2):
         queue.launch(histogram, bits.size, 16 * THREADS, bits, LAST, digit, key_mask, k, record, queue.done, wide(bits))
     _keep(queue, bits, bits[:0], key_mask, k, indices, kept, record)
@@ -473,7 +507,10 @@ def _keep(
 def top_of_blocks(
     queue: Queue, addends: Sum, k: int, block: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
 ) -> None:
-    """The sum, and compact_blocks of its bits; indices, kept: uint32 for all that blocks may keep."""
+    """Make the sum, and do compact_blocks on its bits.
+
+    indices, kept: uint32, with room for all values that the blocks may keep.
+    """
     blocks = -(-addends.sums.size // block)
     slots, patterns = (queue.scratch(f"{name} of blocks", blocks * k, np.uint32) for name in ("places", "bits"))
     totals = queue.scratch("totals", blocks + 1, np.uint64)
@@ -489,7 +526,7 @@ ALL_KEYS = 0x7FFFFFFF
 
 
 def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
-    """Waits."""
+    """Return the number of keys > `above`. Waits for the device."""
     record = queue.record()
     masks, totals = _marks(queue, bits.size)
     queue.launch(search_for, 1, THREADS, above, bits.size, record)
@@ -502,13 +539,13 @@ def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
 def compact_above(
     queue: Queue, bits: DeviceArray, above: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
 ) -> None:
-    """All keys above; indices, kept: uint32 for as many as there are."""
+    """Write all keys > `above`. indices, kept: uint32, with room for all of them."""
     queue.launch(search_for, 1, THREADS, above, indices.size, record)
     _keep(queue, bits, bits[:0], ALL_KEYS, indices.size, indices, kept, record)
 
 
 def take(queue: Queue, source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
-    """out[i] = source[places[i]]."""
+    """Set out[i] = source[places[i]]."""
     queue.launch(gather, places.size, THREADS, source, places, out)
 
 

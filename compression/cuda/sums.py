@@ -1,4 +1,4 @@
-"""The sum of error feedback, residual and update, as other kernels read it: it is written where it is read, once."""
+"""The sum of error feedback, decay * residual + update: the kernel that first reads a value of it also writes it."""
 
 from typing import Any
 
@@ -28,6 +28,7 @@ from narrows.compression.kernels.sums import Sum
 
 
 def wide_sum(addends: Sum) -> bool:
+    """Return whether four values of the sum can be read and written at once (`wide`)."""
     return wide(addends.residual, addends.update, addends.sums)
 
 
@@ -59,7 +60,7 @@ def four_bits(four: Four) -> Four:
 
 @device
 def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
-    """decay * residual + update for arrays (residual, decay, update, sums), once it is in sums; see load4."""
+    """Write four sums of the arrays (residual, decay, update, sums), and return them. i and wide as in load4."""
     four = _sum4(load4(arrays[0], i, wide), arrays[1], load4(arrays[2], i, wide))
     store4(arrays[3], i, four, wide)
     return four
@@ -67,7 +68,7 @@ def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
 
 @device
 def sum4_inside(arrays: Any, i: int) -> Four:
-    """The same where four values can be loaded at once."""
+    """Do sum4_at for four values that can be loaded at once."""
     four = _sum4(vector_load(arrays[0], i), arrays[1], vector_load(arrays[2], i))
     vector_store(arrays[3], i, four)
     return four
@@ -82,8 +83,10 @@ def sum_at(arrays: Any, i: int) -> Any:
 
 @device
 def sum_range(arrays: Any, begin: int, end: int, wide: bool) -> Any:
-    """The sums of [begin, end), by a block, begin a multiple of 4; the largest key that this thread saw. end: a multiple of 4,
-    or of all."""
+    """Write the sums of [begin, end), by one block; return the largest key that this thread saw.
+
+    begin is a multiple of 4, and end a multiple of 4 or the size of the array.
+    """
     own = np.uint32(0)
     for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
         own = largest_of(sum4_at(arrays, i, wide), own)
@@ -92,7 +95,7 @@ def sum_range(arrays: Any, begin: int, end: int, wide: bool) -> Any:
 
 @device
 def take_strided(sums: DeviceArray, phase: int, stride: int, begin: int, end: int, chosen: DeviceArray) -> None:
-    """chosen[i] = sums[phase + i * stride] for begin <= i < end, by a block."""
+    """Set chosen[i] = sums[phase + i * stride] for begin <= i < end, by one block."""
     for i in range(begin + cuda.threadIdx.x, end, THREADS):
         chosen[i] = sums[phase + i * stride]
 
@@ -103,7 +106,7 @@ def sum_into(arrays: LastWritten, wide: bool) -> None:
         sum4_at(arrays, i, wide)
 
 
-STRIDED_TILE = 4 * THREADS  # values of a turn that a block has in hand
+STRIDED_TILE = 4 * THREADS  # values of a turn that a block takes at a time
 
 
 @kernel
@@ -121,11 +124,11 @@ def sum_strided_into(
 
 
 def sum_of(queue: Queue, addends: Sum) -> None:
-    """sums[i] = decay * residual[i] + update[i]."""
+    """Set sums[i] = decay * residual[i] + update[i]."""
     queue.launch(sum_into, addends.sums.size, 4 * THREADS, tuple(addends), wide_sum(addends))
 
 
 def sum_strided(queue: Queue, addends: Sum, phase: int, stride: int, chosen: DeviceArray, record: DeviceArray) -> None:
-    """The same, and chosen[i] = sums[phase + i * stride]; the largest key of all sums."""
+    """Do `sum_of`, set chosen[i] = sums[phase + i * stride], and raise record[LARGEST] to the largest key of a sum."""
     size, span = addends.sums.size, STRIDED_TILE * stride
     queue.launch(sum_strided_into, size, span, tuple(addends), phase, stride, chosen, record, wide_sum(addends))

@@ -1,8 +1,9 @@
-"""The value codings on the device: the kernels of values.py, bit for bit (but for the payload bits of NaN results).
+"""The value codings on the device: the kernels of kernels/values.py, bit for bit except for the payload bits of NaN.
 
-A coding is two device functions. value4 gives four decoded values out of its arrays, encode_tile codes a tile of values.
-`coding` makes of them three ways to use what is coded, and three to code. They are fused: what is decoded never visits memory,
-and a sum is made, coded, and freed of what was coded, while it is in a cache. Every thread takes four neighbours at a time.
+A coding is two device functions: `value4` decodes four values, `encode_tile` codes a tile of values. `coding` makes six
+kernels of them: decode, add, scatter_add, and encode of values, of a sum and of a stride of a sum. The kernels are
+fused. Decoded values never go to memory. A sum is made, coded, and reduced by the coded values while it is in a cache.
+Each thread takes four neighbours at a time.
 """
 
 import math
@@ -34,17 +35,24 @@ from narrows.compression.kernels.record import LARGEST, MISSING
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
-LANES = 8  # threads that share a block of values and its scale: neighbours in memory are neighbours in time
-COPY_TILE = 4 * THREADS  # values of the codings that know no blocks
+LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together
+COPY_TILE = 4 * THREADS  # the tile of codings without blocks
 
 
 class Coding(NamedTuple):
-    """Kernels, and how many values a block of threads has in hand. coded: arrays of the sections.
+    """The kernels of a value coding.
 
-    decode(coded, out, wide), add(coded, weight, out, wide), scatter_add(coded, indices, weight, record, out, wide);
-    encode(values, extra, coded, record, wide) of values; encode_sum(addends, extra, coded, record, wide) of a sum, from which
-    what was coded is subtracted; encode_strided(addends, phase, stride, chosen, extra, coded, record, wide) of every stride-th
-    value of a sum, likewise. extra: (1 if codes are rounded at random, the two halves of the key).
+    `coded` is a tuple with the array of each section. `extra` is (1 if codes are rounded at random, the two halves of
+    the key).
+
+    Attributes:
+        decode: (coded, out, wide).
+        add: (coded, weight, out, wide).
+        scatter_add: (coded, indices, weight, record, out, wide).
+        encode: (values, extra, coded, record, wide).
+        encode_sum: (addends, extra, coded, record, wide): encodes a sum, and subtracts the coded values from it.
+        encode_strided: (addends, phase, stride, chosen, extra, coded, record, wide): does so for every stride-th value.
+        tile: the values that a block of threads codes at a time.
     """
 
     decode: Any
@@ -58,7 +66,7 @@ class Coding(NamedTuple):
 
 @device
 def weighted(old: Four, weight: float, four: Four) -> Four:
-    """old + weight * value, product and sum each rounded."""
+    """Return old + weight * value, product and sum each rounded to float32."""
     return (
         add(old[0], mul(weight, four[0])),
         add(old[1], mul(weight, four[1])),
@@ -68,8 +76,14 @@ def weighted(old: Four, weight: float, four: Four) -> Four:
 
 
 def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
-    """encode_tile(values, size, number, extra, coded, wide) codes values[number * tile :][: tile], of `size` in all, by a
-    block; it returns the largest key that this thread saw."""
+    """Make the kernels of a value coding.
+
+    Args:
+        value4: (coded, i, wide): returns values i to i + 3, i a multiple of 4.
+        encode_tile: (values, size, number, extra, coded, wide): a block of threads codes values[number * tile :][:
+            tile] of `size` values in all, and returns the largest key that this thread saw.
+        tile: the values of a tile.
+    """
 
     @kernel
     def decode(coded: Any, out: Written, wide: bool) -> None:
@@ -87,7 +101,7 @@ def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
     ) -> None:
         size = indices.size - record[MISSING]
         for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
-            # Indices rise, so no two are equal but those that load4 repeats beyond the end, which are not written.
+            # Indices rise, so they are distinct, except those that load4 repeats beyond the end: these are not written.
             p = load4(indices, i, wide)
             four = value4(coded, i, wide)
             for j in range(min(4, size - i)):
@@ -126,7 +140,7 @@ def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
             begin, end = number * tile, min((number + 1) * tile, chosen.size)
             take_strided(sums, phase, stride, begin, end, chosen)
             cuda.syncthreads()
-            if begin < end:  # alike for all threads
+            if begin < end:  # the same in all threads of the block
                 encode_tile(chosen, chosen.size, number, extra, coded, wide)
                 cuda.syncthreads()
             for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
@@ -147,7 +161,7 @@ def fp32_value4(coded: Any, i: int, wide: bool) -> Four:
 def fp16_value(half: Any) -> Any:
     pattern = np.uint32(half)
     key = pattern & np.uint32(0x7FFF)
-    # See values.py: the exponent is 112 too low, and the product is exact.
+    # As in kernels/values.py: the exponent is 112 too low, and the product is exact.
     value = mul(float_of(np.uint32(key << np.uint32(13))), np.float32(2.0**112))
     special = np.uint32(0x7F800000) if key >= np.uint32(0x7C00) else np.uint32(0)
     sign = (pattern & np.uint32(0x8000)) << np.uint32(16)
@@ -229,7 +243,7 @@ def _copier(code: Any) -> Any:
         own = np.uint32(0)
         for i in range(number * COPY_TILE + 4 * cuda.threadIdx.x, min((number + 1) * COPY_TILE, size), 4 * THREADS):
             four = load4(values, i, wide)
-            for j in range(min(4, size - i)):  # what lies beyond is not looked at
+            for j in range(min(4, size - i)):  # without the repeated values beyond the end
                 own = np.uint32(max(own, key_of(four[j])))
             store4(coded[0], i, (code(four[0]), code(four[1]), code(four[2]), code(four[3])), wide)
         return own
@@ -239,7 +253,7 @@ def _copier(code: Any) -> Any:
 
 @device
 def code_of(value: float, scale: float, limit: float, extra: Any, i: int) -> Any:
-    """value / scale to nearest even, or floor(value / scale + u of word i); within -limit..limit."""
+    """Return value / scale to nearest even, or floor(value / scale + u of word i), clamped to -limit..limit."""
     code = value / scale
     if extra[0]:
         code = np.float32(math.floor(add(np.float32(code), unit_of(extra[1], extra[2], i))))
@@ -256,7 +270,7 @@ def store_int8(codes: DeviceArray, i: int, four: Four, wide: bool) -> None:
 
 @device
 def store_int4(nibbles: DeviceArray, i: int, four: Four, wide: bool) -> None:
-    """Codes of values beyond the end are dropped; a nibble that is none is zero."""
+    """Store four codes in two bytes. Bytes beyond the end are dropped; a spare nibble is zero."""
     byte = i >> 1
     nibbles[byte] = np.uint8((four[0] & 15) | ((four[1] & 15) << 4))
     if byte + 1 < nibbles.size:
@@ -264,7 +278,7 @@ def store_int4(nibbles: DeviceArray, i: int, four: Four, wide: bool) -> None:
 
 
 def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[Any, int]:
-    """encode_tile of codes with a bf16 scale per `block` values, and its tile: LANES threads have a block in hand."""
+    """Return `encode_tile` of codes with a bf16 scale per `block` values, and its tile. LANES threads code a block."""
     limit = np.float32(code_max)
     in_hand = THREADS // LANES
 
@@ -327,7 +341,7 @@ def find_largest(values: DeviceArray, largest: Written, wide: bool) -> None:
 
 
 def largest_key(queue: Queue, values: DeviceArray) -> int:
-    """Waits."""
+    """Return the largest key of values, float32. Waits for the device."""
     largest = queue.zeroed("largest", 1)
     queue.launch(find_largest, values.size, 4 * THREADS, values, largest, wide(values))
     return int(queue.read(largest)[0])
@@ -336,7 +350,7 @@ def largest_key(queue: Queue, values: DeviceArray) -> int:
 def encode_with(
     queue: Queue, coding: Coding, values: DeviceArray, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
 ) -> None:
-    """The last record[MISSING] of values are none."""
+    """Encode values. The last record[MISSING] of them are unused."""
     queue.launch(coding.encode, values.size, coding.tile, values, extra, coded, record, wide(values, *coded))
 
 
@@ -370,7 +384,7 @@ def scatter_add_with(
     queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray,
     record: DeviceArray,
 ) -> None:  # fmt: skip
-    """The last record[MISSING] of indices are none."""
+    """Set out[indices] += weight * decoded values. The last record[MISSING] indices are unused."""
     is_wide = wide(*coded, indices)
     queue.launch(
         coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, out, is_wide

@@ -1,9 +1,9 @@
-"""narrows.compression.device: error feedback and coding where the arrays are, on a GPU.
+"""narrows.compression.device: error feedback and coding of arrays on a GPU.
 
 kernels = kernels_for("cuda:0")
 feedback = DeviceErrorFeedback(kernels, parse("topk:0.01+int8"), count)
-payload = feedback.encode(update)            # a tensor of the device
-accumulate(kernels, payload, weight, state)
+payload = feedback.encode(update)            # update: a tensor on the device
+accumulate(kernels, payload, weight, state)  # state: likewise
 """
 
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode

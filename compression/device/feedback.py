@@ -1,11 +1,26 @@
-"""Error feedback where the arrays are: on a GPU, or wherever kernels_for() has kernels for. Only payloads cross PCIe.
+"""Error feedback on a GPU, or on any device for which kernels_for() has kernels. Only payloads cross PCIe.
+
+How it works
+
+    update, residual ──> sum ──> selection ──> codes ──> sections ──┐    kernels on the caller's stream
+                          │                      │                  │
+                          └── minus the decoded values: the residual│    beside it, on a stream of its own:
+                                                                    └──> page-locked memory, with the record
+
+1. The kernels add residual and update, select and code values, and write their findings to a record on the device
+   (kernels/record.py): the largest key, the number of kept values, the chosen index coding.
+2. `_fetch` (the host knows all sizes) or `_land` (the record has them) begins the copy to the host. Meanwhile the
+   device subtracts the coded values from the sum.
+3. `_told` waits once for the copy, reads the record, and writes the header.
+4. If the sample of a top-k misled, steps 1 to 3 are repeated without a sample. If a value is not finite, the residual
+   stays as it was: the sum was made in another buffer.
 
 Rules
-- Payloads are byte for byte the CPU's. Headers, layouts and checks are those of payload.py and the codings' own objects;
-  what is written here is only the order of kernels.
-- Arrays are float32[count], contiguous, with a __cuda_array_interface__ (torch's CUDA tensors have one), and of the kernels'
-  device. Work goes to the caller's stream, where it follows what the caller has put there.
-- This module imports anywhere; what it does needs kernels.
+- Payloads are byte for byte those of the CPU. Headers, layouts and checks are in payload.py and in the codings; this
+  file has only the order of kernels.
+- Arrays are float32[count], contiguous, on the device of the kernels, with a __cuda_array_interface__, as torch's CUDA
+  tensors have. Work is queued on the caller's stream, after the work that the caller has queued there.
+- The module can be imported on any machine; its functions need kernels.
 """
 
 from collections.abc import Callable
@@ -49,19 +64,18 @@ from narrows.compression.value_codings import Section, Sectioned, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 RECORD_BYTES = 8 * TOLD
-BODY = RECORD_BYTES + HEADER_BYTES  # where the body of a payload lies behind a record
+BODY = RECORD_BYTES + HEADER_BYTES  # the offset of a payload's body in staging memory: record, header, body
 FP32_SECTIONS = (Section(np.float32, 1, 1),)
 
 
 class PendingEncode(NamedTuple):
-    """A record and a payload on their way to `lent`. room: values that are kept at most; indices: wire id and parameter, None
-    where the record tells; landed: a kernel writes as many bytes as there are."""
+    """A record and a payload on their way to the host."""
 
-    landing: Any
-    lent: memoryview
-    room: int
-    indices: tuple[int, int] | None
-    landed: bool = False
+    landing: Any  # the copy under way
+    lent: memoryview  # staging memory, its target
+    room: int  # the largest number of values that may be kept
+    indices: tuple[int, int] | None  # wire id and parameter of the index coding; None: the record has them
+    landed: bool = False  # a kernel writes the sections, and no byte more
 
 
 def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
@@ -72,11 +86,19 @@ def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
 
 
 class DeviceErrorFeedback:
-    """ErrorFeedback with the residual on the device of these kernels. Not for two threads at once.
+    """ErrorFeedback whose residual is on the device of its kernels. One thread at a time may use it.
 
-    Takes what ErrorFeedback takes, and where payloads are staged: feedbacks may share that. Device memory: 8 bytes a value
-    (the residual, and the buffer that its successor is built in, so that an update that is refused leaves it as it was), and
-    scratch that all streams of these kernels share: an eighth of a byte a value and some 35 bytes for each that is kept.
+    Device memory: 8 bytes a value, for the residual and the buffer of the next one, so that a refused update leaves the
+    residual as it was. All streams of the kernels share scratch memory: an eighth of a byte a value, and some 35 bytes
+    for each kept value.
+
+    Args:
+        kernels: from `kernels_for`.
+        compressor, count, decay, seed: as in `ErrorFeedback`.
+        staging: page-locked memory for payloads, which several feedbacks may share; None: its own.
+
+    Raises:
+        ValueError: `decay` is not from 0 to 1, or `count` values do not fit one payload.
     """
 
     def __init__(
@@ -103,10 +125,18 @@ class DeviceErrorFeedback:
         self.staging = staging or Staging(kernels)
 
     def encode(self, update: Any) -> memoryview:
-        """Payload of decay * residual + update, float32[count] on the device; what it does not carry becomes the residual.
+        """Encode decay * residual + update. What the payload leaves out becomes the residual.
 
-        The payload is pinned host memory (not with lz4), and stays as it is as long as anyone holds it. NonFiniteError (lossy
-        compressors) for NaN or infinity in update, or in the sum, leaves the residual as it was.
+        Args:
+            update: float32[count], contiguous, on the device. It is not changed.
+
+        Returns:
+            The payload. Without lz4 it is page-locked host memory, which does not change while anyone refers to it.
+
+        Raises:
+            NonFiniteError: the compressor is lossy, and the update or the sum holds NaN or infinity. The residual stays
+                as it was.
+            TypeError, ValueError: the update has another dtype, shape or size.
         """
         with self.kernels.active():
             return self._encode(update)
@@ -124,7 +154,7 @@ class DeviceErrorFeedback:
             self._successor = self._zeros()
         addends = Sum(self.residual, self.decay, update, self._successor)
         told, finish = self._coded(addends, sampled=True)
-        if told[MISLED]:  # nothing was kept, and the sum is there
+        if told[MISLED]:  # the sample misled: no value was kept
             self.kernels.counts["misled"] += 1
             told, finish = self._coded(addends, sampled=False)
         if told[LARGEST] >= INFINITY_KEY:
@@ -134,29 +164,29 @@ class DeviceErrorFeedback:
         return finish()
 
     def encode_parts(self, update: Any) -> Parts:
-        """As `encode`: one part, for what is sent is a copy in any case."""
+        """Encode, and return one part: the payload is a copy in any case."""
         return [self.encode(update)]
 
     def change(self, compressor: Compressor) -> None:
-        """Goes on with another compressor; the residual stays, and a lossless one sends it with its next update."""
+        """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""
         self.compressor = _chain(compressor)
         if self.residual is None and not self.compressor.lossless:
             self.residual = self._zeros()
 
     def restore(self, payload: Payload, weight: float = 1.0) -> None:
-        """Gives `weight` of a payload that was definitely refused back to the residual, to be sent with the next."""
+        """Add weight * payload to the residual, as `ErrorFeedback.restore` does."""
         if self.residual is None:
             self.residual = self._zeros()
         accumulate(self.kernels, payload, weight, self.residual)
 
     def state_dict(self) -> State:
-        """Copies on the host, as ErrorFeedback's, which can take them over."""
+        """Return copies on the host, in the form of `ErrorFeedback.state_dict`, which can load them."""
         with self.kernels.active():
             residual = {} if self.residual is None else {"residual": self.kernels.read(self.residual)}
         return memory_state(self.memory) | residual
 
     def load_state_dict(self, state: State) -> None:
-        """Takes over a residual kept anywhere; ValueError, with nothing changed, for one of another size."""
+        """Load a saved state, of the host or of a device. Raises ValueError for another size; then nothing changes."""
         residual = restored(state, "residual", self.count)
         self.residual = None if residual is None and self.compressor.lossless else self._zeros()
         if self.residual is not None and residual is not None:
@@ -176,8 +206,15 @@ class DeviceErrorFeedback:
         return residual
 
     def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:
-        """The record, and the payload of the sum, which is made. The values that it carries are taken out of the sum while it
-        crosses to the host. sampled: whether a sample may choose a threshold."""
+        """Make the sum and code it. While the payload crosses to the host its values are subtracted from the sum.
+
+        Args:
+            addends: residual, decay and update, and the buffer of the sum.
+            sampled: a sample may choose the threshold of a top-k.
+
+        Returns:
+            The record, and a function that finishes the payload.
+        """
         reducer = self.compressor.reducer
         if reducer is None or self.count <= DENSE_COUNT_MAX:
             return self._told(self._all(addends))
@@ -188,14 +225,14 @@ class DeviceErrorFeedback:
         return self._told(self._selected(reducer, addends, sampled))
 
     def _all(self, addends: Sum) -> PendingEncode:
-        """Every value, coded as it is summed."""
+        """Code all values in the kernel that sums them."""
         record, coded = self.kernels.record(), self._arena(self.count).parts
         if self.count:
             self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
         return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
 
     def _strided(self, reducer: Cycle, addends: Sum) -> PendingEncode:
-        """Cycle.reduce, coded as it is summed."""
+        """Do Cycle.reduce, and code its values in the kernel that sums them."""
         phase = self.memory.step % reducer.stride
         kept = stride_count(phase, reducer.stride, self.count)
         record, coded = self.kernels.record(), self._arena(kept).parts
@@ -204,7 +241,7 @@ class DeviceErrorFeedback:
         return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
 
     def _random(self, reducer: RandomK, addends: Sum) -> PendingEncode:
-        """RandomK.reduce, unscaled."""
+        """Do RandomK.reduce, unscaled, and code its values."""
         kernels, kept = self.kernels, reducer.kept_max(self.count)
         words = np.empty(RANDOM_BLOCK, np.uint32)
         cpu.random_words(*self.memory.key, 0, words)
@@ -219,14 +256,17 @@ class DeviceErrorFeedback:
         return way
 
     def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> PendingEncode:
-        """TopK, BlockTopK, Threshold and CycleTop.reduce: the device alone knows which, and how long their codes are."""
+        """Do the reduce of TopK, BlockTopK, Threshold or CycleTop, and code its values.
+
+        Only the device knows which values are kept, and how long their codes are.
+        """
         kernels, sums = self.kernels, addends.sums
         bits, phase, stride, turns = sums.view(np.uint32), 0, 1, isinstance(reducer, CycleTop)
         below, room = 0, reducer.kept_max(self.count)
         if isinstance(reducer, Threshold):
             below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
             kernels.sum_of(addends)
-            room = kernels.count_above(bits, below)  # which waits: it may be any number
+            room = kernels.count_above(bits, below)  # waits for the device: the number may be anything
         record, count = kernels.record(), self.count
         if turns:
             phase, stride = self.memory.step % reducer.stride, reducer.stride
@@ -255,7 +295,18 @@ class DeviceErrorFeedback:
         return way
 
     def code(self, places: DeviceArray, kept: DeviceArray, count: int, strided: bool, record: DeviceArray) -> Arena:
-        """The sections of values and of indices, of which there may be as many as places: rising, below count."""
+        """Code kept values and their indices.
+
+        Args:
+            places: rising indices below `count`, uint32; record[MISSING] of them, at the end, are unused.
+            kept: the bit patterns of the values, uint32, likewise.
+            count: the number of values of the dense array.
+            strided: the indices are positions of a turn of CycleTop.
+            record: the record of this encode.
+
+        Returns:
+            The value sections, and the three parts of the index section.
+        """
         at_most = -(-indices_max_bytes(places.size, count) // 8) * 8 + 8
         sections = self._arena(places.size, [(np.uint8, at_most)] * 3)
         self.kernels.encode_as(self._name, kept.view(np.float32), self._extra, sections.parts[:-3], record)
@@ -288,7 +339,7 @@ class DeviceErrorFeedback:
     def _fetch(
         self, coded: Coded, kept: int, indices: tuple[int, int], record: DeviceArray | None = None
     ) -> PendingEncode:
-        """Copies, where the host knows all sizes."""
+        """Begin to copy sections to the host, if the host knows all sizes."""
         sources = [part.view(np.uint8) for part in coded if part.size]
         total = sum(part.nbytes for part in sources)
         lent = self.staging.lend(BODY + total)
@@ -305,7 +356,7 @@ class DeviceErrorFeedback:
         return PendingEncode(self.kernels.fetch(sources, targets), lent, kept, indices)
 
     def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> PendingEncode:
-        """As many bytes as there are, written by a kernel."""
+        """Begin to copy sections whose sizes only the device knows: a kernel writes exactly their bytes."""
         sizes = [(part.items * np.dtype(part.dtype).itemsize, part.per) for part in self._sections]
         spare = 3 - len(sizes)
         begins = sections.begins[:-3] + (0,) * spare + sections.begins[-3:]
@@ -316,7 +367,7 @@ class DeviceErrorFeedback:
         return PendingEncode(landing, lent, room, indices, landed=True)
 
     def _told(self, way: PendingEncode) -> tuple[list[int], Callable[[], memoryview]]:
-        """Waits, once. The record, and a function that makes the payload."""
+        """Wait for the copy. Return the record, and a function that finishes the payload."""
         self.kernels.counts["waits"] += 1
         way.landing.wait()
         record = np.frombuffer(way.lent, np.int64, TOLD)
@@ -354,14 +405,25 @@ def _chain(compressor: Compressor) -> Chain:
 
 
 def accumulate(kernels: Any, payload: Payload, weight: float, out: Any) -> None:
-    """out[i] = out[i] + float32(weight) * value[i] on the device, as payload.accumulate; the bytes are checked first."""
+    """Set out[i] = out[i] + float32(weight) * value[i] on the device, as payload.accumulate does.
+
+    Args:
+        kernels: from `kernels_for`.
+        payload: any C-contiguous buffer of the host. It is checked before anything is written.
+        weight: the factor, rounded to float32.
+        out: float32[count], contiguous, on the device.
+
+    Raises:
+        PayloadError: the payload is not valid for `count` values; `out` has not changed.
+        TypeError: `out` has another dtype or shape.
+    """
     with kernels.active():
         out = _device_floats(kernels, out, "out")
         _accumulate(kernels, open_payload(payload, out.size), np.float32(weight), out)
 
 
 def decode(kernels: Any, payload: Payload, out: Any) -> None:
-    """Writes all values into out, on the device: zero where a sparse payload has none; as payload.decode."""
+    """Write all values of a payload to `out`, float32[count] on the device. Errors as in `accumulate`."""
     with kernels.active():
         out = _device_floats(kernels, out, "out")
         opened = open_payload(payload, out.size)
@@ -375,7 +437,7 @@ def decode(kernels: Any, payload: Payload, out: Any) -> None:
 
 
 def add_raw(kernels: Any, raw: Payload, weight: float, out: Any) -> None:
-    """out += float32(weight) * values on the device, for bytes that are float32[count] and nothing else, as payload.add_raw."""
+    """Set out += float32(weight) * values for the bytes of a plain float32[count]. Errors as in `accumulate`."""
     with kernels.active():
         out = _device_floats(kernels, out, "out")
         values = raw_values(raw, out.size)
@@ -405,12 +467,12 @@ def _add(
 
 
 def _decoder_name(decode_kernel: Callable[..., None]) -> str:
-    """Kernels have one name on every device."""
+    """Return the name of a coding: its kernels have the same name on each device."""
     return decode_kernel.__name__.removeprefix("decode_")
 
 
 def _upload(kernels: Any, opened: CheckedPayload) -> tuple[str, Coded]:
-    """(name among DECODERS, the sections of the values)"""
+    """Copy the value sections to the device. Return the name of the coding and the sections there."""
     values: Any = opened.values
     if not hasattr(values, "decode"):
         return "fp32", (kernels.upload("fp32", values.values),)
@@ -419,8 +481,11 @@ def _upload(kernels: Any, opened: CheckedPayload) -> tuple[str, Coded]:
 
 
 def _non_finite(kernels: Any, addends: Sum) -> Exception:
-    """The error for whichever holds NaN or infinity; of both, it is the caller's. It is found on the device."""
-    kernels.sum_of(addends)  # of which values were taken out
+    """Make the error for an update or a sum with NaN or infinity; if both have some, for the update.
+
+    The device counts the values and finds the first by bisection.
+    """
+    kernels.sum_of(addends)  # make the sum again: coded values were subtracted from it
     for values in (addends.update, addends.sums):
         bits = values.view(np.uint32)
         wrong = kernels.count_above(bits, INFINITY_KEY - 1)

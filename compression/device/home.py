@@ -1,9 +1,9 @@
-"""Where the arrays of a child of a server live, and what is done with them there: on a device.
+"""`DeviceHome`: the home of a child's arrays on a device (compression/home.py has the interface).
 
 Rules
-- Arrays are what `zeros` makes, such as torch's tensors, and slices of them. Their bytes come and go as payloads; nothing else
-  crosses PCIe but what is asked for by name (`host`, `load`, `sampled`, `any`).
-- One thread uses it: what another has received stays bytes of the host until this one takes it.
+- Arrays are those that `zeros` makes, such as torch's tensors, and slices of them. Their values cross PCIe as payloads;
+  only `host`, `load`, `land`, `sampled`, `sampling`, `any` and `finite` copy anything else.
+- One thread uses a home. Bytes that another thread receives stay on the host until this thread reads them.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ A = TypeVar("A")
 
 
 class LandingSample(NamedTuple):
-    """A Sample that a copy brings to `bits`, pinned memory of the host."""
+    """A Sample that a copy brings to `bits`, page-locked memory of the host."""
 
     landing: Any
     bits: npt.NDArray[np.uint8]
@@ -42,12 +42,19 @@ class LandingSample(NamedTuple):
 
 
 class DeviceHome(Generic[A]):
-    """See Home. zeros(count): a new array, float32[count], of these kernels' device."""
+    """The home of arrays on a device. `Home` documents the methods."""
 
     def __init__(self, kernels: Any, zeros: Callable[[int], A], name: str) -> None:
+        """Make a home on the device of these kernels.
+
+        Args:
+            kernels: from `kernels_for`.
+            zeros: makes an array of zeros on the device, float32[count].
+            name: the name of the device.
+        """
         self.kernels, self.zeros, self.name = kernels, zeros, name
         self.staging = Staging(kernels)
-        self._coding: DeviceErrorFeedback | None = None  # of values that leave nothing behind
+        self._coding: DeviceErrorFeedback | None = None  # encodes for `code`, with decay 0: its residual never counts
 
     def empty(self, count: int) -> A:
         return self.zeros(count)
@@ -87,7 +94,7 @@ class DeviceHome(Generic[A]):
         self.add(piece, 1.0, out, origin)
 
     def raw_pieces(self, values: A, origin: int, cuts: Cuts) -> list[Piece]:
-        """Copies, in page-locked memory that stays as it is as long as a piece is there."""
+        """Return copies in page-locked memory, which does not change while a piece of it exists."""
         with self.kernels.active():
             bits = self._view(values).view(np.uint8)
             raw = self.staging.lend(bits.size)
@@ -145,14 +152,14 @@ class DeviceHome(Generic[A]):
         return found
 
     def landing(self, count: int) -> FloatArray:
-        """Page-locked."""
+        """Return zeros in page-locked memory, float32[count]."""
         with self.kernels.active():
             memory: FloatArray = self.kernels.pinned(max(4 * count, 1))[: 4 * count].view(np.float32)
         memory[:] = 0
         return memory
 
     def land(self, values: A, out: FloatArray) -> Landing:
-        """On a stream of its own, after what the caller's stream was given so far."""
+        """Begin to copy values on a stream of its own, after the work that the caller's stream has so far."""
         with self.kernels.active():
             landing: Landing = self.kernels.fetch([self._view(values).view(np.uint8)], [out.view(np.uint8)])
         return landing
@@ -162,8 +169,11 @@ class DeviceHome(Generic[A]):
             self.kernels.load(values, self._view(out))
 
     def warm_up(self) -> None:
-        """Compiles every kernel of the device, which takes seconds: before a run waits for this worker. RuntimeError where they
-        do not compute what the CPU's do."""
+        """Compile all kernels of the device, which takes seconds. Call this before a run waits for this worker.
+
+        Raises:
+            RuntimeError: a kernel does not compute the result of the CPU's kernel.
+        """
         count = 1 << 16
         update, out, wanted = self.zeros(count), self.zeros(count), np.zeros(count, np.float32)
         for spec, values in warm_up_updates(count):

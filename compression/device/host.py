@@ -1,7 +1,8 @@
-"""A device whose memory is the host's: the kernels of the CPU under the names of a GPU's (cuda/kernels.py).
+"""The CPU as a device: the kernels of the CPU under the names of a GPU's kernels (cuda/kernels.py).
 
-With it everything that a worker does on a GPU, but for the GPU's own kernels, runs at real sizes on machines without one. Its
-arrays are NumPy's, and views of torch's on the CPU. Fresh memory holds NaN, for a device's holds anything.
+With this device all code that a worker runs on a GPU, except the GPU's own kernels, runs at real sizes on machines
+without a GPU. Arrays are NumPy's, or views of torch's CPU tensors. Fresh memory holds NaN, since that of a GPU may hold
+anything.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from narrows.compression.payload import HEADER_BYTES
 from narrows.compression.value_codings import VALUE_CODINGS, Sectioned
 
 Coded = tuple[Any, ...]
-POISON = 0x7FC5  # of each 16 bits: as float32 a NaN
+POISON = 0x7FC5  # each 16 bits of fresh memory: read as float32, a NaN
 
-# How many of the last arguments of a kernel are written to.
+# The number of arguments, at the end, that a kernel writes to.
 OUTPUTS = {"count_above": 0, "largest_key": 0, "strided": 1, "stretch": 1, "random_words": 1}
 LOSSY = [coding for coding in VALUE_CODINGS.values() if isinstance(coding, Sectioned)]
 CODINGS = {coding.decode_kernel.__name__.removeprefix("decode_"): coding for coding in LOSSY}
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
-    """A NumPy array with those methods of numba's device arrays that are called here."""
+    """A NumPy array with the methods of numba's device arrays that this package calls."""
 
     def copy_to_host(self) -> npt.NDArray[Any]:
         return np.array(self)
@@ -59,22 +60,23 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
 
 
 def _plain(array: Any) -> Any:
-    """As the CPU's kernels know arrays."""
+    """Return the array as a plain NumPy array, which the CPU's kernels take."""
     return array.view(np.ndarray) if isinstance(array, np.ndarray) else array
 
 
 def _given(array: Any) -> Any:
+    """Return the array as a read-only plain NumPy array: an input of the CPU's kernels."""
     return read_only(_plain(array)) if isinstance(array, np.ndarray) else array
 
 
 def _cut(name: str, coded: Coded, kept: int) -> Coded:
-    """The part that `kept` values take of sections that have room for more."""
+    """Return the part of each section that `kept` values use; the sections may have room for more."""
     sizes = [part.size(kept) for part in CODINGS[name].sections] if name in CODINGS else [kept]
     return tuple(part[:size] for part, size in zip(coded, sizes, strict=True))
 
 
 class HostKernels:
-    """See cuda/kernels.py, CudaKernels."""
+    """The kernels and the queue of the CPU, with the interface of CudaKernels (cuda/kernels.py)."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -92,7 +94,7 @@ class HostKernels:
         setattr(self, name, run)
         return run
 
-    # As Queue.
+    # The interface of cuda/queue.py.
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -154,7 +156,7 @@ class HostKernels:
             np.copyto(target, source)
         return LandedPayload()
 
-    # Kernels whose scratch or cursors are the device's own affair.
+    # Kernels whose arguments differ from those of the CPU's: scratch memory and cursors are inside.
 
     def sum_of(self, addends: Sum) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -216,7 +218,7 @@ class HostKernels:
         self, indices: HostArray, count: int, strided: bool,
         head: HostArray, lows: HostArray, unary: HostArray, record: HostArray,
     ) -> None:  # fmt: skip
-        """The section is one part here."""
+        """Code indices. The whole section goes to `lows`; `head` and `unary` stay empty."""
         kept = _given(indices[: indices.size - int(record[MISSING])])
         if not kept.size:
             return
@@ -257,7 +259,7 @@ class HostKernels:
     def strata(self, key: int, begin: int, kept: int, count: int, words: Any, indices: HostArray) -> None:
         cpu.strata(key, begin, kept, count, np.empty(RANDOM_BLOCK, np.uint32), _plain(indices))
 
-    # Values of any coding, by its name.
+    # Value codings, by name.
 
     def encode_as(self, name: str, values: HostArray, extra: Any, coded: Coded, record: HostArray) -> None:
         values = cast(HostArray, values[: values.size - int(record[MISSING])])

@@ -1,4 +1,4 @@
-"""Which kernels there are for a device."""
+"""Finds the kernels for a device."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +24,14 @@ def _cuda() -> Any:
 
 
 def kernels_for(device: str, allocate: Any = None, current: Callable[[], int] = lambda: 0) -> Any:
-    """Kernels, queue and scratch of their own: for "cuda:N", or for "host", the CPU in the place of a device (host.py).
+    """Return new kernels for a device, with their own queue and scratch memory. One thread at a time may use them.
 
-    allocate, current: see Queue; of a GPU alone. Not for two threads at once. RuntimeError where there is no such device.
+    Args:
+        device: "cuda:N", or "host" for the CPU in place of a GPU (host.py).
+        allocate, current: for a GPU, as in `Queue`.
+
+    Raises:
+        RuntimeError: there is no such device, or numba-cuda is absent.
     """
     if device == HOST:
         from narrows.compression.device.host import HostKernels

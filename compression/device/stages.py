@@ -1,6 +1,6 @@
 """The stages of a chain on a device: memory for sections and selections, the order of a top-k, readers of indices.
 
-Each function says whose twin it is; the twin has the reasons. `kernels` is what kernels_for() returns.
+`kernels` comes from kernels_for(). Functions with a counterpart for the CPU name it; the counterpart has the reasons.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,24 @@ from narrows.compression.payload import Header
 from narrows.compression.selection import sample_plan
 
 DeviceArray: TypeAlias = Any
-ALIGNED = 16  # bytes: where a section begins, four values of any type can be loaded at once
+ALIGNED = 16  # bytes: sections begin at multiples, so four values of any type can be loaded at once
 
 
 class Arena(NamedTuple):
-    """Sections of one payload in one array of bytes, good until the next is made."""
+    """The sections of one payload in one array of bytes. It is valid until the next one is made."""
 
-    whole: DeviceArray
-    begins: tuple[int, ...]
-    parts: tuple[DeviceArray, ...]
+    whole: DeviceArray  # uint8
+    begins: tuple[int, ...]  # byte offset of each section
+    parts: tuple[DeviceArray, ...]  # a view of each section, in its dtype
 
 
 def arena(kernels: Any, parts: Sequence[tuple[Any, int]]) -> Arena:
-    """parts: (dtype, size) of each, which is at most as long."""
+    """Make an arena.
+
+    Args:
+        kernels: from `kernels_for`.
+        parts: (dtype, largest number of items) of each section.
+    """
     begins, end = [], 0
     for dtype, size in parts:
         begins.append(end)
@@ -53,7 +58,7 @@ def arena(kernels: Any, parts: Sequence[tuple[Any, int]]) -> Arena:
 
 
 def pairs(kernels: Any, count: int) -> tuple[DeviceArray, DeviceArray]:
-    """For rising indices, and the bits of their values."""
+    """Return scratch memory for rising indices and for the bits of their values, uint32[count] each."""
     return kernels.scratch("indices kept", count, np.uint32), kernels.scratch("bits kept", count, np.uint32)
 
 
@@ -61,7 +66,18 @@ def select_top(
     kernels: Any, source: Any, k: int, dropped_bits: int, sampled: bool,
     places: DeviceArray, kept: DeviceArray, record: DeviceArray,
 ) -> None:  # fmt: skip
-    """selection.select_top of a Sum, which is made, or of an array of bits. sampled: the sample, if one pays, may mislead."""
+    """Do selection.select_top on the device.
+
+    Args:
+        kernels: from `kernels_for`.
+        source: a Sum, which is made, or an array of bit patterns, uint32.
+        k: the number of values.
+        dropped_bits: the lowest mantissa bits that are ignored.
+        sampled: a sample may choose the threshold, if that pays. If it misleads, record[MISLED] is set.
+        places: uint32[k], gets the rising indices.
+        kept: uint32[k], gets the bits of the values.
+        record: gets the number of values that are fewer than k.
+    """
     key_mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
     summed = isinstance(source, Sum)
     bits = source.sums.view(np.uint32) if summed else source

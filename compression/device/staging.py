@@ -1,29 +1,32 @@
-"""Page-locked host memory that payloads are copied to, and lie in until nobody holds them."""
+"""Page-locked host memory for payloads that come from a device."""
 
 import weakref
 from typing import Any
 
 from narrows.compression.buffers import ByteArray
 
-FREE_MAX = 4  # buffers kept for the next payload; more are under way where more updates are in flight
+FREE_MAX = 4  # the most free buffers; with more updates in flight more buffers are lent
 
 
 class Staging:
-    """Lends buffers. One is free again once no view of it is left: payloads are sent without a copy, sent again when they
-    are lost, and added up while they stand in, so nobody else knows when that is."""
+    """Lends buffers, and takes each back once no view of it is left.
+
+    A payload is sent without a copy, sent again if it is lost, and added to the replica while it stands in. So only the
+    garbage collector knows when it is no longer used.
+    """
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
         self.free: list[ByteArray] = []
-        self.lent = 0  # so far; those that are back are in it
+        self.lent = 0  # buffers lent so far, including those that are back
 
     def lend(self, size: int) -> memoryview:
-        """uint8[size]. Slices of it hold it too; arrays made of it do where they are made by np.frombuffer."""
+        """Return uint8[size]. Its slices keep it lent, and so do arrays that np.frombuffer makes of it."""
         fitting = [i for i, buffer in enumerate(self.free) if buffer.size >= size]
-        if fitting:  # others only append meanwhile
+        if fitting:  # other threads only append to the list
             buffer = self.free.pop(min(fitting, key=lambda i: self.free[i].size))
         else:
-            del self.free[:1]  # too small: what is lent now takes its place
+            del self.free[:1]  # this buffer is too small: the new one takes its place
             buffer = self.kernels.pinned(size + size // 8)
         self.lent += 1
         view = buffer[:size]
@@ -31,6 +34,6 @@ class Staging:
         return view.data
 
     def _back(self, buffer: ByteArray) -> None:
-        """From whichever thread held it last."""
+        """Take a buffer back. The thread that drops the last view calls this."""
         if len(self.free) < FREE_MAX:
             self.free.append(buffer)

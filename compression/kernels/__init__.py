@@ -1,1 +1,1 @@
-"""The loops over values. Each kernel has one name, here and in tests/kit/reference.py (NumPy, the specification)."""
+"""The kernels: loops over values. tests/kit/reference.py specifies each under the same name, in NumPy."""

@@ -1,7 +1,7 @@
-"""The CPU kernels under the names that every device shares.
+"""The CPU kernels under the names that all devices share.
 
-Contract of all: inputs are read-only C-contiguous arrays, outputs are the last arguments and hold enough room (the
-callers in this package see to it), no more than a block is allocated, the GIL is not held. Arithmetic is float32, in
+The contract of all: inputs are read-only C-contiguous arrays. Outputs are the last arguments, and callers in this
+package give them enough room. A kernel allocates at most one block and does not hold the GIL. Arithmetic is float32, in
 index order.
 """
 

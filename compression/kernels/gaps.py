@@ -1,4 +1,4 @@
-"""Rising indices as gaps of one fixed width, shorter than Rice coding at regular distances; and strides, which say all."""
+"""Rising indices as gaps of one fixed width, which is shorter than Rice coding at regular distances; and strides."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from narrows.compression.kernels.jit import kernel
 
 @kernel
 def largest_gap(indices: IndexArray) -> int:
-    """The largest index_i - index_{i-1} - 1, with index_{-1} = -1; 0 for no indices."""
+    """Return the largest index_i - index_{i-1} - 1, with index_{-1} = -1; 0 for no indices."""
     largest = 0
     previous = -1
     for i in range(indices.size):
@@ -19,7 +19,7 @@ def largest_gap(indices: IndexArray) -> int:
 
 @kernel
 def fixed_encode(indices: IndexArray, width: int, words: WordArray) -> None:
-    """Writes each gap as `width` <= 32 bits, least significant first, into zeroed words with SPARE_WORDS to spare."""
+    """Write each gap as `width` <= 32 bits, least significant first, into zeroed words with SPARE_WORDS to spare."""
     previous = -1
     bit = np.uint64(0)
     for i in range(indices.size):
@@ -33,7 +33,7 @@ def fixed_encode(indices: IndexArray, width: int, words: WordArray) -> None:
 
 @kernel
 def fixed_last_index(words: WordArray, width: int, kept: int) -> int:
-    """The index that the last of `kept` >= 1 gaps leads to. Cannot overflow: 2**32 gaps of 32 bits."""
+    """Return the index after `kept` >= 1 gaps. The sum cannot overflow: it has at most 2**32 gaps of 32 bits."""
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     total = np.uint64(0)
     for i in range(kept):
@@ -47,7 +47,7 @@ def fixed_last_index(words: WordArray, width: int, kept: int) -> int:
 
 @kernel
 def fixed_decode(words: WordArray, width: int, cursor: WordArray, indices: IndexArray) -> None:
-    """The next indices.size indices. cursor: uint64[2], zeros at first: gaps read, index after the last."""
+    """Write the next indices.size indices. cursor: uint64[2], zeros at first: gaps read, index after the last one."""
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     read, next_index = cursor[0], cursor[1]
     for i in range(indices.size):
@@ -63,13 +63,13 @@ def fixed_decode(words: WordArray, width: int, cursor: WordArray, indices: Index
 
 @kernel
 def strided(phase: int, stride: int, begin: int, indices: IndexArray) -> None:
-    """indices[j] = phase + (begin + j) * stride."""
+    """Set indices[j] = phase + (begin + j) * stride."""
     for j in range(indices.size):
         indices[j] = phase + (begin + j) * stride
 
 
 @kernel
 def stretch(phase: int, stride: int, indices: IndexArray) -> None:
-    """indices[j] = phase + indices[j] * stride."""
+    """Set indices[j] = phase + indices[j] * stride."""
     for j in range(indices.size):
         indices[j] = phase + np.int64(indices[j]) * stride

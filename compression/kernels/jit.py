@@ -1,7 +1,7 @@
-"""How kernels are compiled: nogil, cached on disk, no parallel=True, and IEEE float32 exactly as NumPy does it.
+"""Compiles kernels: nogil, cached on disk, no parallel=True, and IEEE float32 exactly as in NumPy.
 
-The cache is beside the source, where `make install` compiles kernels. Where that cannot be written, as in a container whose
-packages are read-only, it is a folder of this user's own, which begins with a copy of what is beside the source. Where no
+The cache is beside the source, and `make install` fills it. If that folder cannot be written, as in a container with
+read-only packages, the cache is in a folder of the user, which begins as a copy of the cache beside the source. If no
 folder can be written there is no cache, and each command compiles.
 """
 
@@ -28,28 +28,30 @@ R = TypeVar("R")
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles `function` on its first call and caches it on disk.
+    """Compile `function` on its first call, and cache it on disk.
 
-    No fastmath: without it LLVM neither reorders nor contracts a multiply and an add, so results are NumPy's, bit for
-    bit. error_model="numpy": a division that may raise cannot be vectorised. No parallel=True: two Python threads may
-    call the same kernel, and Numba's workqueue layer aborts the process then.
+    No fastmath: without it LLVM neither reorders nor contracts a multiply and an add, so results equal those of NumPy
+    bit for bit. error_model="numpy": a division that may raise cannot be vectorised. No parallel=True: two Python
+    threads may call the same kernel, and Numba's workqueue layer would abort the process.
     """
     compiled = numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
-    with suppress(RuntimeError):  # there is no folder for it
+    with suppress(RuntimeError):  # no folder can be written
         compiled._cache = Cache(function)  # type: ignore[no-untyped-call, attr-defined]
     return cast(Callable[P, R], compiled)
 
 
 @cache
 def own_folder() -> Path | None:
-    """Return a folder of this user's own for compiled kernels, None where none can be made. A cache is code, so a folder that
-    another user has made, or can write to, is left alone."""
+    """Return a folder of this user for compiled kernels; None if none can be made.
+
+    A cache is code, so a folder that another user made, or can write to, is not used.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     places = [Path(place) for place in (os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm") if place]
     for folder in (home / "narrows", *(place / f"narrows-kernels-{os.getuid()}" for place in places)):
         with suppress(OSError):
             if not folder.is_absolute():
-                continue  # ~ of a user without a name
+                continue  # this user has no home folder
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
@@ -71,7 +73,11 @@ class OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
         return str(self.folder)
 
     def ensure_cache_path(self) -> None:
-        """Raises OSError where there is no folder. What is compiled beside the source is copied: it is of this installation."""
+        """Make the folder, and copy this function's compiled code from beside the source: it is of this installation.
+
+        Raises:
+            OSError: there is no folder.
+        """
         if self.folder is None:
             raise FileNotFoundError
         super().ensure_cache_path()  # type: ignore[no-untyped-call]
@@ -86,7 +92,7 @@ class OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
 
 
 class KernelCacheLocator(caching.CompileResultCacheImpl):
-    """Where caches may be: NUMBA_CACHE_DIR, beside the source, or in a folder of our own."""
+    """The places of caches: NUMBA_CACHE_DIR, beside the source, or `own_folder`."""
 
     _locator_classes = [*caching.CacheImpl._locator_classes[:2], OwnFolder]  # noqa: RUF012
 
@@ -98,7 +104,7 @@ class Cache(caching.FunctionCache):
 
 
 class Compilations(Listener):
-    """Says when a kernel is compiled because the cache does not have it, and at the end how long all of them took."""
+    """Calls `say` when the first kernel that the cache lacks is compiled, and with the seconds of all at the end."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -110,15 +116,17 @@ class Compilations(Listener):
             self.say("compiling kernels, once per installation ...")
 
     def on_end(self, event: Any) -> None:
-        """One is compiled."""
+        """Do nothing: `over` reports the end."""
 
     def over(self) -> None:
+        """Report the seconds, if a kernel was compiled."""
         if self.began_s:
             self.say(f"compiled kernels, once per installation: {time.monotonic() - self.began_s:.0f} s")
 
 
 @contextmanager
 def compilations(say: Callable[[str], None]) -> Iterator[None]:
+    """Report compilations inside this context to `say`."""
     listener = Compilations(say)
     with install_listener("numba:compile", listener):
         yield
@@ -157,7 +165,7 @@ PREFETCH = 2048  # values ahead: a loop that only compares is faster than the ha
 
 
 def _prefetch(context: Any, builder: Any, data: Any, begin: Any) -> None:
-    """Asks for the four cache lines that a loop over 64 values at a time needs PREFETCH values later; never faults."""
+    """Prefetch the four cache lines that a loop over 64 values at a time reads PREFETCH values later. Never faults."""
     byte = ir.IntType(8).as_pointer()
     i32 = ir.IntType(32)
     function = builder.module.declare_intrinsic(
@@ -189,12 +197,13 @@ def _at_least(_context: Any, bits: Any, _begin: Any, _mask: Any, _threshold: Any
     return numba.types.uint64(bits, int64, uint32, uint32), generate
 
 
-# Trap: a cached kernel is compiled anew when its own file changes, not when this one does; delete __pycache__ then.
-# One machine instruction or none, which Numba does not offer as such; callable in kernels only.
+# Trap: a cached kernel is compiled anew if its own file changes, but not if this file does; then delete __pycache__.
+# The functions below are one machine instruction or none, which Numba does not offer; only kernels can call them.
 trailing_zeros = cast(Callable[[np.uint64], np.uint64], intrinsic(_trailing_zeros))
 one_bits = cast(Callable[[np.uint64], np.uint64], intrinsic(_one_bits))
 bits_of = cast(Callable[[np.float32], np.uint32], intrinsic(_bits_of))
 float_of = cast(Callable[[np.uint32], np.float32], intrinsic(_float_of))
-# at_least(bits, begin, mask, threshold): bit j of the word is (bits[begin + j] & mask) >= threshold, for j < 64. All 64 must
-# lie in the array, which nothing checks. Written as a loop, LLVM builds the word in 64 lanes of 64 bits each: 5x slower.
+# at_least(bits, begin, mask, threshold): bit j of the word is (bits[begin + j] & mask) >= threshold, for j < 64. All 64
+# values must be in the array; this is not checked. From a loop, LLVM would build the word in 64 lanes of 64 bits each,
+# which is 5x slower.
 at_least = cast(Callable[[Any, int, np.uint32, np.uint32], np.uint64], intrinsic(_at_least))

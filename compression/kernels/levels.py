@@ -1,7 +1,7 @@
-"""The value codings of one and two bits, in bit planes, and the one of eight between a minimum and a maximum.
+"""The value codings of one and two bits, in bit planes, and the coding of eight bits between a minimum and a maximum.
 
-Means of |x| are taken in fixed point, relative to the largest exponent of their block: integer sums are the same in any
-order, so on every device, and 24 bits of each value are more than the levels keep. Bit i of a plane is value i.
+Means of |x| are taken in fixed point, relative to the largest exponent of their block. Integer sums are the same in any
+order, and so on each device, and 24 bits of a value are more than the levels keep. Bit i of a plane belongs to value i.
 """
 
 import numpy as np
@@ -18,7 +18,10 @@ MINMAX_BLOCK = 2048  # values that share a minimum and a step, both float32: 1/3
 
 @kernel
 def _fixed(value: np.float32, exponent: np.uint32, spare: np.uint32) -> np.uint32:
-    """|value| in units of 2**(exponent - 150 + spare), rounded down; exponent: the block's largest, biased, >= 1."""
+    """Return |value| in units of 2**(exponent - 150 + spare), rounded down.
+
+    exponent: the largest biased exponent of the block, >= 1.
+    """
     key = bits_of(value) & np.uint32(0x7FFFFFFF)
     own = key >> np.uint32(23)
     mantissa = (key & np.uint32(0x7FFFFF)) | (np.uint32(0x800000) if own > np.uint32(0) else np.uint32(0))
@@ -28,7 +31,7 @@ def _fixed(value: np.float32, exponent: np.uint32, spare: np.uint32) -> np.uint3
 
 @kernel
 def _float_of_fixed(fixed: int, exponent: np.uint32, spare: np.uint32) -> np.float32:
-    """The inverse of _fixed, for fixed < 2**24: exact but for one rounding where the result is denormal."""
+    """Return the inverse of _fixed, for fixed < 2**24: exact, or rounded once if the result is denormal."""
     power = int(exponent) - 150 + int(spare)
     unit = float_of(np.uint32((power + 127) << 23)) if power >= -126 else float_of(np.uint32(1 << (power + 149)))
     return np.float32(fixed) * unit
@@ -44,7 +47,10 @@ def _top_key(values: FloatArray) -> np.uint32:
 
 @kernel
 def pack_above(values: FloatArray, key: int, signs: bool, plane: ByteArray) -> None:
-    """Bit i of plane = value i is negative (signs; -0.0 is), or |value i| has a key above `key`; spare bits are 0."""
+    """Set bit i of plane if value i is negative, -0.0 included (signs), or has a key above `key` (not signs).
+
+    Spare bits are 0.
+    """
     bits = values.view(np.uint32)
     mask = np.uint32(0x80000000) if signs else np.uint32(0x7FFFFFFF)
     threshold = np.uint32(0x80000000) if signs else np.uint32(key + 1)
@@ -62,7 +68,7 @@ def pack_above(values: FloatArray, key: int, signs: bool, plane: ByteArray) -> N
 
 @kernel
 def encode_sign(values: FloatArray, scales: Halves, plane: ByteArray) -> int:
-    """Signs and the mean |x| per block of 256 as bf16, to nearest even; the largest key seen (see encode_fp16).
+    """Write signs, and the mean |x| of each block of 256 as bf16, to nearest even. Return as encode_fp16 does.
 
     With error feedback: Karimireddy et al. 2019 (1901.09847), sec. 3.
     """
@@ -87,7 +93,7 @@ def encode_sign(values: FloatArray, scales: Halves, plane: ByteArray) -> int:
 
 @kernel
 def decode_sign(scales: Halves, plane: ByteArray, out: FloatArray) -> None:
-    """out[i] = scale of its block with the sign of bit i, exact."""
+    """Set out[i] = the scale of its block with the sign of bit i, exactly."""
     for block in range(scales.size):
         level = np.uint32(scales[block]) << np.uint32(16)
         bits = plane[block * (SIGN_BLOCK // 8) : (block + 1) * (SIGN_BLOCK // 8)]
@@ -99,7 +105,7 @@ def decode_sign(scales: Halves, plane: ByteArray, out: FloatArray) -> None:
 
 @kernel
 def _level_pattern(fixed: int, exponent: np.uint32) -> np.uint32:
-    """A level as 12 bits, to nearest even, at most LEVEL_MAX."""
+    """Return a level as 12 bits, to nearest even, at most LEVEL_MAX."""
     bits = bits_of(_float_of_fixed(fixed, exponent, np.uint32(1)))
     odd = (bits >> np.uint32(19)) & np.uint32(1)
     return np.uint32(min((bits + np.uint32(0x3FFFF) + odd) >> np.uint32(19), np.uint32(LEVEL_MAX)))
@@ -107,10 +113,11 @@ def _level_pattern(fixed: int, exponent: np.uint32) -> np.uint32:
 
 @kernel
 def encode_2bit(values: FloatArray, levels: ByteArray, signs: ByteArray, highs: ByteArray) -> int:
-    """Sign and one of two levels of |x| per block of 512; the largest key seen (see encode_fp16).
+    """Write sign, and the nearer of two levels of |x|, per block of 512. Return as encode_fp16 does.
 
-    The levels are the means of |x| on either side of a threshold: of the mean first, of the middle between these levels
-    then (two rounds of Lloyd 1957). Written as 3 bytes, low level in the lower 12 bits. The bit says which is nearer.
+    The levels are the means of |x| on either side of a threshold. The first threshold is the mean of all, the second is
+    the middle between the first two levels (two rounds of Lloyd 1957). A block's levels take 3 bytes, the low level in
+    the lower 12 bits.
     """
     largest = np.uint32(0)
     fixed = np.empty(TWO_BIT_BLOCK, np.uint32)
@@ -133,7 +140,7 @@ def encode_2bit(values: FloatArray, levels: ByteArray, signs: ByteArray, highs: 
                     above += is_above
                     above_total += is_above * fixed[i]
                 if above == np.uint32(0):
-                    break  # all |x| are alike
+                    break  # all |x| are equal
                 low = (int(total) - int(above_total)) // (part.size - int(above))
                 high = int(above_total) // int(above)
                 threshold = (low + high) // 2
@@ -153,7 +160,7 @@ def encode_2bit(values: FloatArray, levels: ByteArray, signs: ByteArray, highs: 
 
 @kernel
 def decode_2bit(levels: ByteArray, signs: ByteArray, highs: ByteArray, out: FloatArray) -> None:
-    """out[i] = the level that bit i of highs names, with the sign of bit i of signs, exact."""
+    """Set out[i] = the level that bit i of highs names, with the sign of bit i of signs, exactly."""
     for block in range(levels.size // 3):
         both = (
             np.uint32(levels[3 * block])
@@ -173,21 +180,22 @@ def decode_2bit(levels: ByteArray, signs: ByteArray, highs: ByteArray, out: Floa
 
 @kernel
 def _ordered(value: np.float32) -> np.int32:
-    """An integer that grows as the value does, 0.0 above -0.0."""
+    """Return an integer of the same order as the value, with 0.0 above -0.0."""
     bits = np.int32(bits_of(value))
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @kernel
 def _of_ordered(ordered: np.int32) -> np.float32:
+    """Return the inverse of _ordered."""
     return float_of(np.uint32(ordered ^ ((ordered >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @kernel
 def encode_uint8minmax(values: FloatArray, ranges: FloatArray, codes: ByteArray) -> int:
-    """MinMaxUInt8 (BAGUA, 2107.01499, sec. 3): 256 even steps from minimum to maximum, to nearest even.
+    """Write codes of MinMaxUInt8 (BAGUA, 2107.01499, sec. 3): 256 even steps from minimum to maximum, to nearest even.
 
-    Per block of 2048, ranges holds the minimum and the step; the largest key seen (see encode_fp16).
+    ranges: gets the minimum and the step of each block of 2048. Return as encode_fp16 does.
     """
     largest = np.uint32(0)
     for block in range(ranges.size // 2):
@@ -199,7 +207,7 @@ def encode_uint8minmax(values: FloatArray, ranges: FloatArray, codes: ByteArray)
         ranges[2 * block] = ranges[2 * block + 1] = np.float32(0.0)
         if top >= np.uint32(INFINITY_KEY):
             continue
-        # As integers that grow as floats do: their minimum needs no care for NaN and so many lanes.
+        # As integers of the same order: their minimum vectorises, because it need not consider NaN.
         least, most = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
         for i in range(part.size):
             ordered = _ordered(part[i])
@@ -223,7 +231,7 @@ def encode_uint8minmax(values: FloatArray, ranges: FloatArray, codes: ByteArray)
 
 @kernel
 def decode_uint8minmax(ranges: FloatArray, codes: ByteArray, out: FloatArray) -> None:
-    """out[i] = minimum + code * step of its block, product and sum each rounded once."""
+    """Set out[i] = minimum + code * step of its block, product and sum each rounded once."""
     for block in range(ranges.size // 2):
         low, step = ranges[2 * block], ranges[2 * block + 1]
         coded = codes[block * MINMAX_BLOCK : (block + 1) * MINMAX_BLOCK]

@@ -1,7 +1,7 @@
 """Random words from a counter: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-Word number i under a 64-bit key is lane (i // 64) % 4 of the counter (64 * (i // 256) + i % 64, 0, 0, 0): each word can be
-had alone, on any device, in any order, and 64 neighbours fill the lanes of a vector unit.
+Word number i under a 64-bit key is lane (i // 64) % 4 of the counter (64 * (i // 256) + i % 64, 0, 0, 0). So each word
+can be computed alone, on any device, in any order, and 64 neighbours fill the lanes of a vector unit.
 """
 
 import numpy as np
@@ -9,12 +9,12 @@ import numpy as np
 from narrows.compression.buffers import IndexArray
 from narrows.compression.kernels.jit import kernel
 
-RANDOM_BLOCK = 256
+RANDOM_BLOCK = 256  # words that random_words computes at a time
 
 
 @kernel
 def random_words(key_low: int, key_high: int, block: int, words: IndexArray) -> None:
-    """words[i] = word number 256 * block + i; uint32[256], block below 2**26."""
+    """Set words[i] = word number 256 * block + i, uint32[256], for a block below 2**26."""
     for j in range(64):
         c0, c1, c2, c3 = np.uint32(block * 64 + j), np.uint32(0), np.uint32(0), np.uint32(0)
         k0, k1 = np.uint32(key_low), np.uint32(key_high)
@@ -34,10 +34,10 @@ def random_words(key_low: int, key_high: int, block: int, words: IndexArray) -> 
 
 @kernel
 def strata(key: int, begin: int, kept: int, count: int, words: IndexArray, indices: IndexArray) -> None:
-    """indices[j] = one random index of stratum begin + j: stratum i is [i * count // kept, (i + 1) * count // kept).
+    """Set indices[j] = a random index of stratum begin + j. Stratum i is [i * count // kept, (i + 1) * count // kept).
 
-    begin is a multiple of 256; words is scratch, uint32[256]. An index is drawn as (word * size) >> 32: one in a stratum of
-    size s is taken with probability 1 / s, to s / 2**32 relative.
+    begin is a multiple of 256; words is scratch, uint32[256]. An index is drawn as (word * size) >> 32: each index of a
+    stratum of size s has probability 1 / s, to a relative s / 2**32.
     """
     for j in range(indices.size):
         i = begin + j

@@ -1,11 +1,13 @@
 """Rice coding of rising indices (Rice 1971, Golomb 1966), in two streams instead of one.
 
-With gap_i = index_i - index_{i-1} - 1 (index_{-1} = -1) and parameter r: the low r bits of every gap, packed at fixed
-width, and gap >> r in unary, as that many zero bits and a one. Bits run from the least significant of each byte. The
-size is that of interleaved Rice codes, but the last index follows from counts alone:
-(zeros << r) + sum of lows + kept - 1, and indices rise by construction. So a stream is proved in range
-before anything is written, at a fraction of the price of decoding it, and decoding does not hang on its own output.
-The grouped coding has an r for every 64 gaps, which clustered indices want: those of a gradient, by row and by tensor.
+With gap_i = index_i - index_{i-1} - 1 (index_{-1} = -1) and parameter r, the first stream has the low r bits of each
+gap, packed at fixed width. The second has gap >> r in unary, as that many zero bits and a one. Bits run from the least
+significant of each byte. The size is that of interleaved Rice codes, but the last index follows from counts alone:
+(zeros << r) + sum of lows + kept - 1, and indices rise by construction. So a stream is checked before anything is
+written, at a fraction of the cost of decoding, and decoding does not depend on its own output.
+
+The grouped coding has an r for every 64 gaps. It suits clustered indices, such as those of a gradient by row and
+tensor.
 """
 
 import numpy as np
@@ -13,13 +15,13 @@ import numpy as np
 from narrows.compression.buffers import ByteArray, Counts, IndexArray, WordArray
 from narrows.compression.kernels.jit import kernel, one_bits, trailing_zeros
 
-RICE_GROUP = 64  # gaps that share a parameter in the grouped coding; 4 bits each
+RICE_GROUP = 64  # gaps that share a parameter of 4 bits in the grouped coding
 RICE_GROUP_PARAMETER_MAX = 15
 
 
 @kernel
 def rice_costs(indices: IndexArray, first: int, costs: Counts) -> None:
-    """costs[j] = bits that both streams take with r = first + j, for int64 costs[4]; 0 <= first <= 28."""
+    """Set costs[j] = the bits of both streams with r = first + j, int64[4]; 0 <= first <= 28."""
     a, b, c, d = 0, 0, 0, 0
     previous = -1
     for i in range(indices.size):
@@ -37,7 +39,7 @@ def rice_costs(indices: IndexArray, first: int, costs: Counts) -> None:
 
 @kernel
 def rice_encode(indices: IndexArray, r: int, lows: WordArray, unary: WordArray) -> int:
-    """Writes both streams into zeroed words, lows with SPARE_WORDS to spare; returns the number of unary bits."""
+    """Write both streams into zeroed words, lows with SPARE_WORDS to spare. Return the number of unary bits."""
     mask = (np.uint64(1) << np.uint64(r)) - np.uint64(1)
     previous = -1
     low_bit = np.uint64(0)
@@ -58,10 +60,10 @@ def rice_encode(indices: IndexArray, r: int, lows: WordArray, unary: WordArray) 
 
 @kernel
 def rice_last_index(lows: WordArray, unary: WordArray, kept: int, r: int, count: int) -> int:
-    """The index that the last of `kept` >= 1 codes decodes to; negative where they are not `kept` codes below count.
+    """Return the index of the last of `kept` >= 1 codes; negative if the streams are not `kept` codes below count.
 
-    Reads the words only; lows must hold kept * r bits and SPARE_WORDS. Cannot overflow: zeros are compared with
-    count >> r before they are shifted.
+    The kernel reads the words only; lows must hold kept * r bits and SPARE_WORDS. Nothing overflows: zeros are compared
+    with count >> r before they are shifted.
     """
     ones = np.uint64(0)
     last = -1
@@ -93,9 +95,9 @@ def rice_last_index(lows: WordArray, unary: WordArray, kept: int, r: int, count:
 
 @kernel
 def rice_decode(lows: WordArray, unary: WordArray, r: int, cursor: WordArray, indices: IndexArray) -> None:
-    """The next indices.size rising indices out of streams that rice_last_index has proved.
+    """Write the next indices.size rising indices of streams that rice_last_index has checked.
 
-    cursor: uint64[4], zeros at first: unary words begun, what is left of the last of these, sum of lows, indices found.
+    cursor: uint64[4], zeros at first: unary words begun, the rest of the last of these, sum of lows, indices found.
     """
     mask = (np.uint64(1) << np.uint64(r)) - np.uint64(1)
     shift = np.uint64(r)
@@ -107,7 +109,7 @@ def rice_decode(lows: WordArray, unary: WordArray, r: int, cursor: WordArray, in
         while rest == np.uint64(0):
             rest = unary[begun]
             begun += np.uint64(1)
-        # The one of code number n stands at bit b after b - n zeros: these are all zeros so far.
+        # The one bit of code number n at bit b has b - n zeros before it: all zeros so far.
         base = (begun - np.uint64(1)) * np.uint64(64) - before
         while rest and found < wanted:
             zeros = base + trailing_zeros(rest) - found
@@ -124,7 +126,10 @@ def rice_decode(lows: WordArray, unary: WordArray, r: int, cursor: WordArray, in
 
 @kernel
 def group_parameters(indices: IndexArray, parameters: ByteArray) -> tuple[int, int]:
-    """The best r <= 15 near log2 of the mean gap for each group of RICE_GROUP gaps; (bits of lows, of unary stream)."""
+    """Write the best r <= 15 near log2 of the mean gap for each group of RICE_GROUP gaps.
+
+    Return (bits of the lows, bits of the unary stream).
+    """
     previous = -1
     low_bits = unary_bits = 0
     for group in range(parameters.size):
@@ -154,7 +159,7 @@ def group_parameters(indices: IndexArray, parameters: ByteArray) -> tuple[int, i
 
 @kernel
 def grouped_encode(indices: IndexArray, parameters: ByteArray, lows: WordArray, unary: WordArray) -> int:
-    """As rice_encode with a parameter per group; returns the number of unary bits."""
+    """Do rice_encode with a parameter for each group. Return the number of unary bits."""
     previous = -1
     low_bit = np.uint64(0)
     bit = np.uint64(0)
@@ -177,11 +182,11 @@ def grouped_encode(indices: IndexArray, parameters: ByteArray, lows: WordArray, 
 def grouped_decode(
     parameters: ByteArray, lows: WordArray, unary: WordArray, count: int, cursor: WordArray, indices: IndexArray
 ) -> int:
-    """The next indices.size indices; the last of them, or -1 where unary runs out or an index is not below count.
+    """Write the next indices.size indices. Return the last of them, or -1 if unary ends or an index is not below count.
 
-    Reads the words only, and writes nothing past indices; lows must hold the parameters' bits and SPARE_WORDS.
-    cursor: uint64[6], zeros at first: unary words begun, what is left of the last, bits of lows read, last one's place + 1,
-    index after the last, indices found.
+    The kernel reads the words only, and writes nothing beyond indices; lows must hold the bits of all parameters and
+    SPARE_WORDS. cursor: uint64[6], zeros at first: unary words begun, the rest of the last of these, bits of lows read,
+    place after the last one bit, index after the last, indices found.
     """
     begun, rest, low_bit, place, next_index, before = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4], cursor[5]
     for i in range(indices.size):

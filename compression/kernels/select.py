@@ -1,7 +1,7 @@
 """Top-k selection by magnitude over the bit patterns of float32: exact, and in two reads of the array or less.
 
-A *key* is the pattern without its sign, `bits & 0x7fffffff`: for floats it grows as |x| grows, infinity is 0x7f800000
-and every NaN lies above it. Keys are compared as integers, so that ties are exact and NaN has a place.
+A *key* is the pattern without its sign, `bits & 0x7fffffff`. It grows as |x| grows, infinity is 0x7f800000, and each
+NaN lies above infinity. Keys are compared as integers, so ties are exact and NaN has a place in the order.
 """
 
 import numpy as np
@@ -15,10 +15,10 @@ SAMPLE_LINE = 16  # values sampled together: one cache line of 64 bytes
 
 @kernel
 def sample_keys(bits: IndexArray, group_lines: int, keys: IndexArray) -> None:
-    """Keys of one cache line of bits in each group of `group_lines` (a power of two, at most 128), 16 per whole group.
+    """Write the keys of one cache line of bits of each group of `group_lines` lines: 16 keys a whole group.
 
-    Which line of a group is taken walks with a Weyl sequence: a fixed offset would see only the first columns of a
-    matrix whose rows are as long as a group.
+    group_lines is a power of two, at most 128. A Weyl sequence gives the line within a group: a fixed line would sample
+    only the first columns of a matrix whose rows are as long as a group.
     """
     for group in range(keys.size // SAMPLE_LINE):
         turn = ((group * 2654435769) & 0xFFFFFFFF) >> 25
@@ -29,10 +29,11 @@ def sample_keys(bits: IndexArray, group_lines: int, keys: IndexArray) -> None:
 
 @kernel
 def kth_largest_key(bits: IndexArray, k: int, counts: Counts) -> tuple[int, int]:
-    """(key of rank k, number of keys above it) for 1 <= k <= bits.size, by radix over 11, 10 and 10 bits.
+    """Return (key of rank k, number of keys above it) for 1 <= k <= bits.size, by radix over 11, 10 and 10 bits.
 
-    counts: int64[COUNTS], overwritten. One read of bits per digit; no order of equal keys is involved. Neighbours are
-    counted in four tables, added up at the end: most keys share a digit, and one counter can't be raised every cycle.
+    counts: int64[COUNTS], overwritten. Each digit is one read of bits; the order of equal keys does not matter.
+    Neighbours are counted in four tables, which are added at the end: most keys share a digit, and a counter cannot be
+    raised in each cycle.
     """
     prefix = np.uint32(0)
     above = 0
@@ -62,7 +63,10 @@ def kth_largest_key(bits: IndexArray, k: int, counts: Counts) -> tuple[int, int]
 
 @kernel
 def keep_top(mask: int, above: int, ties: int, indices: IndexArray, kept: IndexArray) -> int:
-    """Moves pairs with (kept & mask) > `above` and the first `ties` equal to it to the front, in order; their number."""
+    """Move pairs with (kept & mask) > `above`, and the first `ties` equal to it, to the front. Return their number.
+
+    The pairs keep their order.
+    """
     found = 0
     threshold = np.uint32(above)
     for i in range(kept.size):
@@ -78,9 +82,9 @@ def keep_top(mask: int, above: int, ties: int, indices: IndexArray, kept: IndexA
 
 @kernel
 def compact(bits: IndexArray, above: int, ties: int, indices: IndexArray, kept: IndexArray) -> int:
-    """Indices and bits of all keys > `above` and of the first `ties` keys equal to it, by index; the number found.
+    """Write indices and bits of all keys > `above`, and of the first `ties` keys equal to it. Return their number.
 
-    Stops with indices.size + 1 when they do not fit; what was written by then is of no use. One read of bits, 64 at a
+    If they do not fit, the kernel returns indices.size + 1, and the outputs are useless. It reads bits once, 64 at a
     time: the comparisons become one mask word without a branch, and only its set bits are walked.
     """
     room = indices.size
@@ -119,7 +123,7 @@ def compact(bits: IndexArray, above: int, ties: int, indices: IndexArray, kept: 
 
 @kernel
 def count_above(bits: IndexArray, above: int) -> int:
-    """How many keys are > `above`."""
+    """Return the number of keys > `above`."""
     count = 0
     for i in range(bits.size):
         count += int((bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(above))
@@ -128,9 +132,10 @@ def count_above(bits: IndexArray, above: int) -> int:
 
 @kernel
 def _block_threshold(keys: IndexArray, k: int, lowest: np.uint32) -> tuple[np.uint32, int]:
-    """(threshold, ties): the k largest of keys are all above it and `ties` that equal it; 1 <= k < keys.size, keys >= lowest.
+    """Return (threshold, ties): the k largest keys are all above the threshold, and `ties` equal to it.
 
-    By bisection of [lowest, largest key], which ends as soon as a threshold has exactly k keys above it.
+    1 <= k < keys.size, and all keys >= lowest. The bisection of [lowest, largest key] ends once a threshold has exactly
+    k keys above it.
     """
     low, high = np.uint32(lowest), np.uint32(0)
     above = np.int64(0)  # signed: k minus an unsigned integer is a float to Numba
@@ -156,11 +161,11 @@ def _block_threshold(keys: IndexArray, k: int, lowest: np.uint32) -> tuple[np.ui
 def compact_blocks(
     bits: IndexArray, k: int, block: int, places: IndexArray, keys: IndexArray, indices: IndexArray, kept: IndexArray
 ) -> int:
-    """Indices and bits of the k largest keys of every `block` values, ties by index, zeros never; the number found.
+    """Write indices and bits of the k largest keys of every `block` values. Return their number.
 
-    A block that is shorter, the last, gives ceil(k * its size / block). places, keys: scratch, uint32[block] each. indices
-    and kept must hold what all blocks give together. Each block is first reduced to what lies above 7/8 of the threshold of
-    the one before it; where that leaves fewer than k, the whole block is searched.
+    Ties go by index, and zeros are never kept. A shorter last block gives ceil(k * its size / block). places, keys:
+    scratch, uint32[block] each. indices and kept need room for the values of all blocks. Each block is first reduced to
+    the keys above 7/8 of the threshold of the block before. If fewer than k are left, the whole block is searched.
     """
     found = 0
     guess = np.uint32(1)
@@ -193,7 +198,7 @@ def compact_blocks(
         ties = near
         if near > wanted:
             threshold, ties = _block_threshold(keys[:near], wanted, guess)
-        # Without a branch: whether a candidate is kept is as good as random, and a wrong guess costs 15 cycles.
+        # No branch: a branch on whether a candidate is kept would be mispredicted often, at 15 cycles each time.
         chosen = 0
         for i in range(near):
             key, place = keys[i], places[i]
@@ -205,7 +210,7 @@ def compact_blocks(
             indices[found + i] = np.uint32(begin + np.int64(places[i]))
             kept[found + i] = part[places[i]]
         found += chosen
-        # An eighth of an octave lower: the next block's threshold is seldom below that.
+        # An eighth of an octave lower: the threshold of the next block is seldom below this.
         guess = np.uint32(1)
         if near > wanted:
             guess = np.uint32(max(threshold, np.uint32(0x00800001)) - np.uint32(0x00180000))

@@ -1,10 +1,10 @@
-"""The sum that error feedback makes: kernels of a device fuse it with a selection."""
+"""The sum of error feedback, which kernels of a device fuse with a selection."""
 
 from typing import Any, NamedTuple
 
 
 class Sum(NamedTuple):
-    """sums[i] = decay * residual[i] + update[i], float32, product and sum rounded one after the other."""
+    """sums[i] = decay * residual[i] + update[i], float32, with product and sum each rounded."""
 
     residual: Any
     decay: Any  # float32

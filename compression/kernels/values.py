@@ -1,7 +1,7 @@
-"""The value codings that are casts or multiples of a scale: fp16, bf16, int8, int4; and adding into an accumulator.
+"""The value codings that are casts or multiples of a scale: fp16, bf16, int8, int4; and adding to an accumulator.
 
-fp16 and bf16 travel as uint16 patterns: Numba has no half on the CPU, and NumPy's cast is 8x slower. Each product and
-each sum is rounded to float32 once. levels.py has the codings of one and two bits.
+fp16 and bf16 are uint16 patterns: Numba has no half on the CPU, and NumPy's cast is 8x slower. Each product and each
+sum is rounded to float32 once. levels.py has the codings of one and two bits.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ from narrows.compression.kernels.random import random_words
 
 INT8_BLOCK = 256  # values that share a scale: 16 bits of scale cost 1/16 bit a value
 INT8_SCALE_MAX = 0x7BFF  # bf16 pattern of 1.992 * 2**120, the largest scale whose every code decodes to a finite value
-INT4_BLOCK = 64  # a quarter bit a value: with 15 codes the range of a block is what the error hangs on
-INT4_SCALE_MAX = 0x7DFF  # the same for codes -8..7
-INFINITY_KEY = 0x7F800000
+INT4_BLOCK = 64  # a quarter bit a value for the scale: with 15 codes the error depends on the range of a block
+INT4_SCALE_MAX = 0x7DFF  # the largest scale whose every code, -8..7, decodes to a finite value
+INFINITY_KEY = 0x7F800000  # the key of infinity: keys from here on are not finite
 
 Halves = npt.NDArray[np.uint16]
 Codes = npt.NDArray[np.int8]
@@ -23,7 +23,7 @@ Codes = npt.NDArray[np.int8]
 
 @kernel
 def largest_key(values: FloatArray) -> int:
-    """The largest bit pattern without its sign, 0 for no values; >= INFINITY_KEY where any value is not finite."""
+    """Return the largest bit pattern without its sign, 0 for no values; >= INFINITY_KEY if a value is not finite."""
     largest = np.uint32(0)
     for i in range(values.size):
         largest = max(largest, bits_of(values[i]) & np.uint32(0x7FFFFFFF))
@@ -32,7 +32,7 @@ def largest_key(values: FloatArray) -> int:
 
 @kernel
 def encode_fp16(values: FloatArray, halves: Halves) -> int:
-    """IEEE half patterns to nearest even, saturated at 65504; the largest key seen (>= INFINITY_KEY: not finite)."""
+    """Write IEEE half patterns to nearest even, saturated at 65504. Return the largest key, as largest_key does."""
     largest = np.uint32(0)
     for i in range(values.size):
         bits = bits_of(values[i])
@@ -51,7 +51,7 @@ def encode_fp16(values: FloatArray, halves: Halves) -> int:
 
 @kernel
 def decode_fp16(halves: Halves, out: FloatArray) -> None:
-    """out[i] = the half as float32, exact; infinities and NaN stay what they are."""
+    """Set out[i] = the half as float32, exactly; infinities and NaN stay."""
     for i in range(halves.size):
         pattern = np.uint32(halves[i])
         key = pattern & np.uint32(0x7FFF)
@@ -64,7 +64,7 @@ def decode_fp16(halves: Halves, out: FloatArray) -> None:
 
 @kernel
 def encode_bf16(values: FloatArray, halves: Halves) -> int:
-    """The upper 16 bits to nearest even, saturated at 3.39e38; the largest key seen (see encode_fp16)."""
+    """Write the upper 16 bits to nearest even, saturated at 3.39e38. Return as encode_fp16 does."""
     largest = np.uint32(0)
     for i in range(values.size):
         bits = bits_of(values[i])
@@ -78,14 +78,14 @@ def encode_bf16(values: FloatArray, halves: Halves) -> int:
 
 @kernel
 def decode_bf16(halves: Halves, out: FloatArray) -> None:
-    """out[i] = the pattern as float32, exact; infinities and NaN stay what they are."""
+    """Set out[i] = the pattern as float32, exactly; infinities and NaN stay."""
     for i in range(halves.size):
         out[i] = float_of(np.uint32(halves[i]) << np.uint32(16))
 
 
 @kernel
 def _scale_pattern(top: np.uint32, code_max: np.float32, pattern_max: np.uint32) -> np.uint32:
-    """bf16 pattern of (the value with key `top`) / code_max, rounded to float32 and then up, at most pattern_max."""
+    """Return the bf16 pattern of (value with key `top`) / code_max, rounded to float32 and then up; <= pattern_max."""
     exact = bits_of(float_of(top) / np.float32(code_max))
     return np.uint32(min((exact + np.uint32(0xFFFF)) >> np.uint32(16), pattern_max))
 
@@ -94,7 +94,7 @@ def _scale_pattern(top: np.uint32, code_max: np.float32, pattern_max: np.uint32)
 def encode_int8(
     values: FloatArray, stochastic: bool, key_low: int, key_high: int, words: IndexArray, scales: Halves, codes: Codes
 ) -> int:
-    """Codes in -127..127 and a bf16 scale per block of 256; the largest key seen (see encode_fp16).
+    """Write codes in -127..127 and a bf16 scale per block of 256. Return as encode_fp16 does.
 
     scale = max |x| / 127 rounded to float32 and then up to bf16, at most INT8_SCALE_MAX. A bf16 scale times a code has
     at most 15 significant bits: decoded values are exact, and x - decoded is exact too (Sterbenz), so error feedback
@@ -104,8 +104,8 @@ def encode_int8(
     """
     largest = np.uint32(0)
     for block in range(scales.size):
-        # Slices, here and below: an index that starts at block * INT8_BLOCK might be negative for all that LLVM knows,
-        # and Numba's handling of negative indices keeps the loop from being vectorised.
+        # Slices, here and below: LLVM cannot know that an index that starts at block * INT8_BLOCK is not negative, and
+        # Numba's handling of negative indices would keep the loop from being vectorised.
         part = values[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
         coded = codes[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
         top = np.uint32(0)
@@ -133,7 +133,7 @@ def encode_int8(
 
 @kernel
 def decode_int8(scales: Halves, codes: Codes, out: FloatArray) -> None:
-    """out[i] = code * scale of its block, exact."""
+    """Set out[i] = code * scale of its block, exactly."""
     for block in range(scales.size):
         scale = float_of(np.uint32(scales[block]) << np.uint32(16))
         coded = codes[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
@@ -152,7 +152,7 @@ def encode_int4(
     scales: Halves,
     nibbles: ByteArray,
 ) -> int:
-    """As encode_int8, with codes in -7..7 and blocks of 64; two's complement, value 2j in the low nibble of byte j."""
+    """Do encode_int8 with codes in -7..7, blocks of 64, two's complement, and value 2j in the low nibble of byte j."""
     largest = np.uint32(0)
     drawn = -1
     codes = np.empty(INT4_BLOCK, np.uint8)
@@ -187,7 +187,7 @@ def encode_int4(
 
 @kernel
 def decode_int4(scales: Halves, nibbles: ByteArray, out: FloatArray) -> None:
-    """out[i] = code * scale of its block, exact."""
+    """Set out[i] = code * scale of its block, exactly."""
     for block in range(scales.size):
         scale = float_of(np.uint32(scales[block]) << np.uint32(16))
         packed = nibbles[block * (INT4_BLOCK // 2) : (block + 1) * (INT4_BLOCK // 2)]
@@ -203,13 +203,13 @@ def decode_int4(scales: Halves, nibbles: ByteArray, out: FloatArray) -> None:
 
 @kernel
 def add_fp32(values: FloatArray, weight: np.float32, out: FloatArray) -> None:
-    """out[i] = out[i] + weight * values[i]."""
+    """Set out[i] = out[i] + weight * values[i]."""
     for i in range(values.size):
         out[i] += np.float32(weight) * values[i]
 
 
 @kernel
 def scatter_add_fp32(values: FloatArray, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-    """out[indices[i]] = out[indices[i]] + weight * values[i]."""
+    """Set out[indices[i]] = out[indices[i]] + weight * values[i]."""
     for i in range(values.size):
         out[indices[i]] += np.float32(weight) * values[i]
