@@ -32,7 +32,7 @@ help:
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make ptx          compile each CUDA kernel for sm_80, sm_90 and sm_100 and check it, without a GPU; make test has sm_90'
-	@echo 'make bench-peers  install torchft and hivemind for bench/contenders/wan.py, each in a .venv-* of its own'
+	@echo 'make bench-peers  install torchft for bench/contenders/wan.py, in a .venv-torchft of its own'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
 
@@ -111,7 +111,7 @@ $(INSTALLED) $(DEVELOPED): pyproject.toml lock.txt | $(INSTALLER)
 examples: .venv-examples/installed
 	.venv-examples/bin/pytest tests/examples
 
-bench-peers: .venv-torchft/installed .venv-hivemind/installed
+bench-peers: .venv-torchft/installed
 
 # By the interpreter of .venv: bench/tasks/bytelm.py trains on its library.
 .venv-%/installed: pyproject.toml constraints.txt | $(INSTALLER)

@@ -1,4 +1,4 @@
-"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows, DDP, torchft and hivemind.
+"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows, DDP and torchft.
 
     python bench/contenders/wan.py  # every contender on the 20 Mbit/s link, 40 steps each, 3 rounds in turn
     python bench/contenders/wan.py --link 100mbit --rows 'ddp*' --steps 20
@@ -136,8 +136,6 @@ ROWS = (
     Row("streaming H=50 F=5 int8",
         ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8", "--compress", "int8"), period=50),
     Row("torchft diloco H=50", script=("torchft_diloco.py", "50"), venv=".venv-torchft", period=50),
-    Row("hivemind local H=50 fp16", script=("hivemind_run.py", "50"), venv=".venv-hivemind", period=50),
-    Row("hivemind delayed fp16", script=("hivemind_run.py", "delayed"), venv=".venv-hivemind"),
 )  # fmt: skip
 
 
@@ -157,10 +155,9 @@ def cities(way: Way | None) -> Iterator[tuple[netns.Host, netns.Host]]:
 def serve(host: netns.Host, port: int, flags: Sequence[str], folder: Path, name: str) -> None:
     """A ps-serve that is ready, or CommandFailed. It ends by itself, or with the lab."""
     ready, said = folder / f"{name}.ready", folder / f"{name}.log"
-    bind = f"tcp://{host.address}:{port}"
-    command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", bind, "--insecure", "--checkpoint-dir", "none"]
+    command = launch.ps_serve(f"{host.address}:{port}", "--insecure", "--ready-file", str(ready), *flags)
     with said.open("w") as log:
-        process = host.popen([*command, "--ready-file", str(ready), *flags], stdout=log, stderr=log, cwd=launch.ROOT)
+        process = host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT)
     deadline = time.monotonic() + READY_S
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -185,10 +182,8 @@ def workers(row: Row, hosts: Sequence[netns.Host], args: Sequence[str], folder: 
             env |= {"LAB_ADDRESS": host.address, "GLOO_SOCKET_IFNAME": "lo" if hosts[0] is hosts[1] else "wan0"}
             command = [row.python, str(HERE / row.script[0]), *row.script[1:], str(record), *args]
         else:
-            server = (
-                f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
-            )
-            command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", server, "--record", str(record)]
+            above, port = (host, PORT + 10 * (1 + rank)) if row.below else (hosts[0], PORT)
+            command = launch.ps_worker("--server", f"tcp://{above.address}:{port}", "--record", str(record))
             command += ["-n", str(row.each), *["--group"] * row.group, TASK, *args]
         with (folder / f"worker{rank}.log").open("w") as log:
             started.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT, env=env))

@@ -124,9 +124,8 @@ class Machine:
     def __init__(self, folder: Path, number: int, flags: Sequence[str], place: int, host: Host | None) -> None:
         self.place, self.serves = place, False  # in the place of another
         self.ready, self.said = folder / f"ready.{number}", folder / f"server.{number}.log"
-        where = f"tcp://{host.address if host else '127.0.0.1'}:0"
-        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", where, "--insecure", *flags]
-        command += ["--ready-file", str(self.ready), "--checkpoint-dir", "none"]
+        where = f"{host.address if host else '127.0.0.1'}:0"
+        command = launch.ps_serve(where, "--insecure", *flags, "--ready-file", str(self.ready))
         self.process = started(command, self.said, host)
 
     def told(self) -> dict[str, Any]:
@@ -235,8 +234,8 @@ class Run:
     def _start(self, worker: Worker, address: str) -> None:
         worker.records.append(self.folder / f"record.{worker.index}.{len(worker.records)}")
         worker.read, worker.back_s = 0, 0.0
-        words = ["-m", "narrows.worker.command.cli", "--server", address, "--record", str(worker.records[-1])]
-        command = [sys.executable, *words, TASK, "--steps", str(self.steps), "--seed", str(self.seed)]
+        command = launch.ps_worker("--server", address, "--record", str(worker.records[-1]))
+        command += [TASK, "--steps", str(self.steps), "--seed", str(self.seed)]
         worker.process = started(command, self.folder / f"worker.{worker.index}.log", worker.host)
 
     def _run(self, strikes: Sequence[str], every_s: float) -> dict[str, Any]:

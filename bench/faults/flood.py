@@ -27,8 +27,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -185,26 +185,16 @@ def measured(
 ) -> list[Row]:
     """One row for each kind."""
     times, over, ready = folder / "times", folder / "over", folder / "ready.json"
-    bind = [
-        "--bind",
-        "tcp://127.0.0.1:0",
-        "--shards",
-        str(shards),
-        "--ready-file",
-        str(ready),
-        "--checkpoint-dir",
-        "none",
-    ]
-    serve = [sys.executable, "-m", "narrows.ps.command.cli", *bind, *flags]
+    bound = ("--shards", str(shards), "--ready-file", str(ready))
     script = [str(HERE), "worker", str(times), str(over)]
-    with launch.started(serve):
-        until(ready.exists, "ps-serve")
+    with launch.started(launch.ps_serve("127.0.0.1:0", *bound, *flags)):
+        launch.until(ready.exists, START_S, "the start of ps-serve")
         told = json.loads(ready.read_text())
         port = told["ports"][0]
-        worker = [sys.executable, "-m", "narrows.worker.command.cli", "--server", told["address"], *key, *script]
+        worker = launch.ps_worker("--server", told["address"], *key, *script)
         watched = Watched({f"shard {i}": pid for i, pid in enumerate(told["shard_pids"])} | {"ps-serve": told["pid"]})
         with launch.started(worker):
-            until(lambda: times.exists() and times.stat().st_size > 5_000, "the worker")
+            launch.until(lambda: times.exists() and times.stat().st_size > 5_000, START_S, "the first steps")
             rows = [Row(kind) for kind in kinds]
             for _ in range(rounds):
                 for row in rows:
@@ -231,7 +221,10 @@ class Row:
                 watched.mb()
                 began = time.monotonic()
                 if where:
-                    until(lambda told=told: told.get("opened", 0) >= COUNTS.get(self.kind, 0) and told, "the strangers")
+                    opened = partial(
+                        lambda told, n: told and told.get("opened", 0) >= n, told, COUNTS.get(self.kind, 0)
+                    )
+                    launch.until(opened, START_S, "the strangers")
                 begin = time.monotonic()
                 time.sleep(seconds)
                 self.rounds[phase].append(steps(times, begin, time.monotonic()))
@@ -263,14 +256,6 @@ class Row:
 def ratio(these: list[list[float]], those: list[list[float]]) -> float:
     """The median of the ratios of their medians, round for round."""
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in zip(these, those, strict=True))
-
-
-def until(done: Any, what: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise launch.CommandFailed(f"{what} did not start within {START_S:.0f} s")
-        time.sleep(0.05)
 
 
 @main.command(hidden=True)

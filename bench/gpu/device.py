@@ -152,7 +152,7 @@ def step_of(size: str, steps: int, where: str, spec: str, gpu: str) -> float:
     command = [sys.executable, TASK, *flags]
     if where != "alone":
         run = ["--sync", "ssp", "--staleness", "1", "--compress", spec, "--shards", "2", "--device", gpu]
-        command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "1", *run, TASK, *flags]
+        command = launch.ps_worker("-n", "1", *run, TASK, *flags)
     said, _ = launch.run(command, STEP_LIMIT_S, env)
     found = re.search(r"median step ([0-9.]+) s", said)
     if found is None:

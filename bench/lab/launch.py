@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,8 @@ SERVER_START_S = 150.0
 SERVER_END_S = 60.0  # after the last worker left
 TERMINATE_S = 30.0
 TAIL_LINES = 15
+POLL_S = 0.1
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ports that Linux gives away by itself
 
 
@@ -46,8 +48,13 @@ def pinned(cores: set[int]) -> Iterator[None]:
 def environment(**extra: str) -> dict[str, str]:
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") and name not in foreign}
-    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    return env | dict.fromkeys(threads, "1") | {"PYTHONUNBUFFERED": "1"} | extra
+    return env | dict.fromkeys(THREADS, "1") | {"PYTHONUNBUFFERED": "1"} | extra
+
+
+def one_thread() -> None:
+    """Begin this script anew where NumPy, which reads these variables as it is imported, was given more threads."""
+    if any(os.environ.get(name) != "1" for name in THREADS):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
 
 
 def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")) -> list[int]:
@@ -65,6 +72,33 @@ def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1", "127.0.0.2", "12
             for taken in sockets:
                 taken.close()
     raise OSError(f"no {count} free ports in a row from {FIRST_PORT} to {LAST_PORT}")
+
+
+def ps_serve(bind: str, *words: str) -> list[str]:
+    """The command of a ps-serve that keeps no checkpoint."""
+    return [
+        sys.executable,
+        "-m",
+        "narrows.ps.command.cli",
+        "--bind",
+        f"tcp://{bind}",
+        "--checkpoint-dir",
+        "none",
+        *words,
+    ]
+
+
+def ps_worker(*words: str) -> list[str]:
+    return [sys.executable, "-m", "narrows.worker.command.cli", *words]
+
+
+def until(done: Callable[[], Any], limit_s: float, what: str) -> None:
+    """Wait for it. Raises TimeoutError, which `started` turns into CommandFailed."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
+        time.sleep(POLL_S)
 
 
 def tail(stream: IO[str]) -> str:
@@ -106,8 +140,7 @@ def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1")
     """ps-serve, one shard a port, which are its children. It ends by itself after its workers. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
-        command += ["--shards", str(len(ports)), "--ready-file", str(ready), "--checkpoint-dir", "none"]
+        command = ps_serve(f"{host}:{ports[0]}", *flags, "--shards", str(len(ports)), "--ready-file", str(ready))
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
         try:
             deadline = time.monotonic() + SERVER_START_S

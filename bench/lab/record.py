@@ -139,6 +139,10 @@ def commit() -> str:
     return (told[0] or "unknown") + ("-dirty" if told[1] else "")
 
 
+def date() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def facts() -> dict[str, Any]:
     """The facts without which a figure is worth nothing, as fields of a Line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -147,7 +151,7 @@ def facts() -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "commit": commit(),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "date": date(),
         "machine": {"cpu": processor, "cores": cores, "ram_gb": round(memory / 2**30, 1)},
         "load": load,
         "busy": load > BUSY * cores,
@@ -174,7 +178,7 @@ class Recorder:
     def add(self, run: str, figures: Figures, **more: Any) -> Line:
         """Append a line. Figures: value and unit; those without a value are left out. `more`: other fields of Line."""
         known = {name: Figure(float(value), unit) for name, (value, unit) in figures.items() if value is not None}
-        now = {"date": facts()["date"]}
+        now = {"date": date()}
         line = Line(self.bench, run, known, **(self.facts | now | more))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

@@ -79,7 +79,7 @@ def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: f
     ):
         told = Path(folder) / "record.jsonl"
         address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
-        command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", address, "-n", str(workers)]
+        command = launch.ps_worker("--server", address, "-n", str(workers))
         _, seconds = launch.run([*command, "--record", str(told), *task.arguments(steps, seed), *row.script], limit_s)
         events = [json.loads(line) for line in told.read_text().splitlines()]
     return read(events, task.metric) | {"seconds": seconds}

@@ -20,7 +20,7 @@ Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of
 class Job:
     """A way to train, its rate and its seed. SPECs are those of bf16_replicas.Coder."""
 
-    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them; local: rounds
+    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them
     workers: int = 8
     windows: int = 0  # of text, for each worker and step; 0: bytelm.py's 32 shared by all workers
     steps: int = 200
@@ -43,18 +43,13 @@ class Job:
     start: float = 0.0  # share of the steps, the first ones: bsp, dense
     start_up: str = ""  # SPEC of the gradients of those steps; "": dense
 
-    # local
-    local_steps: int = 1
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
-
     give_up: str = (
         ""  # STEPS:LOSS,...: the run ends after so many steps, a quarter, a half or three, if it is not below
     )
 
     def __post_init__(self) -> None:
-        if self.mode not in ("bsp", "updates", "local"):
-            raise ValueError(f"{self.mode!r} is no mode: bsp, updates or local")
+        if self.mode not in ("bsp", "updates"):
+            raise ValueError(f"{self.mode!r} is no mode: bsp or updates")
         if not self.windows and FLAGS.batch % self.workers:
             raise ValueError(f"{self.workers} workers cannot share {FLAGS.batch} windows evenly")
         if self.steps < 4:

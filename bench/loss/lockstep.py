@@ -81,24 +81,6 @@ class Gain:
         return self.factor
 
 
-class Lengths(Gain):
-    """The length of the updates as made over that of their mean, tensor by tensor, both smoothed over about ten clocks."""
-
-    def __init__(self, sizes: list[int], device: str) -> None:
-        super().__init__(1.0, device)
-        self.sizes = torch.tensor(sizes, device=device)
-        self.squares: Tensor | None = None
-
-    def __call__(self, made: Tensor, sent: Tensor) -> Tensor:
-        each, mean = made.square().mean(1), made.mean(1).square()
-        sums = [torch.stack([part.sum(1) for part in x.split(self.sizes.tolist(), 1)], 1) for x in (each, mean)]
-        squares = torch.stack(sums)
-        self.squares = squares if self.squares is None else 0.9 * self.squares + 0.1 * squares
-        longer = (self.squares[0] / self.squares[1].clamp_min(1e-30)).sqrt().clamp(1, made.shape[1] ** 0.5)
-        self.factor = longer.repeat_interleave(self.sizes, 1)
-        return self.factor
-
-
 class Windows(Gain):
     """ps/store/update_gain.py, of one shard whose workers are all as fast: at a sample, sums of what was sent in a window of
     clocks."""
@@ -123,14 +105,12 @@ class Windows(Gain):
 
 
 def gain_of(case: Case, task: Task) -> Gain:
-    """1; power:A, workers ** A; window, the product's; norm, tensor: from the updates as made. noisev, sharedv: see Runs."""
+    """1; power:A, workers ** A; window, the product's."""
     name, _, argument = case.gain.partition(":")
     made: dict[str, Callable[[], Gain]] = {
-        **dict.fromkeys(("1", "noisev", "sharedv"), lambda: Gain(1.0, task.device)),
+        "1": lambda: Gain(1.0, task.device),
         "power": lambda: Gain(case.workers ** float(argument), task.device),
         "window": lambda: Windows(task.size, task.device),
-        "norm": lambda: Lengths([task.size], task.device),
-        "tensor": lambda: Lengths(task.sizes, task.device),
     }
     return made[name]()
 
@@ -200,7 +180,6 @@ class Runs:
         published, momentum = x.clone(), torch.zeros_like(x)
         residual = torch.zeros(len(x), case.workers, self.task.size, device=x.device)
         inner = self.optimizer(residual)
-        oracle = AdamW(x) if case.gain == "sharedv" else None
         seen = [published.clone() for _ in range(case.staleness + 1)]  # the oldest is what workers have now
         flying: list[Tensor] = []  # the updates that it lacks
         clocks = case.steps // case.local_steps
@@ -208,7 +187,7 @@ class Runs:
             replica = seen[0][:, None] + weight(case.kept, gain.factor) * residual
             if flying:
                 replica += weight(case.stand, gain.factor) * torch.stack(flying).sum(0)
-            made = self.round(replica, clock * case.local_steps, inner, oracle)
+            made = self.round(replica, clock * case.local_steps, inner)
             residual += made
             sent = up(residual.flatten(0, 1), clock).view_as(residual)
             residual -= sent
@@ -226,24 +205,19 @@ class Runs:
                 )
         x += gain.factor * residual.mean(1)  # finish() pushes what was left out
 
-    def round(self, replica: Tensor, first: int, inner: AdamW, oracle: AdamW | None) -> Tensor:
+    def round(self, replica: Tensor, first: int, inner: AdamW) -> Tensor:
         """The updates of local steps, `first` and on. Overwrites `replica`."""
         begun = replica.clone()
         for step in range(first, first + self.case.local_steps):
             g = clipped(self.gradients(replica, step))
             inner.take(g)
-            v = inner.without_noise(self.case.workers) if self.case.gain == "noisev" else None
-            if oracle:
-                oracle.take(g.mean(1))  # no worker can know it
-                v = oracle.v[:, None]
-            replica += inner.update(replica, self.rate(step)[:, None], v)
+            replica += inner.update(replica, self.rate(step)[:, None])
         return replica.sub_(begun)
 
 
 # Presets.
 
 MERGED = (("1", "1", "1"), ("window", "g", "g"), ("window", "g*1.5", "g"))  # gain, stand, kept
-OTHERS = tuple((gain, "g", "g") for gain in ("power:0.5", "tensor", "noisev", "sharedv"))
 PRESETS = {
     "gain": [
         Case(mode="mean"),
@@ -252,7 +226,7 @@ PRESETS = {
             Case(workers, staleness=1, up=up, gain=gain, stand=stand, kept=kept)
             for workers in (2, 4, 8, 16)
             for up in ("dense", "topk:0.05+int8", "topk:0.11+sign")
-            for gain, stand, kept in (*MERGED, *(OTHERS if workers == 4 else ()))
+            for gain, stand, kept in MERGED
         ),
     ],
     "local": [

@@ -66,8 +66,8 @@ SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compre
 LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
 
 
-def pushed(compress: str, local_steps: int = 1, staleness: int = 1, rate: str = "") -> Row:
-    """Updates of the worker's own optimizer, both ways through `compress`; `rate`: another one for the script."""
+def pushed(compress: str, local_steps: int = 1, staleness: int = 1) -> Row:
+    """Updates of the worker's own optimizer, both ways through `compress`."""
     mode = ("ssp",) if local_steps == 1 else ("local", "--local-steps", str(local_steps), *LOCAL_SGD)
     flags = ("--sync", *mode, "--staleness", str(staleness), "--compress", compress)
     parts = [compress]
@@ -75,29 +75,12 @@ def pushed(compress: str, local_steps: int = 1, staleness: int = 1, rate: str = 
         parts.append(f"H = {local_steps}")
     if staleness != 1:
         parts.append(f"s = {staleness}")
-    if rate:
-        parts.append(f"rate {rate}")
-    return Row(", ".join(parts), flags, script=("--lr", rate) if rate else ())
+    return Row(", ".join(parts), flags)
 
 
-RATE = "0.0028"  # the byte GPT's own times the root of two workers: does averaging updates ask for more?
-# First what every task and number of workers is shown with, then more of the curve.
 TABLE = (
     *(pushed(spec) for spec in ("dense", "topk:0.05+int8", "sign", "topk:0.01+int8", "cycle:0.15+sign")),
     pushed("topk:123/4096+2bit", 4, 0),
-)
-CURVE = (
-    *(
-        pushed(spec)
-        for spec in ("cycle:0.25+sign", "cycle:0.08+2bit", "topk:0.015+2bit", "cycle:0.06+sign", "cycle:0.03+sign")
-    ),
-    pushed("cycle:0.12+sign", 4, 0),
-    Row(f"bsp, rate {RATE}", ("--sync", "bsp"), script=("--lr", RATE)),
-    *(
-        pushed(spec, rate=RATE)
-        for spec in ("sign", "topk:0.01+int8", "cycle:0.15+sign", "cycle:0.06+sign", "cycle:0.03+sign")
-    ),
-    *(pushed(spec, 4, 0, RATE) for spec in ("topk:123/4096+2bit", "cycle:0.12+sign")),
 )
 
 GOSSIP = tuple(
@@ -110,18 +93,8 @@ GOSSIP = tuple(
 
 # Each contender is tuned alone: from `start`, up and down this ladder until its best rate has a worse one on either side.
 RATES = (
-    "0.00035",
-    "0.0005",
-    "0.0007",
-    "0.001",
-    "0.0014",
-    "0.002",
-    "0.0028",
-    "0.004",
-    "0.0056",
-    "0.008",
-    "0.0113",
-    "0.016",
+    *("0.00035", "0.0005", "0.0007", "0.001", "0.0014", "0.002"),
+    *("0.0028", "0.004", "0.0056", "0.008", "0.0113", "0.016"),
 )
 SCRIPT_RATE = "0.002"  # bytelm.py's own
 LOCAL = Row("local, H = 50", ("--sync", "local", "--local-steps", "50"), start="0.002")
@@ -180,7 +153,7 @@ PRESETS = {
     "compress": Preset(
         (Task("bytelm", "loss", 400), MNIST5K),
         workers=2,
-        rows=(SINGLE, DENSE, *TABLE, *CURVE),
+        rows=(SINGLE, DENSE, *TABLE),
     ),
     "tuned": Preset(
         (Task("bytelm", "loss", 400),),

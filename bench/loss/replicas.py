@@ -18,7 +18,6 @@ from torch import Tensor
 FLAGS = bytelm.arguments([])
 MODEL = {name: getattr(FLAGS, name) for name in ("layers", "width", "heads", "context")}
 BETAS, EPS = (0.9, 0.95), 1e-8  # as bytelm.py has them
-KAPPA = (1 - BETAS[0]) / (1 + BETAS[0])  # the share of a gradient's variance that is left in its first moment
 
 
 # The model: rows of flat values, each as the tensors of bytelm.ByteGPT.
@@ -147,20 +146,12 @@ class AdamW:
         self.v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
         self.steps += 1
 
-    def update(self, x: Tensor, rate: Tensor, v: Tensor | None = None) -> Tensor:
-        """How far x moves by the gradients taken. v: another second moment. rate: broadcast to x."""
+    def update(self, x: Tensor, rate: Tensor) -> Tensor:
+        """How far x moves by the gradients taken.  rate: broadcast to x."""
         one, two = 1 - BETAS[0] ** self.steps, 1 - BETAS[1] ** self.steps
-        scale = ((self.v if v is None else v) / two).sqrt_().add_(EPS)
+        scale = (self.v / two).sqrt_().add_(EPS)
         moved: Tensor = -rate * (self.m / one / scale + FLAGS.weight_decay * x)
         return moved
-
-    def without_noise(self, workers: int) -> Tensor:
-        """The second moment of the mean of so many gradients, value by value.
-
-        m^2 / v is 1 of a signal and KAPPA of noise that is independent from step to step.
-        """
-        signal = ((self.m.square() - KAPPA * self.v) / (1 - KAPPA)).clamp_min(0).minimum(self.v)
-        return signal + (self.v - signal) / workers
 
 
 class Muon(AdamW):
@@ -180,8 +171,8 @@ class Muon(AdamW):
         self.momentum.lerp_(g, 1 - self.MOMENTUM)
         self.nesterov = torch.lerp(g, self.momentum, self.MOMENTUM)
 
-    def update(self, x: Tensor, rate: Tensor, v: Tensor | None = None) -> Tensor:
-        out = super().update(x, rate, v)
+    def update(self, x: Tensor, rate: Tensor) -> Tensor:
+        out = super().update(x, rate)
         for begin, end, shape in self.matrices:
             straight = newton_schulz(self.nesterov[..., begin:end].reshape(-1, *shape)).reshape(*x.shape[:-1], -1)
             decayed = 0.2 * max(shape) ** 0.5 * straight + FLAGS.weight_decay * x[..., begin:end]

@@ -13,7 +13,6 @@ Rules
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,9 +27,8 @@ from narrows.compression import ErrorFeedback, SpecError, parse
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
 import bytelm
-from lab import record
+from lab import launch, record
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FloatArray = npt.NDArray[np.float32]
 SPECS = (
     "fp16", "bf16", "int8", "int8:stochastic", "uint8minmax", "int4", "int4:stochastic", "2bit", "sign",
@@ -104,8 +102,7 @@ def main(specs: str, steps: int, gradients: bool, out: Path) -> None:
         names = [parse(spec).spec for spec in specs.split(",")]
     except SpecError as error:
         raise click.UsageError(str(error)) from error
-    if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
+    launch.one_thread()
     torch.set_num_threads(1)
     with record.Recorder("loss/residual_by_spec", out) as recorder:
         for spec, figures in compared(names, steps, gradients).items():

@@ -4,7 +4,6 @@
     python bench/loss/run_jobs.py jobs.jsonl                           # the byte GPT
     python bench/loss/run_jobs.py jobs.jsonl --model 3,96,3            # the small one of README.md
     python bench/loss/run_jobs.py jobs.jsonl --model 1,32,1 --steps 8  # seconds: to try this script
-    python bench/loss/run_jobs.py jobs.jsonl --follow --seconds 3600   # jobs.jsonl may grow meanwhile
 
 Rules
 - A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; losses count, not seconds.
@@ -34,11 +33,10 @@ import bytelm
 from lab import record
 from loss.bf16_replicas import ByteTask
 from loss.job import Job, Outcome, Progress
-from loss.update_push import bsp, local, updates
+from loss.update_push import bsp, updates
 
-MODES = {"bsp": bsp, "updates": updates, "local": local}
+MODES = {"bsp": bsp, "updates": updates}
 QUICK_WINDOWS = 128  # of the held-out loss during a run
-LOOK_S = 1.0  # between two readings of a queue that has nothing new
 
 
 class Progressed:
@@ -86,9 +84,8 @@ def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
 @click.option("--model", default="4,160,5", help="layers,width,heads")
 @click.option("--steps", type=int, help="of every job, for quick looks")
 @click.option("--seconds", default=float("inf"), help="no job begins later than that")
-@click.option("--follow", is_flag=True, help="wait for more jobs at the end of the queue, until --seconds are over")
 @record.out_option("loss/run_jobs")
-def main(queue: Path, model: str, steps: int | None, seconds: float, follow: bool, out: Path) -> None:
+def main(queue: Path, model: str, steps: int | None, seconds: float, out: Path) -> None:
     torch.set_num_threads(1)
     training, held_out, sha256 = bytelm.library()
     try:
@@ -98,30 +95,15 @@ def main(queue: Path, model: str, steps: int | None, seconds: float, follow: boo
         raise click.UsageError(f"--model {model}: {error}") from error
     recorder = record.Recorder("loss/run_jobs", out)
     told: dict[str, record.Scalar] = {"model": model, "text": sha256[:12]}
-    bad: set[str] = set()
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = list(queued(queue.read_text().splitlines(), steps))
-        for fault in [each for each in found if isinstance(each, str) and each not in bad]:
-            click.echo(fault, err=True)
-            bad.add(fault)
-        job = next(
-            (
-                each
-                for each in found
-                if isinstance(each, Job) and not recorder.found(seed=each.seed, **each.arguments(), **told)
-            ),
-            None,
-        )
-        if job is None:
-            if not follow:
-                break
-            time.sleep(LOOK_S)
-            continue
-        figures = train(task, job)
-        recorder.add(str(job), figures, best_of="rate", seed=job.seed, arguments=job.arguments() | told)
-        click.echo(f"{job}: " + ", ".join(f"{name} {value}" for name, (value, _) in figures.items()))
-    sys.exit(bool(bad))
+    found, until = list(queued(queue.read_text().splitlines(), steps)), time.monotonic() + seconds
+    for job in found:
+        if isinstance(job, str):
+            click.echo(job, err=True)
+        elif not recorder.found(seed=job.seed, **job.arguments(), **told) and time.monotonic() < until:
+            figures = train(task, job)
+            recorder.add(str(job), figures, best_of="rate", seed=job.seed, arguments=job.arguments() | told)
+            click.echo(f"{job}: " + ", ".join(f"{name} {value}" for name, (value, _) in figures.items()))
+    sys.exit(any(isinstance(job, str) for job in found))
 
 
 if __name__ == "__main__":

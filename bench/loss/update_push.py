@@ -1,4 +1,4 @@
-"""Modes of the loss probes that fold gradients or updates: bsp, updates (ssp, async) and local rounds.
+"""Modes of the loss probes that fold gradients or updates: bsp and updates (ssp, async).
 
 All workers step at once. A worker sees a shared state exactly `staleness` clocks late, and holds its own updates in flight and
 its residual beside it, each at the gain: as the product and bench/loss/lockstep.py do.
@@ -142,24 +142,3 @@ class Updates:
 
 def updates(task: ByteTask, job: Job, progress: Progress) -> Outcome:
     return Updates(task, job).train(progress)
-
-
-def local(task: ByteTask, job: Job, progress: Progress) -> Outcome:
-    """Rounds of local steps, dense; Nesterov's momentum outside, and each worker's own optimizer state kept inside."""
-    workers, x = job.workers, task.initial(job.seed)
-    momentum = task.zeros()
-    replicas, gradients, update = (task.zeros(workers) for _ in range(3))
-    inner = AdamWs(task, workers, job.inner, job.beta1, job.beta2)
-    for step in range(job.steps):
-        if step % job.local_steps == 0:
-            replicas[:] = x
-        task.gradients(replicas, task.rows(job.seed, step, workers, job.batch), gradients)
-        inner.updates(gradients, replicas, job.rate_at(step), update)
-        replicas += update
-        if step % job.local_steps == job.local_steps - 1:
-            moved = replicas.mean(0) - x
-            momentum = f4(job.outer_momentum) * momentum + moved
-            x += f4(job.outer_lr) * (moved + f4(job.outer_momentum) * momentum)
-        if progress(step + 1, x):
-            break
-    return x, {}

@@ -3,8 +3,6 @@
     python bench/planning/predicted_steps.py               # three networks, all plans; about 20 minutes of an idle machine
     python bench/planning/predicted_steps.py --networks cities --plans plan,1 --steps 20
     python bench/planning/predicted_steps.py --scale       # seconds of planning for 64 and 512 machines
-    python bench/planning/predicted_steps.py --scale --file cities.json --places cities_10
-    python bench/planning/predicted_steps.py --optimum 50  # moves beside the cheapest of all plans
 
 Rules
 - Each city is a host of the lab. Its machines are processes there, and a switch joins the cities. A link is alike both ways.
@@ -19,7 +17,6 @@ Rules
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import statistics
@@ -32,14 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from narrows.protocols.config.deployment import Deployment
 from narrows.ps.planner.choose import Chooser, DeploymentChoice, choices, choose, simplest_first
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
-from narrows.ps.planner.network_places import placed
 from narrows.ps.planner.plan_writer import HostAddresses, clustered, long_commands
 from narrows.ps.planner.step_prices import Groups, TrainingWork
 
@@ -166,70 +161,19 @@ def alone_s(args: str) -> float:
     """Seconds of a step of the task without a server that is waited for: one worker on loopback."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "record"
-        command = [
-            sys.executable,
-            "-m",
-            "narrows.worker.command.cli",
-            "--record",
-            str(told),
-            "--checkpoint-dir",
-            "none",
-        ]
+        command = launch.ps_worker("--record", str(told), "--checkpoint-dir", "none")
         launch.run([*command, wan.TASK, *shlex.split(args), "--steps", str(ALONE_STEPS)], 300, launch.environment())
         return step_of(told)
 
 
-def scale(recorder: record.Recorder, file: str, places: str) -> None:
+def scale(recorder: record.Recorder) -> None:
     """CPU seconds of this process for choosing a plan."""
     for count in (64, 512):
         network = worldwide(count // 8)
-        if file:
-            network = placed(json.loads(Path(file).read_text()), places, str(count))
         began, work = time.process_time(), TrainingWork(1e8, 1.0, coded())
         plan, *_ = simplest_first(choices(network, work))
         figures: record.Figures = {"CPU": (time.process_time() - began, "s"), "clusters": (len(plan.clusters), "")}
-        recorder.add(f"{len(network.hosts)} machines", figures, table="time of planning", arguments={"places": places})
-
-
-def optimum(recorder: record.Recorder, seeds: int) -> None:
-    """The plans of moves alone beside the cheapest of all, on networks drawn as tests/unit/ps/test_planner_choose.py
-    draws them."""
-    for hosts in range(3, 10):
-        over, spent = [], np.zeros(2)
-        for seed in range(seeds):
-            network, work = drawn(seed, hosts), TrainingWork((2e5, 2e6, 2e7, 1e8)[seed // 2 % 4], 0.1, coded())
-            found = []
-            for turn, search in enumerate((Chooser.every, Chooser.nearby)):
-                began, chooser = time.process_time(), Chooser(network, work)
-                search(chooser)
-                spent[turn] += time.process_time() - began
-                found.append(chooser.least)
-            over.append(found[1] / found[0] - 1)
-        figures: record.Figures = {
-            f"within {100 * most:g} %": (100 * sum(each <= most for each in over) / seeds, "%")
-            for most in (0.001, 0.01)
-        }
-        figures |= {"mean": (100 * statistics.mean(over), "%"), "worst": (100 * max(over), "%")}
-        figures |= {"all plans, CPU": (spent[0] / seeds, "s"), "moves, CPU": (spent[1] / seeds, "s")}
-        recorder.add(f"{hosts} hosts", figures, table="moves over the cheapest plan", arguments={"networks": seeds})
-
-
-def drawn(seed: int, hosts: int) -> Network:
-    """Hosts of other speeds in up to three cities, whose links differ a little."""
-    random = np.random.default_rng(seed)
-    city = random.integers(0, 3, hosts)
-    far = city[:, None] != city
-    rate = np.where(far, 3e7, 1e9) * random.uniform(0.5, 2, (hosts, hosts))
-    delay_s = np.where(far, 0.03, 0.0002) * random.uniform(0.5, 2, (hosts, hosts))
-    return Network.parse(
-        {
-            "format": 1,
-            "hosts": [f"h{number}" for number in range(hosts)],
-            "delay_s": delay_s.tolist(),
-            "rates": [{"message_bytes": 1e6, "bits_per_second": rate.tolist()}],
-            "compute": random.choice([0.5, 1.0, 1.5], hosts).tolist(),
-        }
-    )
+        recorder.add(f"{len(network.hosts)} machines", figures, table="time of planning")
 
 
 @click.command(context_settings={"show_default": True})
@@ -242,20 +186,13 @@ def drawn(seed: int, hosts: int) -> Network:
 @click.option("--step", "step_s", type=float, help="seconds of a step alone [measured]")
 @click.option("--limit", default=300.0, help="seconds of a run")
 @click.option("--scale", "sized", is_flag=True, help="how long planning takes")
-@click.option("--file", default="", help="that describes places, for --scale [eight cities]")
-@click.option("--places", default="", help="which network of that file")
-@click.option(
-    "--optimum", "seeds", type=int, help="how near moves come to the optimum, on so many networks of each size"
-)
 @record.out_option("planning/predicted_steps")
 def main(networks: str, plans: str, steps: int | None, pause: float, args: str, parameters: float, step_s: float | None,
-         limit: float, sized: bool, file: str, places: str, seeds: int | None, out: Path) -> None:  # fmt: skip
+         limit: float, sized: bool, out: Path) -> None:  # fmt: skip
     """Predicted and measured steps of plans in the lab."""
     with record.Recorder("planning/predicted_steps", out) as recorder:
         if sized:
-            return scale(recorder, file, places)
-        if seeds:
-            return optimum(recorder, seeds)
+            return scale(recorder)
         if missing := netns.available():
             raise click.ClickException(missing)
         for name in networks.split(","):

@@ -94,21 +94,13 @@ def started(net: netns.Lab, levels: int, flags: list[str], folder: Path, log: IO
     told: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": launch.ROOT}
 
     def serve(host: netns.Host, *more: str) -> Process:
-        command = [
-            sys.executable,
-            "-m",
-            "narrows.ps.command.cli",
-            "--bind",
-            f"tcp://{host.address}:{PORT}",
-            "--insecure",
-        ]
-        return host.popen([*command, "--checkpoint-dir", "none", *more], **told)
+        return host.popen(launch.ps_serve(f"{host.address}:{PORT}", "--insecure", *more), **told)
 
     def work(host: netns.Host, server: netns.Host, number: int) -> Process:
-        command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://{server.address}:{PORT}"]
-        return host.popen(
-            [*command, "--record", str(folder / f"worker{number}"), wan.TASK, "--steps", "100000"], **told
+        command = launch.ps_worker(
+            "--server", f"tcp://{server.address}:{PORT}", "--record", str(folder / f"worker{number}")
         )
+        return host.popen([*command, wan.TASK, "--steps", "100000"], **told)
 
     first = ("--record", str(folder / "server"), "--workers", "2", *flags)
     if levels == 1:

@@ -32,7 +32,7 @@ from narrows.compression.selection import select_top
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import record
+from lab import launch, record
 
 FloatArray = npt.NDArray[np.float32]
 ROWS = (
@@ -41,7 +41,6 @@ ROWS = (
     "mstopk:0.01", "cycle:0.15+sign", "cycle:0.15/0.24+sign", "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:32/4096+2bit",
     "randk:0.01", "threshold:2.5+int8",
 )  # fmt: skip
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TARGET_ROUNDS = 9
 PARTS = "parts of mstopk:0.01, beside passes over the memory"
 
@@ -184,8 +183,7 @@ def ratios(recorder: record.Recorder, count: int) -> None:
 @record.out_option("speed/compressors")
 def main(count: int, rounds: int, show_targets: bool, out: Path) -> None:
     """Measure the compressors of narrows.compression."""
-    if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
+    launch.one_thread()
     torch.set_num_threads(1)
     warm_up()
     with record.Recorder("speed/compressors", out) as recorder:

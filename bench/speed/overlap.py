@@ -86,7 +86,7 @@ def team(commands: Callable[[str], Sequence[tuple[list[str], dict[str, str]]]]) 
 def narrows(hosts: Sequence[str], ports: Sequence[int], server: str = "127.0.0.1") -> Iterator[Team]:
     """A server, and a ps-worker of one worker for each host at which it dials the server."""
     flags = ["--sync", "bsp", "--workers", str(len(hosts))]
-    worker = [sys.executable, "-m", "narrows.worker.command.cli", "--server"]
+    worker = launch.ps_worker("--server")
     with (
         launch.serving(flags, ports, server),
         team(

@@ -4,7 +4,7 @@
     python bench/speed/pipeline.py -- --rest 10  # the same, where each stage sleeps 30 ms a micro-batch beside
     python bench/speed/pipeline.py --rows planned  # the step that ps-plan --pipeline predicts, beside the one measured
     python bench/speed/pipeline.py --losses  # 400 steps: the unsplit model, int8, a subspace, its unsplit model
-    python bench/speed/pipeline.py --grid --kill  # 2 stages x 2 replicas, a city each: a stage is killed; --resume
+    python bench/speed/pipeline.py --grid  # 2 stages x 2 replicas, a city each
     python bench/speed/pipeline.py --rows int8/gpipe,whole:18 --steps 100 -- --lr 0.004  # what follows -- is the task's
 
 Rows
@@ -44,12 +44,11 @@ from safetensors.torch import load_file
 
 from narrows.protocols.config.deployment import even, parse
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks", "../tests")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
 import bytelm
 import pipelined
 from contenders.wan import cities
-from kit.processes import descendants
 from lab import launch, netns, record
 from lab.launch import CommandFailed
 from lab.link import Way
@@ -124,19 +123,16 @@ class Run:
     def said(self, command: str) -> str:
         return "".join((self.folder / f"{command}-{host}.log").read_text() for host in self.hosts)
 
-    def go(self, limit_s: float, *serve: str, kill: bool = False) -> list[int]:
+    def go(self, limit_s: float) -> list[int]:
         """Exit codes of the ps-workers. The servers end with their workers. Raises CommandFailed after `limit_s`."""
         folder = ("--checkpoint-dir", str(self.folder / "checkpoints"))
         serving = {stage["host"] for stage in self.layout["stages"]}
-        servers = [self.start("ps-serve", host, *folder, *serve) for host in self.hosts if host in serving]
+        servers = [self.start("ps-serve", host, *folder) for host in self.hosts if host in serving]
         workers = [self.start("ps-worker", host, *folder, str(TASK), *self.args) for host in self.hosts]
-        deadline, killed, ended = time.monotonic() + limit_s, not kill, False
+        deadline, ended = time.monotonic() + limit_s, False
         while any(process.poll() is None for process in workers):
             if time.monotonic() > deadline:
                 raise CommandFailed(f"it ran longer than {limit_s:.0f} s: {self.said('ps-worker')[-800:]}")
-            if not killed and "checkpoint of clock 20" in self.said("ps-serve"):
-                killed = True
-                kill_stage(workers[0].pid)
             if not ended and any(process.poll() for process in workers):
                 ended = True
                 for process in [*workers, *servers]:  # who starts a run again ends what is left of it
@@ -149,15 +145,6 @@ class Run:
         for process in servers:
             process.wait(launch.SERVER_END_S)
         return codes
-
-
-def kill_stage(pid: int) -> None:
-    """The second process of this ps-worker, as when its machine loses power: its stage is the last of a grid of two."""
-    for each in descendants(pid):
-        if Path(f"/proc/{each}/comm").read_text().strip() == "ps-worker-1":
-            os.kill(each, signal.SIGKILL)
-            return
-    raise CommandFailed("no stage to kill was found")
 
 
 def figures(said: str) -> Result:
@@ -267,30 +254,10 @@ def planned(way: Way, stages: int, args: Sequence[str]) -> Result:
         return found | {"bytes": sum(hosts[-1].bytes()) - before, "loss": trained(folder, layout, args)}
 
 
-def killed(way: Way, args: Sequence[str]) -> Result:
-    """The grid, in which a stage of the first city is killed; then the same again with --resume. Raises CommandFailed."""
-    with tempfile.TemporaryDirectory() as told, cities(way) as hosts:
-        folder = Path(told)
-        layout = plan(hosts, 2, 2, GRID, "int8", 0)
-        run = Run(hosts, layout, folder, args)
-        codes = run.go(LIMIT_S, kill=True)
-        lost = re.findall(r"ps-worker: (stage 1 of replica 0 .*?),", run.said("ps-worker"))
-        again = run.go(LIMIT_S, "--resume")
-        clock = re.findall(r"all stages go on from clock (\d+)", run.said("ps-serve"))
-        return {
-            "codes": codes,
-            "again": again,
-            "lost": lost[:1],
-            "from": clock[:1],
-            "loss": trained(folder, layout, args),
-        }
-
-
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
 @click.option("--rows", help=f"[{','.join(ROWS)}; with --losses {','.join(LOSSES)}]")
 @click.option("--losses", is_flag=True, help="400 steps of 32 windows in 8 micro-batches")
 @click.option("--grid", is_flag=True, help="the same steps, by 2 stages x 2 replicas in two cities")
-@click.option("--kill", is_flag=True, help="with --grid: kill a stage and go on")
 @click.option("--in-flight", default=2, help="micro-batches across the link; its round trip over the time of one")
 @click.option("--rate", type=netns.RATE, default="100mbit", help="of the link")
 @click.option("--delay", type=netns.TIME, default="20ms", help="of the link, one way")
@@ -298,7 +265,7 @@ def killed(way: Way, args: Sequence[str]) -> Result:
 @record.out_option("speed/pipeline")
 @click.argument("more", nargs=-1)
 def main(
-    rows: str | None, losses: bool, grid: bool, kill: bool, in_flight: int, rate: float, delay: float, steps: int | None,
+    rows: str | None, losses: bool, grid: bool, in_flight: int, rate: float, delay: float, steps: int | None,
     out: Path, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Measure each row; MORE goes to the task."""
@@ -308,8 +275,6 @@ def main(
     args = ["--steps", str(steps), "--batch", batch[0], "--micro", batch[1], "--of", str(stages), *more]
     try:
         with record.Recorder("speed/pipeline", out) as recorder:
-            if kill:
-                click.echo(killed(way, args))
             usual = LOSSES if losses else ROWS
             for row in ("whole", "grid") if grid else rows.split(",") if rows else usual:
                 found = run_of(row, args, way, stages, grid, in_flight)

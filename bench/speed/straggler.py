@@ -22,8 +22,7 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +39,6 @@ WORKER = str(Path(__file__).with_name("straggler_worker.py"))
 SLOWED = 4.0  # times its own step
 SETTLE = 8  # steps of each block: the slowed worker is on its way out of a step, updates in flight
 FIRST = 20  # steps before the first block: connections, first states, the kernels
-POLL_S = 0.1
 START_S, BLOCK_S = 240.0, 300.0
 PHASES = ("even", "slow")
 FIGURES = {"step": "ms", "partner's step": "ms", "computed": "ms", "wait": "ms", "queue": "ms", "server": "of a core"}
@@ -119,31 +117,23 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
         records = [Follower(folder / f"record{index}") for index in range(2)]
         for follower, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
             env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(times))
-            command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://127.0.0.1:{port[0]}"]
+            command = launch.ps_worker("--server", f"tcp://127.0.0.1:{port[0]}")
             with launch.pinned({core}):
                 command += ["--record", str(follower.path), WORKER, "--steps", "1000000"]
                 stack.enter_context(launch.started(command, env))
         fast, slow = records
-        until(lambda: fast.look() >= FIRST, START_S, "the first steps")
+        launch.until(lambda: fast.look() >= FIRST, START_S, "the first steps")
         blocks = []
         for number in range(2 * rounds):
             say(PHASES[number % 2])
             begin, before = fast.look(), processor_s(serving.pid)
             last = begin + SETTLE + steps + 1
-            until(lambda last=last: fast.look() >= last, BLOCK_S, "a block")  # type: ignore[misc]
+            launch.until(lambda last=last: fast.look() >= last, BLOCK_S, "a block")  # type: ignore[misc]
             spent, end = processor_s(serving.pid) - before, fast.look()
             slow.look()
             blocks.append({"phase": PHASES[number % 2]} | block_figures(fast.steps[begin:end], slow.steps, spent))
         say("end")
         return blocks
-
-
-def until(done: Callable[[], bool], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
-        time.sleep(POLL_S)
 
 
 def figures(blocks: Sequence[Result]) -> record.Figures:

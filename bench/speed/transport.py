@@ -18,7 +18,6 @@ Rules
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -37,13 +36,12 @@ from narrows.worker import DistributedOptimizer, rank
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lab import record
+from lab import launch, record
 
 MIB = 1 << 20
 ECHOES = [(kind, mib) for kind in ("tcp", "unix", "turn") for mib in (1, 2, 4)]
 LIMIT_S = 300.0
 HERE = Path(__file__).resolve()
-BIN = Path(sys.executable).parent
 
 
 def echo_address(kind: str, port: int) -> str:
@@ -103,53 +101,19 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: b
         if keyed:
             make(folder)
             keys, key = ["--keys", folder], ["--key", str(add(folder, "bench", "worker"))]
-        ready = Path(folder) / "ready"
-        serve: list[str] = [
-            str(BIN / "ps-serve"),
-            "--bind",
-            "tcp://127.0.0.1:0",
-            "--sync",
-            sync,
-            "--ready-file",
-            str(ready),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        server = subprocess.Popen(
-            [*serve, *keys, "--workers", str(count), "--shards", str(shards)],
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            cwd=folder,
-        )
+        ports = launch.free_ports(shards)
+        script = [str(HERE), "worker", "--size", str(size), "--rounds", str(rounds), "--out", folder]
+        worker = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", *key, "-n", str(count), *script)
         echo = subprocess.Popen(
             [sys.executable, str(HERE), "echo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         try:
             assert echo.stdout is not None
             port = echo.stdout.readline().strip()
-            deadline = time.monotonic() + LIMIT_S
-            while not (ready.exists() and ready.read_text()):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("ps-serve did not start")
-                time.sleep(0.05)
-            address = json.loads(ready.read_text())["address"]
-            script = [
-                str(HERE),
-                "worker",
-                "--echo",
-                port,
-                "--size",
-                str(size),
-                "--rounds",
-                str(rounds),
-                "--out",
-                folder,
-            ]
-            worker = [str(BIN / "ps-worker"), "--server", address, *key, "-n", str(count), *script]
-            subprocess.run(worker, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
+            with launch.serving(["--sync", sync, "--workers", str(count), *keys], ports):
+                launch.run([*worker, "--echo", port], LIMIT_S)
         finally:
-            for process in (server, echo):
-                process.terminate()
-                process.wait(30)
+            launch.end(echo)
         times = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(count)]
     medians = {key: max(statistics.median(one[key]) for one in times) for key in times[0]}
     step_s = medians["step"]

@@ -30,7 +30,6 @@ JOBS = [
     Job(mode="bsp", inner="muon"),
     Job(gain_power=0.5, start=0.5, start_up="int4"),
     Job(inner="muon", staleness=2, stand=0.5),
-    Job(mode="local", local_steps=2, outer_momentum=0.6),
 ]
 
 
