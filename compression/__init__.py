@@ -25,17 +25,18 @@ from functools import cache
 
 import numpy as np
 
-from narrows.compression.auto import Ladder, ladder
 from narrows.compression.buffers import FloatArray
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
 from narrows.compression.kernels.jit import compilations
+from narrows.compression.ladder import Codecs, Ladder, ladder
 from narrows.compression.payload import accumulate, add_raw, check, decode, indices
 from narrows.compression.reducers import Memory
 from narrows.compression.spec import parse
 
 __all__ = [
+    "Codecs",
     "Compressor",
     "ErrorFeedback",
     "Ladder",

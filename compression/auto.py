@@ -15,18 +15,15 @@ Rules
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from narrows.compression.errors import SpecError
+from narrows.compression.compressor import Compressor
+from narrows.compression.ladder import Rung
 from narrows.compression.predict import clock_s
 from narrows.compression.spec import parse
 
-FLOOR = 0.004  # the default FLOOR, as a share of fp32's bytes: docs/archive/results-0.1.md has the loss at 1/210
-LEAST = 0.001  # the lowest FLOOR
-WHOLE = 0.25  # the lowest share for pushed gradients, of which each value must travel: int8
 NEAR = 0.05  # a clock that is so little longer than the shortest is as good, and sends more values
 # The present rung is left for a sparser one only if the shortest clock is shorter by this share. It is four times NEAR:
 # otherwise noise would soon bring the rung back.
@@ -40,83 +37,6 @@ FIRST = 3  # clocks before the first choice: one may be an outlier (first touch 
 # README.md).
 ENCODE_NS = 2.0
 LEAST_S = 1e-4  # the shortest transfer time that counts: delays of busy processes allow no finer measurement
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """A SPEC of a ladder, and its size."""
-
-    spec: str  # the canonical SPEC
-    bytes: float  # bytes of a payload, per parameter
-
-    @property
-    def share(self) -> float:
-        """The payload's bytes as a share of fp32's."""
-        return self.bytes / 4
-
-
-# Sorted by bytes, densest first, which is the order of loss too. tests/runs/test_auto.py measures the bytes. Sparse
-# rungs have codings of 1 or 2 bits, since updates lose less with many values of few bits. The script
-# bench/loss/residual_by_spec.py ranks SPECs of equal bytes.
-LADDER: tuple[Rung, ...] = (
-    Rung("dense", 4.0),
-    Rung("fp16", 2.0),
-    Rung("int8", 1.008),
-    Rung("int4", 0.531),
-    Rung("topk:0.5+2bit", 0.253),
-    Rung("topk:0.27+sign", 0.142),
-    Rung("topk:0.11+sign", 0.0786),
-    Rung("cycle:0.25/0.24+sign", 0.0333),
-    Rung("cycle:0.15+sign", 0.0190),
-    Rung("cycle:0.06+sign", 0.00783),
-    Rung("cycle:0.03+sign", 0.00404),
-)
-
-
-class Ladder(tuple[Rung, ...]):
-    """The rungs among which a SPEC lets a run choose, densest first. A SPEC other than `auto` has one rung."""
-
-    @property
-    def specs(self) -> list[str]:
-        """The SPECs of the rungs."""
-        return [rung.spec for rung in self]
-
-    @property
-    def lossless(self) -> bool:
-        """True if no rung loses anything. Then a publication is a whole state, not a difference."""
-        return all(parse(rung.spec).lossless for rung in self)
-
-    @property
-    def raw(self) -> bool:
-        """True if values always travel as float32."""
-        return all(rung.spec == "dense" for rung in self)
-
-
-_AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
-_COUNT = 1 << 20  # parameters of the payload by which the bytes of a fixed SPEC are estimated, until measured
-
-
-def ladder(spec: str, sparse: bool = True) -> Ladder:
-    """Return the rungs of a SPEC: the rows of LADDER down to the floor for `auto` and `auto:FLOOR`, else `spec` alone.
-
-    Args:
-        spec: a SPEC, or auto[:FLOOR].
-        sparse: False: only rungs that send each value, as pushed gradients need.
-
-    Raises:
-        SpecError: the SPEC is wrong, in one sentence.
-    """
-    if re.split("[:+]", spec, maxsplit=1)[0] != "auto":
-        fixed = parse(spec)
-        return Ladder([Rung(fixed.spec, fixed.payload_bytes_max(_COUNT) / _COUNT)])
-    written = _AUTO.fullmatch(spec)
-    floor = FLOOR if written is None or written[1] is None else float(written[1])
-    if written is None or not LEAST <= floor <= 1.0:
-        raise SpecError(
-            f"SPEC {spec!r}: auto chains with no stage and takes a FLOOR from {LEAST:g} to 1, the least share of the bytes of "
-            "fp32; write auto or auto:FLOOR"
-        )
-    return Ladder(rung for rung in LADDER if rung.share >= (floor if sparse else max(floor, WHOLE)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +116,11 @@ class Auto:
     @property
     def down(self) -> str:
         return self.choices[self.at][1].spec
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor of what is pushed, by the present choice."""
+        return parse(self.up)
 
     def step_s(self, choice: int) -> float:
         """Predict the seconds of a clock with one of `choices`, from the medians so far."""

@@ -419,6 +419,94 @@ def test_a_receive_loop_is_found() -> None:
     assert receive_loops(source) == 2
 
 
+def called(node: ast.Call) -> str:
+    """The name of a function or method that is called, with its class where that is a plain name."""
+    if isinstance(node.func, ast.Attribute):
+        owner = node.func.value.id + "." if isinstance(node.func.value, ast.Name) else ""
+        return owner + node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def named_specs(node: ast.AST) -> bool:
+    """True if the text "dense" or "auto" is in an expression."""
+    return any(isinstance(each, ast.Constant) and each.value in ("dense", "auto") for each in ast.walk(node))
+
+
+def spec_readers(source: str) -> tuple[set[str], set[str]]:
+    """The functions that interpret a SPEC text themselves, and those that have compression make a ladder of it.
+
+    To interpret is to compare with "dense" or "auto", to ask whether a text starts so, or to call compression.parse
+    for a text that is no literal.
+    """
+    tree = ast.parse(source)
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("narrows.compression")
+        for alias in node.names
+    }
+    interpret, resolve = set[str](), set[str]()
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Compare) and named_specs(node):
+                interpret.add(function.name)
+            if not isinstance(node, ast.Call):
+                continue
+            name = called(node)
+            literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
+            if (name.endswith("startswith") and named_specs(node)) or (
+                name == "parse" and name in ours and not literal
+            ):
+                interpret.add(function.name)
+            if name in ("ladder", "Codecs.of") and name.partition(".")[0] in ours and not literal:
+                resolve.add(function.name)
+    return interpret, resolve
+
+
+SPECS_INTERPRETED = {
+    "protocols/config/settings.py": {"validated"},  # flags that exclude each other; protocols imports no compression
+    "worker/runtime/device.py": {"device"},  # `auto` of NARROWS_DEVICE is no SPEC
+}
+SPECS_RESOLVED = {
+    # a run: its server, a server's child that is a cluster, and a worker
+    "ps/shard/model_shard.py": {"__init__"},
+    "ps/parent/parent_link.py": {"codecs"},
+    "worker/sync/tuning.py": {"change"},
+    # before a run: its flags are checked, its costs predicted
+    "ps/command/serve.py": {"checked"},
+    "ps/process/machine_factory.py": {"machine"},
+    "ps/planner/codec_costs.py": {"coded"},
+    "ps/planner/modes_and_specs.py": {"inside"},
+    "worker/check/findings.py": {"specs"},
+    "worker/check/script_watch.py": {"_encoded"},
+}
+
+
+def test_a_spec_is_resolved_once_and_then_asked_as_an_object() -> None:
+    sources = {path: text for path, text in product().items() if not path.startswith("compression/")}
+    found = {path: spec_readers(text) for path, text in sources.items()}
+    assert {path: interpret for path, (interpret, _) in found.items() if interpret} == SPECS_INTERPRETED
+    assert {path: resolve for path, (_, resolve) in found.items() if resolve} == SPECS_RESOLVED
+    assert len(set().union(*SPECS_INTERPRETED.values())) <= 3
+
+
+def test_a_reader_of_a_spec_is_found() -> None:
+    source = """
+from narrows.compression import Codecs, ladder, parse
+
+def a(x): return x.spec != "dense"
+def b(x): return x.startswith("auto")
+def c(x): return parse(x).lossless
+def d(x): return x in ("", "dense")
+def e(x): return ladder(x).raw
+def f(x): return Codecs.of(x.up, x.down)
+def g(): return parse("dense"), ladder("dense"), json.parse(x), {"compress": "dense"}
+"""
+    assert spec_readers(source) == ({"a", "b", "c", "d"}, {"e", "f"})
+
+
 # Words of file names that docs/glossary.md need not define: Python's, those of other programs, and plain English.
 PLAIN_WORDS = {
     *(

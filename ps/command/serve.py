@@ -57,14 +57,14 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
     Raises:
         UsageError: the flags exclude each other.
     """
-    from narrows.compression import SpecError, ladder, parse
+    from narrows.compression import SpecError, ladder
 
     for name in ("compress", "compress_down"):
         try:
-            rungs = ladder(getattr(settings, name))
+            codec = ladder(getattr(settings, name))
         except SpecError as error:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
-        if name == "compress" and Robust.parse(settings.robust).cut and any(parse(spec).sparse for spec in rungs.specs):
+        if name == "compress" and codec.sparse and Robust.parse(settings.robust).cut:
             raise UsageError(
                 f"--robust {settings.robust}: --compress {settings.compress} sends nothing of most keys, and the rest would be "
                 "trimmed; choose a SPEC that sends every value, e.g. int8, or --robust cosine"

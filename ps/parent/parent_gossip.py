@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from narrows.compression import Memory, parse
+from narrows.compression import Memory
 from narrows.compression.home import HOST
 from narrows.compression.replica import HostReplica
 from narrows.compression.sampling import gossip_sample
@@ -74,11 +74,10 @@ class ParentGossip(SeatedParentLink):
         """
         super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
         settings, worker = place.settings, place.worker
-        compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
         seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
         gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
         self._kept = replace(self._kept, gain=gain, outer=step)
-        model = mixing.Mixing(*keys, compressor, HOST, partial(Memory, seed=seed), gain, step)
+        model = mixing.Mixing(*keys, place.codecs.up.mixer(), HOST, partial(Memory, seed=seed), gain, step)
         self.driver = GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
         self.peers = ours if ours is not None else GossipPeers(worker, lease_ns, index)

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from narrows.compression import ErrorFeedback
+from narrows.compression import Codecs, ErrorFeedback
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
@@ -69,6 +69,11 @@ class ParentSeat:
     server: str = ""  # address of the parent's process 0
     before: int = 0  # the epoch of the seat that this one continues under another plan; 0 if it begins anew
     hold: int = -1  # no update from this clock of the parent's run on may be pushed; -1 for no hold
+
+    @property
+    def codecs(self) -> Codecs:
+        """The codecs of the parent's run. Under `auto` pushes begin on the sparsest rung, as those of a worker do."""
+        return Codecs.of(self.settings.compress, self.settings.compress_down)
 
     def packed(self) -> bytes:
         numbers = [self.worker, self.epoch, self.clock, self.at]

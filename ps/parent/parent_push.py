@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from narrows.compression import Compressor, ErrorFeedback, ladder, parse
+from narrows.compression import ErrorFeedback, parse
 from narrows.compression.codecs import coded_piece
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
@@ -29,15 +29,6 @@ from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedP
 from narrows.ps.store.changes import Change, FloatArray
 
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
-
-
-def _codings(place: ParentSeat) -> tuple[Compressor, bool]:
-    """Return the compressor of pushes, and True if the parent's shard publishes whole states.
-
-    The link to the parent is not measured yet. So under `auto` the compressor is the sparsest of the ladder, with which
-    a worker begins too.
-    """
-    return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
 
 
 class ParentPush(SeatedParentLink):
@@ -56,7 +47,7 @@ class ParentPush(SeatedParentLink):
             member: In process 0: the cluster's member of the parent's run.
             timing: The limits of every wait.
         """
-        up, whole = _codings(place)
+        up, whole = place.codecs.up.compressor(), place.codecs.down.lossless
         self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
         self.feedback.change(up)  # an earlier feedback has the compressor of an earlier plan
         replica = HostReplica(*keys, [(keys, self.feedback)], parts)
@@ -70,10 +61,9 @@ class ParentPush(SeatedParentLink):
         self.kept = replace(self.kept, feedback=self.feedback, owed=None)
 
     def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
-        up, whole = _codings(place)
-        self.feedback.change(up)
+        self.feedback.change(place.codecs.up.compressor())
         before = self.exchange
-        self._sit(place, whole)
+        self._sit(place, place.codecs.down.lossless)
         said = self.exchange.go_on(place.worker, place.epoch, place.clock, [before])
         self.exchange.held_at = place.hold
         again = self.exchange.ask_shared(last=True) if self.finishing else []

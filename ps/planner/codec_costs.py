@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from narrows.compression import ladder
-from narrows.compression.auto import ENCODE_NS, LADDER
+from narrows.compression.auto import ENCODE_NS
+from narrows.compression.ladder import LADDER
 from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
 from narrows.ps.planner.modes_and_specs import WAYS
 from narrows.ps.planner.step_prices import CodecCost
@@ -25,8 +26,8 @@ def coded(*more: str) -> dict[str, CodecCost]:
     rungs = {rung.spec: rung.bytes for rung in LADDER}
     made = {}
     for spec in sorted({*more, *(way.compress for way in WAYS)}):
-        size = rungs.get(spec) or ladder(spec)[0].bytes
-        whole = spec == "dense"
+        codec = ladder(spec)
+        size, whole = rungs.get(spec) or codec.rungs[0].bytes, codec.raw
         encode_s, serve_s = (0.0, SERVE_DENSE_NS / 1e9) if whole else (ENCODE_NS / 1e9, SERVE_NS / 1e9)
         forms = (whole_clock_s, None) if whole else (clock_s, cluster_clock_s)
         made[spec] = CodecCost(size, encode_s, forms[0], serve_s, forms[1])

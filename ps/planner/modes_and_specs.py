@@ -11,10 +11,11 @@ Rules
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from narrows.compression import ladder
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.config.settings import Settings
 
@@ -24,6 +25,9 @@ COUNTS = (2, 4, 8, 16)  # numbers of children with which losses were measured
 GROWS = (0.0, 0.028, 0.077, 0.145)
 # Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: five rows of bench/contenders/wan.py agree within 13 %.
 STEPS_POWER = 4.7
+
+
+DEFAULTS = {field.name: field.default for field in fields(Settings)}  # of the flags
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,9 @@ class ModeAndSpec:
 
         `updates` is true where the server's children are clusters.
         """
-        given = {"sync": self.sync, "staleness": self.staleness, "local_steps": self.local_steps}
-        given |= {"compress": self.compress if self.compress != "dense" else -1}
-        given |= {"push": "update" if updates and self.sync == "bsp" else -1}
-        return {name: value for name, value in given.items() if value != -1}
+        given = {"staleness": self.staleness, "local_steps": self.local_steps, "compress": self.compress}
+        given |= {"push": "update"} if updates and self.sync == "bsp" else {}
+        return {"sync": self.sync} | {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
     @cached_property
     def mode(self) -> Mode:
@@ -57,7 +60,7 @@ class ModeAndSpec:
         The value is 1 where the workers wait too. Dense states count as 1, because they overlap less than the closed
         form for several updates would say.
         """
-        return self.mode.window if self.compress != "dense" else 1
+        return 1 if ladder(self.compress).raw else self.mode.window
 
     def steps(self, children: int) -> float:
         """Return the steps to a loss as a multiple of bsp's.

@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
@@ -205,7 +206,7 @@ def machine(
             before, settings = settings, resumed(settings, facts.get("settings", b""))
             if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))
-        priced = coded() if settings.compress.startswith("auto") else coded(settings.compress)
+        priced = coded() if ladder(settings.compress).auto else coded(settings.compress)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:
             coordinator.generations.resumed()

@@ -137,7 +137,7 @@ class ModelShard:
             begin,
             end,
             barrier=mode.barrier,
-            codings=down.specs,
+            codings=down,
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
             optimizer=means.optimizer(plan, begin, end)
             if means.optimizer and mode.rule is FoldRule.OPTIMIZER

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
+from narrows.compression import Ladder, Memory, NonFiniteError, accumulate, codecs, ladder
 from narrows.protocols.config.checkpoint_names import OPTIMIZER
 from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.messages import CREDIT_MAX
@@ -117,7 +117,7 @@ class Store:
         end: int,
         *,
         barrier: bool,
-        codings: Sequence[str] = ("dense",),
+        codings: Ladder | None = None,
         outer: tuple[float, float] | None = None,
         optimizer: ServerOptimizer | None = None,
         lent: Callable[[], bool] = assume_lent,
@@ -131,7 +131,8 @@ class Store:
             begin: The first key.
             end: The key after the last.
             barrier: True if x changes between two publications only.
-            codings: The SPECs that may code publications; the last one holds until a Publish names another.
+            codings: The compressors that may code publications, None for `dense`; the last one holds until a Publish names
+                another.
             outer: Learning rate and momentum of the outer optimizer; None if there is none.
             optimizer: The server's optimizer, for pushed gradients.
             lent: True while a message that is still on its way may read x or p.
@@ -144,7 +145,8 @@ class Store:
         self.tables = tables or EmbeddingRows()
         self.gain = gain or Gain(self.size)  # sees each update that is added
         self.lent = lent
-        self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
+        self.codings = codings or ladder("dense")
+        self.down = self.codings.compressor().contraction()  # x - p is its error feedback
         # compressor memory of the downlink; each fragment is a stream of its own
         self.memories: dict[Keys, Memory] = {}
         self.publication = -1
@@ -157,7 +159,7 @@ class Store:
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # True if x was rebased since the newest publication: the next one covers all keys
         # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
-        self.shared = barrier and self.down.lossless and len(codings) == 1
+        self.shared = barrier and self.down.lossless and len(self.codings.rungs) == 1
 
     @property
     def whole(self) -> Keys:
@@ -289,7 +291,9 @@ class Store:
         A state that overflowed (the sum of finite updates may) is published whole: the workers must see it as it is.
         """
         if change.spec:
-            self.down = parse(change.spec).contraction()  # what the coding before left out is in x - p
+            self.down = self.codings.compressor(
+                change.spec
+            ).contraction()  # what the coding before left out is in x - p
         keys = self.whole if change.keys is None or self.rebased else change.keys
         self.publication += 1
         self.rebased = False

@@ -18,7 +18,8 @@ from kit.processes import SCRIPT, finished
 from kit.scripts import flat, run
 
 from narrows.compression import ErrorFeedback, SpecError, accumulate, ladder, parse
-from narrows.compression.auto import LADDER, NEAR, PATIENCE, PATIENCE_MAX, WINDOW, Auto, Clock, Switch
+from narrows.compression.auto import NEAR, PATIENCE, PATIENCE_MAX, WINDOW, Auto, Clock, Switch
+from narrows.compression.ladder import LADDER
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS
@@ -30,7 +31,7 @@ from narrows.worker import DistributedOptimizer
 from narrows.worker.session import RunSession
 
 MBIT = 125e3  # bytes a second
-SPARSEST = ladder("auto")[-1].spec
+SPARSEST = ladder("auto").specs[-1]
 
 
 class Link:
@@ -49,7 +50,7 @@ class Link:
         noise: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.auto = Auto(ladder(spec), ladder(down or spec), count, window)
+        self.auto = Auto(ladder(spec).rungs, ladder(down or spec).rungs, count, window)
         self.rate, self.compute_s, self.round_trip_s, self.noise = rate, compute_s, round_trip_s, noise
         self.random = random.Random(seed)
         self.clock = 0
@@ -92,13 +93,13 @@ def test_the_ladder_is_what_its_payloads_are() -> None:
     ("auto:1e-3", "cycle:0.03+sign"),
 ])  # fmt: skip
 def test_a_floor_cuts_the_ladder(spec: str, last: str) -> None:
-    rungs = ladder(spec)
+    rungs = ladder(spec).rungs
     assert rungs == LADDER[: len(rungs)] and rungs[-1].spec == last
-    assert ladder(spec, sparse=False) == rungs[:3] and LADDER[2].spec == "int8"
+    assert ladder(spec, sparse=False).rungs == rungs[:3] and LADDER[2].spec == "int8"
 
 
 def test_any_other_spec_is_a_ladder_of_one() -> None:
-    (rung,) = ladder("dense+int8")
+    (rung,) = ladder("dense+int8").rungs
     assert rung.spec == "int8" and rung.bytes == pytest.approx(1.008, rel=0.01)
     assert not Link(1.0, spec="topk:0.5").train(50).switches
 
@@ -156,7 +157,7 @@ def test_it_is_the_densest_of_those_that_are_near_the_best_and_monotone_in_the_r
 
 def test_encoding_counts_once_it_was_timed() -> None:
     """A machine that takes 0.5 s to select sends all values on a link that would rather have few."""
-    auto = Auto(ladder("auto"), ladder("auto"), 1_000_000, 1)
+    auto = Auto(ladder("auto").rungs, ladder("auto").rungs, 1_000_000, 1)
     for _ in range(10 * PATIENCE):
         encode_s = 0.5 if auto.up.startswith(("topk", "cycle")) else 0.002
         size = int(auto.choices[auto.at][0].bytes * 1e6)
@@ -182,7 +183,7 @@ def test_what_a_fixed_coding_takes_is_measured() -> None:
     """A threshold may send everything or nothing: beside states of nearly no bytes a push is what a clock takes."""
     choices = []
     for size in (5_000_000, 100):
-        auto = Auto(ladder("auto"), ladder("threshold:0.01"), 1_320_000, 1)
+        auto = Auto(ladder("auto").rungs, ladder("threshold:0.01").rungs, 1_320_000, 1)
         for _ in range(10):
             up = int(auto.choices[auto.at][0].bytes * auto.count)
             auto.clock(Clock(0.01, 0.001, up, up / MBIT, size, size / MBIT, 0.001))
@@ -272,7 +273,7 @@ def test_a_residual_outlives_a_change_of_compressor() -> None:
 
 def test_publications_of_any_coding_lead_to_the_same_state() -> None:
     """A child that follows them has p bit for bit, and one that lacks a dense one gets the whole state."""
-    store = Store(0, 2_000, barrier=True, codings=ladder("auto").specs)
+    store = Store(0, 2_000, barrier=True, codings=ladder("auto"))
     store.apply(LoadArrays({"x": np.zeros(2_000, np.float32), "p": np.zeros(2_000, np.float32)}, 0))
     followed = store.p.copy()
     values = np.random.default_rng(4)
@@ -431,7 +432,7 @@ def test_a_coding_that_the_downlink_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(("flags", "specs"), [
     ({"sync": "bsp"}, ["dense", "fp16", "int8"]),
     ({"sync": "ssp", "push": "gradient"}, ["dense", "fp16", "int8"]),
-    *(({"sync": "bsp", "push": "update"} if mode == "bsp" else {"sync": mode}, [rung.spec for rung in ladder("auto")])
+    *(({"sync": "bsp", "push": "update"} if mode == "bsp" else {"sync": mode}, ladder("auto").specs)
       for mode in ("local", "bsp", "ssp", "async")),
 ], ids=str)  # fmt: skip
 def test_gradients_are_sent_whole(flags: dict[str, str], specs: list[str]) -> None:

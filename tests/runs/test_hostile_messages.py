@@ -28,7 +28,7 @@ from kit.seed import SEED
 from kit.virtual_time import Script, finished
 from numba.core.dispatcher import Dispatcher
 
-from narrows.compression import parse
+from narrows.compression import ladder, parse
 from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.compression.compressor import Chain
 from narrows.compression.value_codings import Section
@@ -340,7 +340,7 @@ def first_weights(codec: int, payload: m.Buffer) -> m.FirstWeights:
 @pytest.mark.parametrize("spec", ["int8", "topk:0.1", "cycle:0.5/0.3"])
 def test_a_state_that_overflows_is_published_whole(spec: str) -> None:
     """Finite updates may have a sum that is not: whoever trains sees it, as with a dense downlink, and the shard lives on."""
-    store = Store(0, 1_000, barrier=False, codings=(spec,))
+    store = Store(0, 1_000, barrier=False, codings=ladder(spec))
     zeros = np.zeros(1_000, np.float32)
     store.apply(LoadArrays({"x": zeros, "p": zeros}, 0))
     update = np.full(1_000, 3e38, np.float32)

@@ -17,6 +17,7 @@ from kit.streaming_reference import DENSE, OUTER, RATE, SIZE, Array, Flat, Refer
 
 from narrows.compression import ErrorFeedback, accumulate, parse
 from narrows.compression.codecs import CODED, RAW, raw_pieces
+from narrows.compression.ladder import Ladder, Rung
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -306,7 +307,7 @@ def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
 def test_who_follows_the_publications_of_fragments_has_the_published_state(specs: list[str], at_once: bool) -> None:
     """Whatever it has, and where what came from a server above has changed all keys."""
     size, fragments, random = 1200, 4, np.random.default_rng(2)
-    store = Store(100, 100 + size, barrier=not at_once, codings=specs)
+    store = Store(100, 100 + size, barrier=not at_once, codings=Ladder(tuple(Rung(spec, 4.0) for spec in specs)))
     store.apply(LoadArrays({"x": np.zeros(size, np.float32), "p": np.zeros(size, np.float32)}, 0))
     history = {0: store.p.copy()}
     lengths = set()

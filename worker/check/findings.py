@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrows.compression import predict
+from narrows.compression import ladder, predict
 from narrows.protocols.config.settings import Settings
 
 STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
@@ -416,7 +416,7 @@ def specs(runs: Sequence[dict[str, Any]]) -> list[str]:
     """
     each = [Settings(**flags).validated() for flags in runs]
     named = ["dense", *(spec for settings in each for spec in (settings.compress, settings.compress_down))]
-    return [spec for spec in dict.fromkeys(named) if not spec.startswith("auto")]
+    return [spec for spec in dict.fromkeys(named) if not ladder(spec).auto]
 
 
 def _coded(workers: Workers) -> dict[str, list[float]]:

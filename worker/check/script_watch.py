@@ -27,12 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, RandomSampler
 
-from narrows.compression import ErrorFeedback, parse, rows
+from narrows.compression import ErrorFeedback, ladder, rows
 from narrows.worker.model.embedding import Embedding
 from narrows.worker.model.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.child_process import is_child
-from narrows.worker.sync.embedding_tables import EmbeddingTables, coding_of
+from narrows.worker.sync.embedding_tables import EmbeddingTables
 
 WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; removed, so the script's processes lack it
 STEPS = 2  # steps that are watched
@@ -238,19 +238,23 @@ class ScriptWatch:
         times = engine.flat.size / update.size
         costs = dict[str, list[float]]()
         for spec in self.specs:
-            coder, seconds, payload = ErrorFeedback(parse(spec), update.size), list[float](), memoryview(b"")
+            codec = ladder(spec)
+            coder, seconds, payload = ErrorFeedback(codec.compressor(), update.size), list[float](), memoryview(b"")
             for _ in range(ENCODED):
                 began = time.perf_counter()
                 payload = coder.encode(update)
                 seconds.append(time.perf_counter() - began)
-            costs[spec] = [len(payload) * times + self._row_bytes(engine.tables, spec), min(seconds) * times]
+            costs[spec] = [
+                len(payload) * times + self._row_bytes(engine.tables, codec.row_coding),
+                min(seconds) * times,
+            ]
         return costs
 
-    def _row_bytes(self, tables: EmbeddingTables, spec: str) -> int:
-        """Return the bytes of the embedding rows of a step under this SPEC."""
+    def _row_bytes(self, tables: EmbeddingTables, coding: int) -> int:
+        """Return the bytes of the embedding rows of a step. `coding`: a key of rows.CODINGS."""
         return sum(
             len(rows.encode(i, count, numbers.astype(np.uint32), np.zeros((len(numbers), tables.specs[i].dim), np.float32),
-                            coding_of(spec)))
+                            coding))
             for i, (count, numbers) in enumerate(self.rows) if len(numbers)
         )  # fmt: skip
 

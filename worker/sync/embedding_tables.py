@@ -32,13 +32,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from narrows.compression import PayloadError, parse, rows
+from narrows.compression import PayloadError, rows
 from narrows.compression.codecs import ROWS, Piece
-from narrows.compression.compressor import Chain
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import ASKS_MAX, ROWWISE, TableSpec, rows_of
 from narrows.protocols.config.model_spec import DTYPES
-from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import RowsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
@@ -123,16 +121,15 @@ class EmbeddingTables:
                     f"{why}, and the model has an embedding table on the servers: leave out one of the two"
                 )
 
-    def begin(self, shards: ShardExchanges, wait: ShardWait, settings: Settings) -> None:
+    def begin(self, shards: ShardExchanges, wait: ShardWait) -> None:
         """Start to serve the modules: the run has begun.
 
         Args:
             shards: the exchanges with all shards.
             wait: waits for an event; see `ShardWait`.
-            settings: the settings of the run; their SPECs say how rows are coded.
         """
         self._shards, self._wait_until = shards, wait
-        self.up, self.down = (coding_of(spec) for spec in (settings.compress, settings.compress_down))
+        self.up, self.down = shards.tuning.codecs.up.row_coding, shards.tuning.codecs.down.row_coding
         for number, module in enumerate(self.modules):
             module.held_by(self, number)
 
@@ -313,16 +310,6 @@ def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: Embed
     each = each_of(inner)
     kept = [o for o in each if any(id(p) not in tables.weights for g in o.param_groups for p in g["params"])]
     return inner if len(kept) in (0, len(each)) else as_one(kept, model)
-
-
-def coding_of(spec: str) -> int:
-    """Return the coding of rows in a run of this SPEC, a key of rows.CODINGS.
-
-    It is the SPEC's value coding, rounded to the nearest, if the SPEC keeps every value; else float32.
-    """
-    chain = None if spec.startswith("auto") else parse(spec)
-    dense = isinstance(chain, Chain) and chain.reducer is None
-    return chain.value_coding.wire_id if dense and chain.value_coding.wire_id in rows.CODINGS else 0  # type: ignore[union-attr]
 
 
 def _local(spec: TableSpec, numbers: Numbers, shard: int, shards: int) -> tuple[int, npt.NDArray[np.uint32]]:

@@ -165,7 +165,7 @@ class Engine:
         self.wait(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
-        self.tables.begin(self.sync.shards, self.wait, self.settings)
+        self.tables.begin(self.sync.shards, self.wait)
 
     def _why_host(self) -> str:
         """Return the reason why this worker's arrays must stay on the host in this mode; "" if there is none."""

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from narrows.compression import Memory, parse
+from narrows.compression import Memory
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
@@ -86,7 +86,7 @@ class GossipStep:
 
     def _driver(self, worker: int, round: int) -> GossipDriver:
         settings = self.engine.settings
-        compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
+        compressor = self.engine.tuning.codecs.up.mixer()
         size = self.engine.flat.size
         mixing = Mixing(0, size, compressor, self.engine.home, lambda: Memory(seed=worker), self.gain, self.outer)
         lease_ns = int(settings.lease * NS)

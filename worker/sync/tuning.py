@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from narrows.compression import Compressor, ladder, parse
+from narrows.compression import Codecs, Compressor
 from narrows.compression.auto import Auto, Clock, Switch
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
@@ -44,11 +44,12 @@ class CodecTuning:
         mode = self.mode
         # A sparse or late gradient costs far more loss than an update (README.md, "Results"): `auto` chooses none.
         sparse = mode.rule is not FoldRule.OPTIMIZER
-        up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
-        self.auto = Auto(up, down, self.count, mode.window)
-        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
+        self.codecs = Codecs.of(settings.compress, settings.compress_down, sparse)
+        up, down = self.codecs.up, self.codecs.down
+        self.auto = Auto(up.rungs, down.rungs, self.count, mode.window)
+        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down.rungs) > 1
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
-        self.compressor: Compressor = parse(self.auto.up)
+        self.compressor: Compressor = self.auto.compressor
 
     def waited(self, seconds: float) -> None:
         self.waited_s += seconds
@@ -94,7 +95,7 @@ class CodecTuning:
                 return False
         elif switch is None:
             return False
-        self.compressor = parse(self.auto.up)
+        self.compressor = self.auto.compressor
         if switch is not None:
             self.switches.append((clock, switch))
         return True
