@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,37 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+FOLDERS = ("system", "runs", "simulation", "bench")  # of long tests, the longest first; all others come after
+LONG = {
+    "test_kernels_equal_the_cpu_in_the_simulator",
+    "test_under_bounds_checks",
+}  # half a minute each, in other folders
+SHARED = {"attacked", "refusals", "forks", "children"}  # fixtures of a module that start processes: made once
+
+
+def _rank(item: pytest.Item) -> int:
+    """Where an item stands in the order: 0 is first."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return FOLDERS.index(folder) if folder in FOLDERS else 0 if item.name in LONG else len(FOLDERS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal the tests to the processes of xdist, long ones first, so that no long test begins when all others have ended.
+
+    xdist cuts the list into as many parts as it has processes. A process that has done its part steals from the end of another.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1:
+        return
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in sorted(items, key=_rank):
+        shared = SHARED & {*getattr(item, "fixturenames", ())}
+        groups.setdefault((item.path, *shared) if shared else item, []).append(item)
+    dealt = [*groups.values()]
+    items[:] = [item for first in range(processes) for group in dealt[first::processes] for item in group]
 
 
 @pytest.hookimpl(wrapper=True)

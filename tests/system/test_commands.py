@@ -701,3 +701,15 @@ def test_start_and_end_are_whole_models_whatever_the_spec(tmp_path: Path) -> Non
     flags = ("--sync", "ssp", "--compress", "topk:0.001+int8")
     code, _, said = finished("ps-worker", "-n", "2", *flags, "train.py", "3", cwd=tmp_path)
     assert code == 0 and said.splitlines()[-1].endswith("(3 and 4 models)"), said
+
+
+def test_workers_of_one_command_have_a_folder_in_which_the_first_tells_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os\nfrom narrows.worker import local_rank\nfrom narrows.worker.runtime.device import from_first\n"
+        "print(os.environ['NARROWS_MACHINE_DIR'], from_first('best', f'of {local_rank()}'))"
+    )
+    code, out, err = finished("ps-worker", "--server", "tcp://127.0.0.1:1", "-n", "2", str(path))
+    (folder,) = {line.partition(" ")[0] for line in out.splitlines()}
+    assert code == 0 and out.splitlines() == 2 * [f"{folder} of 0"], err
+    assert not Path(folder).exists(), "it goes with the command"

@@ -36,7 +36,8 @@ def test_a_run_goes_on_where_console_and_record_take_nothing(tmp_path: Path) -> 
 
 def test_ps_serve_serves_on_where_nobody_reads_it(tmp_path: Path) -> None:
     """Its reader ends after a line, as `head` does; a shard that dies is told of then."""
-    with serving("--sync", "bsp", "--checkpoint-dir", "run", cwd=tmp_path, into="head -n 1") as server:
+    flags = ("--sync", "bsp", "--push", "update", "--checkpoint-dir", "run")  # a server that imports no torch
+    with serving(*flags, cwd=tmp_path, into="head -n 1") as server:
         with Worker(server.address) as worker:
             worker.train(2)
             server.kill_shard(0)

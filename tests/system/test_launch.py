@@ -595,15 +595,3 @@ def test_a_first_compilation_is_said_with_its_seconds(tmp_path: Path) -> None:
     code, _, err = finished("ps-worker", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py"), env=env)
     assert code == 0 and err.count(f"ps-worker: {began}\n") == 1
     assert len(re.findall(r"^ps-worker: compiled kernels, once per installation: \d+ s$", err, re.M)) == 1, err
-
-
-def test_workers_of_one_command_have_a_folder_in_which_the_first_tells_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import os\nfrom narrows.worker import local_rank\nfrom narrows.worker.runtime.device import from_first\n"
-        "print(os.environ['NARROWS_MACHINE_DIR'], from_first('best', f'of {local_rank()}'))"
-    )
-    code, out, err = finished("ps-worker", "--server", "tcp://127.0.0.1:1", "-n", "2", str(path))
-    (folder,) = {line.partition(" ")[0] for line in out.splitlines()}
-    assert code == 0 and out.splitlines() == 2 * [f"{folder} of 0"], err
-    assert not Path(folder).exists(), "it goes with the command"
