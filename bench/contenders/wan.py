@@ -50,7 +50,6 @@ SETTLE = 5  # first steps that no figure counts: connections, first states, the 
 SAMPLE_S = 0.2
 CURVE_STEPS = 20  # of one point of a loss curve, a mean
 TARGET = 2.1  # loss that the contenders are timed to
-READY_S = 120.0
 
 Result = dict[str, Any]
 
@@ -158,7 +157,7 @@ def serve(host: netns.Host, port: int, flags: Sequence[str], folder: Path, name:
     command = launch.ps_serve(f"{host.address}:{port}", "--insecure", "--ready-file", str(ready), *flags)
     with said.open("w") as log:
         process = host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT)
-    deadline = time.monotonic() + READY_S
+    deadline = time.monotonic() + launch.SERVER_START_S
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise CommandFailed(f"{name} did not start: {said.read_text()[-500:]}")

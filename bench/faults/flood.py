@@ -61,7 +61,6 @@ SHOWN = {
     "late resets": "500 connections a second that are reset after a handshake and a frame",
 }
 LOOK_S = 0.2
-START_S = 60.0
 PAUSE_S = 0.3  # after a phase: what it has left behind is gone
 COUNTS = {kind: int(words[1]) for kind, words in KINDS.items() if words[0] == "silent"}
 
@@ -188,13 +187,13 @@ def measured(
     bound = ("--shards", str(shards), "--ready-file", str(ready))
     script = [str(HERE), "worker", str(times), str(over)]
     with launch.started(launch.ps_serve("127.0.0.1:0", *bound, *flags)):
-        launch.until(ready.exists, START_S, "the start of ps-serve")
+        launch.until(ready.exists, "the start of ps-serve")
         told = json.loads(ready.read_text())
         port = told["ports"][0]
         worker = launch.ps_worker("--server", told["address"], *key, *script)
         watched = Watched({f"shard {i}": pid for i, pid in enumerate(told["shard_pids"])} | {"ps-serve": told["pid"]})
         with launch.started(worker):
-            launch.until(lambda: times.exists() and times.stat().st_size > 5_000, START_S, "the first steps")
+            launch.until(lambda: times.exists() and times.stat().st_size > 5_000, "the first steps")
             rows = [Row(kind) for kind in kinds]
             for _ in range(rounds):
                 for row in rows:
@@ -224,7 +223,7 @@ class Row:
                     opened = partial(
                         lambda told, n: told and told.get("opened", 0) >= n, told, COUNTS.get(self.kind, 0)
                     )
-                    launch.until(opened, START_S, "the strangers")
+                    launch.until(opened, "the strangers")
                 begin = time.monotonic()
                 time.sleep(seconds)
                 self.rounds[phase].append(steps(times, begin, time.monotonic()))

@@ -270,14 +270,10 @@ class Run:
     def _above(self) -> None:
         """Check what the root, the first server of all, has acknowledged to the cluster in all its lives."""
         lives = [self.folder / f"server{life}" for life in range(2, self.lives + 1)]
-        acknowledged = [*dict.fromkeys(settled_each(lives))]
+        # Processes that copy each other: what two of them have is there twice.
+        acknowledged = [*dict.fromkeys(row for life in lives for row in settled(life))]
         self.acknowledged += len(acknowledged)
         self.wrong += wrong(folded(self.folder / "server1"), acknowledged, {})
-
-
-def settled_each(folders: Sequence[Path]) -> list[Any]:
-    """As `settled`, of processes that copy each other: what two of them have is there twice."""
-    return [row for folder in folders for row in settled(folder)]
 
 
 def done(trial: Trial) -> dict[str, Any]:

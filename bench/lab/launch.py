@@ -92,7 +92,7 @@ def ps_worker(*words: str) -> list[str]:
     return [sys.executable, "-m", "narrows.worker.command.cli", *words]
 
 
-def until(done: Callable[[], Any], limit_s: float, what: str) -> None:
+def until(done: Callable[[], Any], what: str, limit_s: float = SERVER_START_S) -> None:
     """Wait for it. Raises TimeoutError, which `started` turns into CommandFailed."""
     deadline = time.monotonic() + limit_s
     while not done():

@@ -199,6 +199,10 @@ def main(networks: str, plans: str, steps: int | None, pause: float, args: str, 
             network_plans(recorder, name, plans.split(","), f"{args} --pause {pause}", step_s, parameters, steps, limit)
 
 
+def levels_of(plan: DeploymentChoice) -> str:
+    return f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
+
+
 def network_plans(
     recorder: record.Recorder,
     name: str,
@@ -216,10 +220,10 @@ def network_plans(
     work = TrainingWork(parameters, share_s, coded())
     chooser = Chooser(network, work)
     all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
+    beside = levels_of(all_plans["plan"])
     for which in plans:
-        plan = all_plans[which]
+        plan, levels = all_plans[which], levels_of(all_plans[which])
         layout = clustered(HostAddresses(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys="")
-        levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
         over = stretch(plan.above)
         count = steps or wan.SETTLE + over + max(STRETCHES, round(RUN_S / plan.step_s))
         try:
@@ -230,7 +234,8 @@ def network_plans(
         figures: record.Figures = {"to a loss": (found * plan.cost / plan.step_s, "s of its plan's steps")}
         figures |= {"measured": (1e3 * found, "ms"), "predicted": (1e3 * plan.step_s, "ms")}
         figures |= {"over predicted": (found / plan.step_s, ""), "step alone": (1e3 * share_s, "ms")}
-        recorder.add(which, figures, table=name, beside="plan", note=levels)
+        told = "the plan" if which == "plan" else f"by hand, {which}"
+        recorder.add(levels, figures, table=name, beside=beside if "plan" in plans else "", note=told)
 
 
 if __name__ == "__main__":

@@ -122,13 +122,13 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
                 command += ["--record", str(follower.path), WORKER, "--steps", "1000000"]
                 stack.enter_context(launch.started(command, env))
         fast, slow = records
-        launch.until(lambda: fast.look() >= FIRST, START_S, "the first steps")
+        launch.until(lambda: fast.look() >= FIRST, "the first steps", START_S)
         blocks = []
         for number in range(2 * rounds):
             say(PHASES[number % 2])
             begin, before = fast.look(), processor_s(serving.pid)
             last = begin + SETTLE + steps + 1
-            launch.until(lambda last=last: fast.look() >= last, BLOCK_S, "a block")  # type: ignore[misc]
+            launch.until(lambda last=last: fast.look() >= last, "a block", BLOCK_S)  # type: ignore[misc]
             spent, end = processor_s(serving.pid) - before, fast.look()
             slow.look()
             blocks.append({"phase": PHASES[number % 2]} | block_figures(fast.steps[begin:end], slow.steps, spent))
