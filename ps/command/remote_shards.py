@@ -151,8 +151,8 @@ class RemoteShardSupervisor(ShardSupervisor):
     def __init__(self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int) -> None:
         super().__init__(Settings(**told["settings"]))
         self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
-        self.lives.over(wanted)
-        self.moving: RemoteShardOffer = RemoteShardOffer(self)
+        self.restart_policy.over(wanted)
+        self.reshard_request: RemoteShardOffer = RemoteShardOffer(self)
         self.room: m.RemoteShardsGrant | None = None  # the newest grant
         self.clock = AwakeClock()
         self.heard_ns = self.clock.now()
@@ -172,8 +172,8 @@ class RemoteShardSupervisor(ShardSupervisor):
     def _join(self) -> None:
         """Offer shards to the server, as a new machine."""
         self.room, self.address = None, ""
-        self.moving.left.clear()
-        self.moving.had.clear()
+        self.reshard_request.left.clear()
+        self.reshard_request.had.clear()
         join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, RemoteShardsWish.STAY)
         if self.line is not None:
             self.line.say(join)
@@ -194,7 +194,7 @@ class RemoteShardSupervisor(ShardSupervisor):
                     self.run_over |= bool(event[2].get("over"))
                 super()._taken(event)
                 if event[1] == "ready" and self.room is not None:
-                    self.moving.follow(self.room)
+                    self.reshard_request.follow(self.room)
 
     def _told(self, room: m.RemoteShardsGrant) -> None:
         assert self.line is not None
@@ -206,7 +206,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             return
         self.room = room
         if self.ready:
-            self.moving.follow(room)
+            self.reshard_request.follow(room)
         mine = range(room.first, room.first + room.count)
         if room.first >= 0 and self.line.join.first != room.first:
             self.line.say(replace(self.line.join, first=room.first))
@@ -246,7 +246,9 @@ class RemoteShardSupervisor(ShardSupervisor):
             room = self.room
             again = room is not None and room.code == RefuseCode.NOT_A_MEMBER
             if self.run_over or room is None or room.code == 0 or (again and self.stopping):
-                had = "the keys that were here are with other shards" if self.moving.had else "no keys were here"
+                had = (
+                    "the keys that were here are with other shards" if self.reshard_request.had else "no keys were here"
+                )
                 say("the run is over" if self.run_over else had)
                 return 0
             if not again:
@@ -332,7 +334,7 @@ def join(
     scratch = None
     try:
         guest.prepare()
-        guest.host, guest.port, guest.ready_file, guest.lives.keeps = host, port, ready_file, journal
+        guest.host, guest.port, guest.ready_file, guest.restart_policy.keeps = host, port, ready_file, journal
         scratch = ScratchFolder()  # holds a checkpoint on its way to the server
         guest.told = {
             "first_epoch": 0,

@@ -87,7 +87,7 @@ class ShardProcesses(Protocol):
     follows: dict[int, str]  # by shard of a standby, the address of the shard that it copies
     shards: dict[int, StartedChild]
     done: set[int]  # shards that have sent "done"
-    lives: RestartPolicy
+    restart_policy: RestartPolicy
 
     def start_shard(self, index: int) -> None: ...
     def forget(self, index: int) -> None: ...
@@ -182,7 +182,7 @@ class ReshardRequest:
             if index not in cluster.shards and index not in self.away:
                 cluster.start_shard(index)
         if moved:
-            cluster.lives.over(shards)
+            cluster.restart_policy.over(shards)
             cluster.write_ready()
         if target == shards and (text or shards == self.wanted):
             self._answer(text or f"{shards} shards", int(shards != self.wanted))

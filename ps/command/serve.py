@@ -178,10 +178,10 @@ def serve(
         if scratch and cluster.settings.checkpoint_every > 0:
             every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
-        cluster.ready_file, cluster.lives.keeps = ready_file, journal
+        cluster.ready_file, cluster.restart_policy.keeps = ready_file, journal
         if record:
-            cluster.glance.record = open_record(record, say)
-        cluster.glance.open_sites(dashboard, metrics, bool(keys or insecure))
+            cluster.run_watch.record = open_record(record, say)
+        cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000
             << 10,  # greater than the epochs of earlier processes of this run
@@ -203,13 +203,13 @@ def serve(
         if not cluster.signals:
             announce(cluster)
             if not EMBEDDED:
-                cluster.moving.listen(cluster.ports[0])
+                cluster.reshard_request.listen(cluster.ports[0])
             code = cluster.watch()
-            cluster.glance.note("done", {"text": "the run is over"})
+            cluster.run_watch.note("done", {"text": "the run is over"})
             if code:
                 return code
             cluster.merge()
-        if cluster.lives.deserted.over:
+        if cluster.restart_policy.deserted.over:
             return StageLostError.exit_code
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
     finally:
@@ -332,14 +332,14 @@ def announce(cluster: ShardSupervisor) -> None:
     cluster.write_ready()
     settings = cluster.settings
     told = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
-    told |= {"summary": settings.summary(), "address": address, "began": cluster.glance.began_unix}
-    cluster.glance.note("run", {"mode": settings.sync, **told})
-    for site in cluster.glance.sites:
+    told |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
+    cluster.run_watch.note("run", {"mode": settings.sync, **told})
+    for site in cluster.run_watch.sites:
         say(site.told)
     if cluster.follows:
         return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
     if cluster.told["replicas"]:
-        cluster.standing.expect()
+        cluster.standby_notice.expect()
     if EMBEDDED:
         tell("serves", address=address)
     else:

@@ -69,11 +69,11 @@ class ShardSupervisor:
         self.host, self.port = "", 0
         self.address = ""  # printed for workers; "" until all shards have bound
         self.ready_file = ""  # --ready-file, "" for none
-        self.glance = RunWatch()
+        self.run_watch = RunWatch()
         self.told: dict[str, Any] = {}  # the part of the config that is the same for every shard
         self.children = ChildProcesses()
         self.hash_seed = self.children.hash_seed  # the same for all processes of a shard: a replay takes sets in order
-        self.standing = StandbyNotice()
+        self.standby_notice = StandbyNotice()
         self.follows: dict[int, str] = {}  # by shard of a standby, the address of the primary's shard that it copies
         self.ready = False  # the fork server can start shards
         self.shards: dict[int, StartedChild] = {}  # by shard, its present process
@@ -81,7 +81,7 @@ class ShardSupervisor:
         self.ports: dict[int, int] = {}  # by shard that has bound, its port
         self.done: set[int] = set()  # shards that have sent "done"
         self.ended: set[int] = set()  # shards whose process has ended and is not restarted
-        self.lives = RestartPolicy(settings.shards)
+        self.restart_policy = RestartPolicy(settings.shards)
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest checkpoint, -1 for none
         self.disk: dict[int, str] = {}  # by shard, why its newest checkpoint could not be written
@@ -90,7 +90,7 @@ class ShardSupervisor:
         self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
         self.signals: list[int] = []  # SIGINT and SIGTERM received
         self.asked: list[int] = []  # SIGUSR1 received: the user asks for all levels of the run
-        self.moving = ReshardRequest(self)
+        self.reshard_request = ReshardRequest(self)
 
     def follow(self, standby: str, original: dict[str, Any]) -> None:
         """Make the shards copy the primary at the address `standby`.
@@ -149,34 +149,34 @@ class ShardSupervisor:
             index: the number of the shard.
             replay: the shard replays its journal; else a restarted shard resumes from a checkpoint.
         """
-        shards = self.moving.target if self.moving.strange(index) else self.settings.shards
+        shards = self.reshard_request.target if self.reshard_request.strange(index) else self.settings.shards
         # A shard that starts while workers train reads its keys from a checkpoint.
-        again = self.lives.restarts > 0 or (self.address > "" and not self.moving.strange(index))
+        again = self.restart_policy.restarts > 0 or (self.address > "" and not self.reshard_request.strange(index))
         told = self.told | {
             "index": index,
             "settings": asdict(replace(self.settings, shards=shards)),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
             "coordinator": self.process_0(index),
-            "away": [*self.moving.away.items()],
+            "away": [*self.reshard_request.away.items()],
             "resume": self.told["resume"] or again,
             "again": again,
             "replay": replay,
             "done": sorted(self.done),
             "follows": self.follows.get(index, ""),
-            "watched": self.glance.watched,
+            "watched": self.run_watch.watched,
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
         try:
             if not replay:
-                self.lives.begin(index)
+                self.restart_policy.begin(index)
         except OSError as error:
             say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
-        passed = dict(zip(JOURNAL, self.lives.files.get(index, ()), strict=False))
+        passed = dict(zip(JOURNAL, self.restart_policy.files.get(index, ()), strict=False))
         self.shards[index] = self.children.start(
             index, words, environment(self.hash_seed), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
         self.shards[index].write(json.dumps(told))
-        self.lives.starts(index, START_S)
+        self.restart_policy.starts(index, START_S)
 
     def _exited(self, index: int, code: int) -> None:
         """Restart a dead shard, if the run goes on and the policy allows it.
@@ -184,17 +184,19 @@ class ShardSupervisor:
         A shard that failed by itself is not restarted under gossip, where the workers hold the model and go on alone,
         nor where a standby takes its place.
         """
-        if self.moving.exited(index):
+        if self.reshard_request.exited(index):
             return
-        again = Restart.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
-        others = self.settings.mode().rule is FoldRule.MIX or self.standing.by  # workers or a standby go on without it
+        again = Restart.NOT if self.over(index) else self.restart_policy.ended(index, code, time.monotonic())
+        others = (
+            self.settings.mode().rule is FoldRule.MIX or self.standby_notice.by
+        )  # workers or a standby go on without it
         if again is Restart.NOT or (again is Restart.CHECKPOINT and others):
             self.ended.add(index)
             return
         self.shards[index].close_stdin()
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(text := f"shard {index} died ({how}) and is started again", error=True)
-        self.glance.note("died", {"shard": index, "text": text})
+        self.run_watch.note("died", {"shard": index, "text": text})
         self.start_shard(index, again is Restart.JOURNAL)
 
     def over(self, index: int) -> bool:
@@ -206,8 +208,8 @@ class ShardSupervisor:
         self.shards.pop(index).close_stdin()
         self.ports.pop(index, None)
         self.done.discard(index)
-        self.lives.forget(index)
-        self.lives.serving.discard(index)
+        self.restart_policy.forget(index)
+        self.restart_policy.serving.discard(index)
 
     def write_ready(self) -> None:
         """Write the address, the ports and the process ids of this server to --ready-file, if the user has given one.
@@ -238,8 +240,8 @@ class ShardSupervisor:
             The exit code of ps-serve: 0, that of the last error, or 1 where shards had to be killed.
         """
         deadline = float("inf")
-        while len(self.ended) < self.moving.here:
-            if self.lives.deserted.ends(time.monotonic()):
+        while len(self.ended) < self.reshard_request.here:
+            if self.restart_policy.deserted.ends(time.monotonic()):
                 say(f"the last worker of this stage is lost, and the run ends: {ON}", error=True)
                 self.signals.append(signal.SIGINT)
             if self.signals and not self.stopping:
@@ -247,10 +249,10 @@ class ShardSupervisor:
                 for index in self.follows or (0,):  # shard 0 writes a checkpoint and ends the run; the others follow
                     self.shards[index].write("stop")
                     self.shards[index].close_stdin()
-            self.moving.turn()
-            if text := self.standing.missing(self.address):
+            self.reshard_request.turn()
+            if text := self.standby_notice.missing(self.address):
                 say(text)
-                self.glance.note("standby", {"there": False, "text": text})
+                self.run_watch.note("standby", {"there": False, "text": text})
             if self.asked:
                 self.asked.clear()
                 self.shards[0].write("")
@@ -274,7 +276,7 @@ class ShardSupervisor:
     @property
     def end_s(self) -> float:
         """Seconds that the shards have to end: END_S, or more if a shard said that its write to a disk takes longer."""
-        return max(END_S, *self.lives.within.values()) if self.lives.within else END_S
+        return max(END_S, *self.restart_policy.within.values()) if self.restart_policy.within else END_S
 
     @property
     def code(self) -> int:
@@ -283,7 +285,9 @@ class ShardSupervisor:
     def _take(self, timeout_s: float) -> None:
         if event := self.children.next(timeout_s):
             self._taken(event)
-        for index in () if event else self.lives.silent():  # once no event is waiting: a sign of life may be queued
+        for index in (
+            () if event else self.restart_policy.silent()
+        ):  # once no event is waiting: a sign of life may be queued
             say(f"shard {index} has given no sign of life for too long, and is killed", error=True)
             self.shards[index].kill()
 
@@ -297,26 +301,26 @@ class ShardSupervisor:
                 doing(text)
             case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
                 self.ports[index] = port
-                self.lives.serving.add(index)
+                self.restart_policy.serving.add(index)
                 if not index:  # the epochs of shard 0's next process begin later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
                     self.told["parent"] = parent
-                self.moving.bound(index)
+                self.reshard_request.bound(index)
                 if self.address:
                     try:
                         self.write_ready()  # the process id has changed
                     except UsageError as error:
                         say(f"{error}; it has the process ids of before", error=True)
             case (index, "alive", {"within": within}):
-                self.lives.expect(index, within)
+                self.restart_policy.expect(index, within)
             case (_, "log", {"name": "move", "values": values}):
                 self.settings = Settings(**values["settings"] | {"shards": self.settings.shards})
-                self.moving.heard(values["shards"], values["target"], values["text"], values["away"])
+                self.reshard_request.heard(values["shards"], values["target"], values["text"], values["away"])
                 if values["text"]:
                     show("move", values)
             case (index, "log", {"name": name, "values": values}):
                 if name == "member":
-                    self.lives.deserted.heard(values["live"], values["how"], time.monotonic())
+                    self.restart_policy.deserted.heard(values["live"], values["how"], time.monotonic())
                 elif name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
@@ -325,9 +329,9 @@ class ShardSupervisor:
                 elif name == "handed over":
                     self.handed = values
                 elif name == "journal":  # the shard has given its journal up
-                    self.lives.forget(index)
+                    self.restart_policy.forget(index)
                 elif name == "standby":
-                    self.standing.by = values.get("there", False)
+                    self.standby_notice.by = values.get("there", False)
                 elif name == "above":
                     self.told["parent"] = values.get("parent", self.told["parent"])  # for the shard's next process
                 elif name == "took over":
@@ -335,10 +339,10 @@ class ShardSupervisor:
                 elif name == "disk":
                     self.disk[index] = values["why"]
                 show(name, values)
-                self.glance.note(name, values)
+                self.run_watch.note(name, values)
             case (_, "err", line):
                 STDERR.line(line)
-            case (index, "error", {"text": text}) if self.moving.strange(index):
+            case (index, "error", {"text": text}) if self.reshard_request.strange(index):
                 say(f"shard {index}: {text}", error=True)
             case (index, "error", {"code": code, "text": text}):
                 self.errors.append((index, code, text))
@@ -346,7 +350,7 @@ class ShardSupervisor:
                 self.done.add(index)
                 for text, count in refused.items():
                     show("counted", {"text": f"shard {index} refused {count} times: {text}"})
-                self.lives.due.pop(index, None)
+                self.restart_policy.due.pop(index, None)
             case (index, "exit", code):
                 self._exited(index, code)
             case (index, kind, value):
@@ -401,4 +405,4 @@ class ShardSupervisor:
                 shard.kill()
             shard.wait()
         self.children.close()
-        self.glance.close()
+        self.run_watch.close()

@@ -65,8 +65,8 @@ class PendingAgreement:
 class Agreements(Decision):
     """Decides when a call has its answer."""
 
-    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory) -> None:
-        self.run, self.rounds, self.above, self.meeting = run, rounds, above, meeting
+    def __init__(self, run: Run, clocks: Clocks, above: ParentPlace, gossip_directory: GossipDirectory) -> None:
+        self.run, self.clocks, self.above, self.gossip_directory = run, clocks, above, gossip_directory
         self.open: dict[Call, PendingAgreement] = {}  # calls without an answer
         self.made: dict[Call, float] = {}  # the newest KEPT_MAX answers
         self.upward: ParentAgreement | None = None  # the ask that waits for the parent's answer
@@ -117,11 +117,11 @@ class Agreements(Decision):
 
     def _past(self, seat: Seat, asked: PendingAgreement) -> bool:
         """True if this member will not make that call any more."""
-        if seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting:
+        if seat.leaving or seat.worker in self.gossip_directory.ended or seat.worker in self.clocks.resting:
             return True
         if self.run.mode.rule is FoldRule.MIX:  # gossip updates do not come to the server: heartbeats name the round
             return bool(seat.rows) and seat.rows[0].summary.clock > asked.clock
-        return self.rounds.reached(seat) > asked.clock
+        return self.clocks.reached(seat) > asked.clock
 
     def _make(self, call: Call, value: float) -> None:
         self.made[call] = value

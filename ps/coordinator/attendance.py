@@ -30,9 +30,15 @@ class StartNotice:
     """Makes the clause of a run. `says_above` returns the newest clause that the parent sent this cluster."""
 
     def __init__(
-        self, run: Run, rounds: Clocks, above: ParentPlace, generations: CheckpointSchedule, meeting: GossipDirectory
+        self,
+        run: Run,
+        clocks: Clocks,
+        above: ParentPlace,
+        checkpoint_schedule: CheckpointSchedule,
+        gossip_directory: GossipDirectory,
     ) -> None:
-        self.run, self.rounds, self.above, self.generations, self.meeting = run, rounds, above, generations, meeting
+        self.run, self.clocks, self.above = run, clocks, above
+        self.checkpoint_schedule, self.gossip_directory = checkpoint_schedule, gossip_directory
         self.says_above: Callable[[], str] = str
         self.made = ""  # the newest clause
         self.made_ns = self.began_ns = -1  # when it was made; since when members are missing, -1: none is
@@ -57,7 +63,7 @@ class StartNotice:
         return f"{count} {noun}{'s' * (count != 1)}"
 
     def _gathering(self) -> str:
-        needed, here = self.generations.needed, len(self.run.seats)
+        needed, here = self.checkpoint_schedule.needed, len(self.run.seats)
         joined = f"{min(here, needed)} of {self._noun(needed)} joined"
         if here < needed:
             return f"{joined}; waiting for {needed - here}"
@@ -77,23 +83,23 @@ class StartNotice:
         going = len(declared) - len(done)
         if not going:
             return self._above() if self.above.child else ""
-        clock = "" if self.run.mode.rule is FoldRule.MIX else f", at clock {self.rounds.min_clock}"
+        clock = "" if self.run.mode.rule is FoldRule.MIX else f", at clock {self.clocks.min_clock}"
         have = "has done its" if len(done) == 1 else "have done their"
         return f"{len(done)} of {self._noun(len(declared))} {have} last step; waiting for {going}{clock}"
 
     def _done(self, seat: Seat) -> bool:
-        return seat.leaving or seat.worker in self.meeting.ended or seat.worker in self.rounds.resting
+        return seat.leaving or seat.worker in self.gossip_directory.ended or seat.worker in self.clocks.resting
 
     def _lagging(self) -> str:
         """The members whose update of the present clock is missing while others have pushed theirs."""
         if self.run.mode.rule is FoldRule.MIX or self.run.mode.bound is None:
             return ""
-        late = self.rounds.late()
+        late = self.clocks.late()
         if not 0 < len(late) < len(self.run.declared):
             return self._above() if self.above.child and not late else ""
         names = ", ".join(f"{seat.rank} ({seat.host})" for seat in late[:NAMED_MAX])
         more = f" and {len(late) - NAMED_MAX} more" if len(late) > NAMED_MAX else ""
-        return f"waiting for rank{'s' * (len(late) > 1)} {names}{more}, at clock {self.rounds.min_clock}"
+        return f"waiting for rank{'s' * (len(late) > 1)} {names}{more}, at clock {self.clocks.min_clock}"
 
     def tick(self, now_ns: int) -> list[Log]:
         """Log the clause: each change for dashboards, and at growing intervals for the console."""

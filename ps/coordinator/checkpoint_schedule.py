@@ -32,8 +32,8 @@ from narrows.ps.coordinator.run import Decision, Key, Run, Seat
 class CheckpointSchedule(Decision):
     """Decides when the run starts, takes a checkpoint, goes back to one, and ends."""
 
-    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace) -> None:
-        self.run, self.rounds, self.above = run, rounds, above
+    def __init__(self, run: Run, clocks: Clocks, above: ParentPlace) -> None:
+        self.run, self.clocks, self.above = run, clocks, above
         self.needed = run.settings.workers  # number of members that the start waits for
         self.weights = -1  # in a cluster: the worker whose first weights all shards have, for the parent; -1: none yet
         self.checkpoint, self.checkpoint_ns = -1, -1  # clock of the newest one asked for, and when; -1 before a tick
@@ -100,7 +100,7 @@ class CheckpointSchedule(Decision):
             )
             self.said.append(Log("resumed", {"round": shared, "text": text}))
         self.run.start(max(shared, 0))
-        self.rounds.open(now_ns)
+        self.clocks.open(now_ns)
 
     @property
     def may_declare(self) -> bool:
@@ -190,7 +190,7 @@ class CheckpointSchedule(Decision):
             now_ns: the time.
             shards: if not 0, this shard and all after it are lost, and this number of shards is left.
         """
-        reached, clock = self.rounds.min_clock, self.shared()
+        reached, clock = self.clocks.min_clock, self.shared()
         self.needed = max(1, len(self.run.declared))
         self.finished_once |= any(seat.leaving for seat in self.run.declared)
         self.rejoin_ns = now_ns
@@ -222,12 +222,12 @@ class CheckpointSchedule(Decision):
         if clocks > 0:
             if not (self.tried(self.checkpoint) and open_):
                 return False
-            self.checkpoint = (self.rounds.min_clock // clocks + 1) * clocks
+            self.checkpoint = (self.clocks.min_clock // clocks + 1) * clocks
             return True
         every = self._every_ns
         if not (every and self.tried(self.checkpoint) and open_) or now_ns - self.checkpoint_ns < every:
             return False
-        self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns
+        self.checkpoint, self.checkpoint_ns = self.clocks.min_clock + 1, now_ns
         return True
 
     def tried(self, clock: int) -> bool:
@@ -260,7 +260,7 @@ class CheckpointSchedule(Decision):
     def end(self, version: int) -> None:
         """End the run with a checkpoint of the present clock. `version`: of the first ledger that says so."""
         self.run.move("end")
-        self.checkpoint, self.over_version = self.rounds.min_clock, version
+        self.checkpoint, self.over_version = self.clocks.min_clock, version
 
     @property
     def at_rest(self) -> bool:
@@ -269,7 +269,7 @@ class CheckpointSchedule(Decision):
 
     def rests(self, report: m.Report) -> bool:
         """True if the shard of this report has seen the end of the run and has done everything before it."""
-        done = report.at_rest and report.min_clock >= self.rounds.min_clock
+        done = report.at_rest and report.min_clock >= self.clocks.min_clock
         return done and report.ledger_seen >= self.over_version
 
     def fields(self, shard: int) -> dict[str, object]:

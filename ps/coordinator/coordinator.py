@@ -94,18 +94,23 @@ class Coordinator:
         self.tree_above: Callable[[], str] = str  # the tree of all levels that the parent sent, "" without one
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
-        self.rounds = rounds = Clocks(run)
-        self.buffers, self.meeting = SharedBuffers(run, rounds), GossipDirectory(run)
-        self.above = above = ParentPlace(run, rounds, child)
-        self.generations = CheckpointSchedule(run, rounds, above)
-        self.ranges = SampleLeases(run, rounds, self.generations, above)
-        self.roster = Members(run, rounds, above, self.meeting, keys_max)
-        self.moves = moves = Resharding(run, rounds, above, self.generations, self.roster, away or {})
-        self.agreements = Agreements(run, rounds, above, self.meeting)
-        self.guests, self.replans = RemoteShards(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
-        self.attendance = StartNotice(run, rounds, above, self.generations, self.meeting)
-        first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
-        self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans, self.agreements)
+        self.clocks = clocks = Clocks(run)
+        self.buffers, self.gossip_directory = SharedBuffers(run, clocks), GossipDirectory(run)
+        self.above = above = ParentPlace(run, clocks, child)
+        self.checkpoint_schedule = CheckpointSchedule(run, clocks, above)
+        self.ranges = SampleLeases(run, clocks, self.checkpoint_schedule, above)
+        self.members = Members(run, clocks, above, self.gossip_directory, keys_max)
+        self.resharding = resharding = Resharding(
+            run, clocks, above, self.checkpoint_schedule, self.members, away or {}
+        )
+        self.agreements = Agreements(run, clocks, above, self.gossip_directory)
+        self.remote_shards, self.replans = (
+            RemoteShards(run, resharding),
+            Replans(run, clocks, self.members, resharding, coded or {}),
+        )
+        self.start_notice = StartNotice(run, clocks, above, self.checkpoint_schedule, self.gossip_directory)
+        first = (self.checkpoint_schedule, self.ranges, clocks, self.gossip_directory, above, self.members)
+        self.decisions: tuple[Decision, ...] = (*first, resharding, self.remote_shards, self.replans, self.agreements)
 
     # State that the runner, and the other machines of this process, read.
 
@@ -123,7 +128,7 @@ class Coordinator:
 
     @property
     def min_clock(self) -> int:
-        return self.rounds.min_clock
+        return self.clocks.min_clock
 
     def tree(self) -> str:
         """Return the tree of this server: a line for the server and for each child, then the lines that a cluster sent.
@@ -134,8 +139,8 @@ class Coordinator:
         lines = [f"{run.settings.summary()}, {run.shards} shards, clock {self.min_clock}"]
         for seat in sorted(run.declared, key=lambda seat: seat.rank):
             first, *rest = seat.below.splitlines() or [""]
-            what = f"cluster: {first}" if first else f"worker, clock {self.rounds.clock(seat)}"
-            lease_s = self.roster.lease_ns(seat) / NS
+            what = f"cluster: {first}" if first else f"worker, clock {self.clocks.clock(seat)}"
+            lease_s = self.members.lease_ns(seat) / NS
             what += f", lease {lease_s:.0f} s" if lease_s >= run.settings.lease + 1 else ""
             lines += [f"    rank {seat.rank} ({seat.host}) {what}", *(f"    {line}" for line in rest)]
         kept, size = 0, 0
@@ -165,10 +170,10 @@ class Coordinator:
         if isinstance(message, m.Report):
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
-            return self.roster.hello(peer, message, now_ns, key)
+            return self.members.hello(peer, message, now_ns, key)
         if isinstance(message, m.RemoteShardsOffer):
-            self.guests.hear(peer, message, now_ns)
-            return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
+            self.remote_shards.hear(peer, message, now_ns)
+            return [*self._settle(now_ns), Send(peer, self.remote_shards.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
         if not isinstance(
@@ -176,9 +181,9 @@ class Coordinator:
         ):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
-        seat = self.roster.seated(peer, message, now_ns)
+        seat = self.members.seated(peer, message, now_ns)
         if seat is None:
-            return [Send(peer, self.roster.unknown(message.worker, message.epoch))]
+            return [Send(peer, self.members.unknown(message.worker, message.epoch))]
         if isinstance(message, m.Declare):
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
@@ -191,27 +196,27 @@ class Coordinator:
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if seat.epoch:
-            return self.roster.readies(self.buffers.packed, only=seat)
-        refuse = self.roster.refusal(seat, declare)
+            return self.members.readies(self.buffers.packed, only=seat)
+        refuse = self.members.refusal(seat, declare)
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
-        if self.moves.holds:
+        if self.resharding.holds:
             return []  # the worker repeats its Declare
         if self.above.holds(seat, declare):
             return []
-        self.roster.admit(seat, declare.address, now_ns)
+        self.members.admit(seat, declare.address, now_ns)
         seat.models = declare.models[: m.MODELS_MAX]
         self._decide(now_ns)
         return self._broadcast(now_ns)
 
     def _heartbeat(self, seat: Seat, beat: m.Heartbeat, now_ns: int) -> list[ServerEffect]:
         shown = self.tree_above() or self.tree() if beat.below else ""
-        known = (shown, self.min_clock, self.attendance.clause(now_ns)[: m.TEXT_MAX])
+        known = (shown, self.min_clock, self.start_notice.clause(now_ns)[: m.TEXT_MAX])
         ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, *known)
-        settled = self._settle(now_ns) if beat.ended and self.meeting.end(seat) else []
-        settled += self._settle(now_ns) if self.moves.knows(seat, beat.move) else []
-        news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
-        return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
+        settled = self._settle(now_ns) if beat.ended and self.gossip_directory.end(seat) else []
+        settled += self._settle(now_ns) if self.resharding.knows(seat, beat.move) else []
+        news = self.gossip_directory.rosters([seat]) if beat.roster != self.gossip_directory.epoch else []
+        return [Send(seat.peer, ack), *settled, *news, *self.resharding.word(seat)]
 
     def _seen(self, seat: Seat, rows: tuple[SummaryRow, ...]) -> list[ServerEffect]:
         """Store the summaries of a member and of the members below it, and log them for consoles and dashboards."""
@@ -219,7 +224,7 @@ class Coordinator:
             return []
         skipped = seat.skipped
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
-        size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is FoldRule.MIX
+        size, mixes = self.members.plan.size if self.members.plan is not None else 0, self.run.mode.rule is FoldRule.MIX
         clock = 0 if mixes else self.min_clock  # under gossip the coordinator closes no clock
         told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
         news = [skips(seat, self.min_clock)] if seat.skipped and not skipped else []
@@ -228,9 +233,9 @@ class Coordinator:
     def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
         if seat is None:
-            if not self.roster.forget(leave.token):
+            if not self.members.forget(leave.token):
                 return []
-            text = self.generations.absent(leave.clock >= 0, key)
+            text = self.checkpoint_schedule.absent(leave.clock >= 0, key)
             if not self.run.started:
                 self._decide(now_ns)
             return [*([Log("absent", {"text": text})] if text else []), *self._broadcast(now_ns)]
@@ -244,22 +249,22 @@ class Coordinator:
             decision.left(seat, how)
         self._decide(now_ns)
         news = [skips(seat, self.min_clock)] if seat.skipped else []
-        news += self._ended() if self.generations.deserted else []
-        return [*news, self.roster.event(how, seat), *self._broadcast(now_ns)]
+        news += self._ended() if self.checkpoint_schedule.deserted else []
+        return [*news, self.members.event(how, seat), *self._broadcast(now_ns)]
 
     def _ended(self) -> list[Log]:
         """End a finished run, and log its number of steps: -1 under gossip, where the server counts no steps."""
-        self.generations.end(self.version + 1)
+        self.checkpoint_schedule.end(self.version + 1)
         steps = -1 if self.run.mode.rule is FoldRule.MIX else self.min_clock * self.run.mode.local_steps
         return [Log("ended", {"clock": self.min_clock, "steps": steps})]
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
         index = report.shard
-        if self.moves.offer(peer, report):
+        if self.resharding.offer(peer, report):
             return self._settle(now_ns)
         if not 0 <= index < self.run.shards or (index == 0) != (peer == b""):
             raise RemoteProtocolError(f"there is no shard {index} at that peer")
-        if not self.moves.known(report):
+        if not self.resharding.known(report):
             return []
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
@@ -270,61 +275,63 @@ class Coordinator:
         self.reports[index] = report
         effects: list[ServerEffect] = []
         if before is not None and report.incarnation != before.incarnation:
-            effects.append(self.generations.go_back(index, now_ns))
+            effects.append(self.checkpoint_schedule.go_back(index, now_ns))
             for decision in self.decisions:
                 decision.anew()
             effects += self._broadcast(now_ns)
         elif report.generation == self.run.generation:
-            self.rounds.heard(report, now_ns)
+            self.clocks.heard(report, now_ns)
             effects += self.ranges.heard(report)
         if self.run.complete:
-            effects += self.roster.greet(now_ns)
-        return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers.packed)]
+            effects += self.members.greet(now_ns)
+        return [*effects, *self._settle(now_ns), *self.members.readies(self.buffers.packed)]
 
     def ended(self, shards: Iterable[int]) -> None:
         """Note that the processes of `shards` have ended after the run was over: they send no more Reports."""
-        seen, clock = self.generations.over_version, self.rounds.min_clock
+        seen, clock = self.checkpoint_schedule.over_version, self.clocks.min_clock
         for shard in self.reports.keys() & set(shards) if self.over else ():
             self.reports[shard] = replace(self.reports[shard], ledger_seen=seen, min_clock=clock, at_rest=True)
 
     def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
         """Begin to reshard the keys over this number of shards; 0 calls off the resharding that is under way."""
-        number, log = self.moves.number, self.moves.ask(shards)
-        return [log, *(self._broadcast(now_ns) if self.moves.number != number else self._settle(now_ns))]
+        number, log = self.resharding.number, self.resharding.ask(shards)
+        return [log, *(self._broadcast(now_ns) if self.resharding.number != number else self._settle(now_ns))]
 
     def _lose(self, guest: RemoteHost, now_ns: int) -> list[ServerEffect]:
         """Handle the loss of a machine. Its shards, if it has any, and all shards after them are lost with it."""
         run, first, who = self.run, guest.first, f"the machine at {guest.host} is lost"
-        self.guests.lose(guest)
+        self.remote_shards.lose(guest)
         if not 0 <= first < run.shards:
-            coming = first >= 0 and self.moves.may_stay
-            return [self.moves.call_off(who), *self._broadcast(now_ns)] if coming else []
-        if run.over and all(self.generations.rests(self.reports[shard]) for shard in self.reports if guest.has(shard)):
+            coming = first >= 0 and self.resharding.may_stay
+            return [self.resharding.call_off(who), *self._broadcast(now_ns)] if coming else []
+        if run.over and all(
+            self.checkpoint_schedule.rests(self.reports[shard]) for shard in self.reports if guest.has(shard)
+        ):
             return []  # these shards have done all that the run asks of them
-        reached, back, before = self.min_clock, self.generations.shared(), run.shards
+        reached, back, before = self.min_clock, self.checkpoint_schedule.shared(), run.shards
         if run.over or back < 0:
             goes_on = f"--resume goes on from clock {back}" if back >= 0 else "no checkpoint is on all shards"
             text = f"{who}, and shard {first} with it: {goes_on}"
             return [
-                *self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text),
+                *self.members.refuse_all(m.RefuseCode.SERVER_LOST, text),
                 StopProcess(m.RefuseCode.SERVER_LOST, text),
             ]
-        if self.moves.may_stay:
-            self.moves.call_off(who)  # the log line below names the reason
-        self.generations.go_back(first, now_ns, first)
+        if self.resharding.may_stay:
+            self.resharding.call_off(who)  # the log line below names the reason
+        self.checkpoint_schedule.go_back(first, now_ns, first)
         for decision in self.decisions:
             decision.anew()
         text = (
             f"{who}: the keys of {before} shards are with {first}, and the run goes back from clock {reached} to {back}"
         )
-        return [self.moves.where(text), *self._broadcast(now_ns)]
+        return [self.resharding.where(text), *self._broadcast(now_ns)]
 
     # The parent's run.
 
     def joined_above(self, rank: int, clusters: int, now_ns: int) -> list[ServerEffect]:
         """The parent has welcomed this cluster as `rank` of `clusters`: welcome the workers that wait."""
         self.above.joined(rank, clusters)
-        return self.roster.greet(now_ns)
+        return self.members.greet(now_ns)
 
     def placed(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
         """Take this cluster's place in the parent's run, and handle the Declares that waited for it.
@@ -349,15 +356,15 @@ class Coordinator:
         self.above.take(place, epoch)
         return self._broadcast(now_ns)
 
-    def introduced_above(self, roster: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
+    def introduced_above(self, members: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
         """Take the encoded roster of the clusters that this cluster may gossip with. `alone`: the parent is gone."""
-        self.above.introduced(roster, alone)
+        self.above.introduced(members, alone)
         return self._broadcast(now_ns)
 
     def cut_off(self, now_ns: int) -> list[ServerEffect]:
         """The parent's run is over: checkpoint at the present clock, and end this run."""
         self.above.take(b"", 0)
-        self.generations.end(self.version + 1)
+        self.checkpoint_schedule.end(self.version + 1)
         return self._broadcast(now_ns)
 
     # Time.
@@ -374,30 +381,30 @@ class Coordinator:
             return [Send(seat.peer, ack) for seat, ack in acks]
         self.stop_ns = -1
         self.above.take(b"", 0)
-        refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, f"the server was stopped at clock {self.min_clock}")
-        self.generations.end(self.version + 1)
+        refuse = self.members.refuse_all(m.RefuseCode.SERVER_LOST, f"the server was stopped at clock {self.min_clock}")
+        self.checkpoint_schedule.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]
 
     def _handing_over(self) -> list[Seat]:
         """Workers of a gossip run that have not handed over their model yet."""
         if self.run.mode.rule is not FoldRule.MIX or not self.run.started or self.run.over:
             return []
-        return [s for s in self.declared if not s.leaving and not s.below and not self.rounds.clock(s)]
+        return [s for s in self.declared if not s.leaving and not s.below and not self.clocks.clock(s)]
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Expire leases, ask for checkpoints, decide, and repeat each ledger that its shard has not seen."""
         if self.stop_ns >= 0 and not (self._handing_over() and now_ns - self.stop_ns < MODEL_HAND_OVER_NS):
             return self.stop(now_ns)
-        self.generations.wake(now_ns)
-        effects = [effect for seat in self.roster.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
-        if self.generations.lapsed(now_ns):
+        self.checkpoint_schedule.wake(now_ns)
+        effects = [effect for seat in self.members.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
+        if self.checkpoint_schedule.lapsed(now_ns):
             effects += [*self._ended(), *self._broadcast(now_ns)]
-        elif self.generations.tick(now_ns):
+        elif self.checkpoint_schedule.tick(now_ns):
             effects += self._broadcast(now_ns)
-        if (guest := self.guests.lost(now_ns)) is not None:
+        if (guest := self.remote_shards.lost(now_ns)) is not None:
             effects += self._lose(guest, now_ns)
-        effects += [*self._settle(now_ns), *self.roster.probes(now_ns)]
-        effects += [*self.rounds.stalls(now_ns), *self.attendance.tick(now_ns)]
+        effects += [*self._settle(now_ns), *self.members.probes(now_ns)]
+        effects += [*self.clocks.stalls(now_ns), *self.start_notice.tick(now_ns)]
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation
@@ -416,20 +423,26 @@ class Coordinator:
         """Take all decisions that can be taken, and send the shards a ledger if there were any."""
         version = self.version
         self._decide(now_ns)
-        effects = [effect for seat in self.roster.done() for effect in self._remove(seat, "left", now_ns)]
+        effects = [effect for seat in self.members.done() for effect in self._remove(seat, "left", now_ns)]
         if self.version != version:
             effects += self._broadcast(now_ns)
         effects += self.agreements.answers()
-        return [*effects, StopProcess()] if self.generations.at_rest else effects
+        return [*effects, StopProcess()] if self.checkpoint_schedule.at_rest else effects
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1
         for shard in self.reports.keys() - self.lines.keys():
-            self.lines[shard] = ShardLine(self.moves.offered[shard][0])
+            self.lines[shard] = ShardLine(self.resharding.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
         told = [log for decision in self.decisions for log in decision.tell()]
-        return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words(), *self.guests.words(self.version)]
+        return [
+            *told,
+            *ledgers,
+            *self.gossip_directory.introductions(),
+            *self.resharding.words(),
+            *self.remote_shards.words(self.version),
+        ]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:
         """The ledger for one shard: all that is decided."""

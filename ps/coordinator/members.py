@@ -59,8 +59,16 @@ WAITING = "all workers of this cluster have done their last step: join another c
 class Members(Decision):
     """Decides who is a member. `keys_max`: the largest number of model parameters that the shards have memory for."""
 
-    def __init__(self, run: Run, rounds: Clocks, above: ParentPlace, meeting: GossipDirectory, keys_max: int) -> None:
-        self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
+    def __init__(
+        self, run: Run, clocks: Clocks, above: ParentPlace, gossip_directory: GossipDirectory, keys_max: int
+    ) -> None:
+        self.run, self.clocks, self.above, self.gossip_directory, self.keys_max = (
+            run,
+            clocks,
+            above,
+            gossip_directory,
+            keys_max,
+        )
         self.plan: ModelSpec | None = None  # the model spec of the run, None: no worker has declared one yet
         self.plan_packed = b""  # the same, packed
         self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}  # by token, Hellos that have no answer yet
@@ -70,7 +78,7 @@ class Members(Decision):
 
     def _closed(self, name: bytes) -> str:
         """Return why the worker of this name cannot join after all others did their last step; "" if it can join."""
-        if not (self.meeting.closed or self.above.closed) or self.above.waited(name):
+        if not (self.gossip_directory.closed or self.above.closed) or self.above.waited(name):
             return ""
         return WAITING if self.above.child else ENDING
 
@@ -139,7 +147,7 @@ class Members(Decision):
         """Return why this worker cannot be a member. If it can be one, the first worker's spec becomes the run's."""
         if closed := self._closed(seat.name):
             return m.Refuse(RefuseCode.OVER, seat.worker, 0, closed)
-        if conflict := self._unfit(ModelSpec.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
+        if conflict := self._unfit(ModelSpec.unpacked(declare.plan)) or self.gossip_directory.mismatch(declare.address):
             return m.Refuse(RefuseCode.INCOMPATIBLE, seat.worker, 0, conflict)
         if self.plan is None:
             self.adopt(declare.plan)
@@ -167,8 +175,8 @@ class Members(Decision):
         Under gossip the coordinator closes no clock. There a start clock of 1 means that the run has begun and the
         workers have the model; 0 means that it has not.
         """
-        seat.declare(self.run.changed(), self.rounds.min_clock + self.meeting.begun, address)
-        self.rounds.enter(seat, now_ns)
+        seat.declare(self.run.changed(), self.clocks.min_clock + self.gossip_directory.begun, address)
+        self.clocks.enter(seat, now_ns)
 
     def readies(self, buffers: bytes, only: Seat | None = None) -> list[ServerEffect]:
         """Return Ready for each member whose epoch every shard has reported; with `only`, for that member again."""
@@ -185,7 +193,7 @@ class Members(Decision):
             if seat.epoch <= known:
                 seat.ready_sent = True
                 ready = m.Ready(seat.worker, seat.epoch, seat.start, ranges, buffers)
-                effects += [Send(seat.peer, ready), *self.meeting.rosters([seat])]
+                effects += [Send(seat.peer, ready), *self.gossip_directory.rosters([seat])]
         return effects
 
     # Live members, and members that leave.
@@ -276,11 +284,11 @@ class Members(Decision):
 
         A message may arrive later than the one before it by as much as a round trip.
         """
-        return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.rounds.step_ns(seat)) + seat.road_ns
+        return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.clocks.step_ns(seat)) + seat.road_ns
 
     def done(self) -> list[Seat]:
         """Members that are leaving and whose last update every shard has reported."""
-        return [seat for seat in self.run.declared if seat.leaving and self.rounds.clock(seat) >= seat.last]
+        return [seat for seat in self.run.declared if seat.leaving and self.clocks.clock(seat) >= seat.last]
 
     def left(self, seat: Seat, how: str) -> None:
         del self.run.seats[seat.worker]
@@ -302,7 +310,7 @@ class Members(Decision):
     def event(self, how: str, seat: Seat) -> Log:
         """Log event: a worker joined or is gone. `how`: "joined", or as in `left`."""
         values: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "how": how}
-        return Log("member", values | {"clock": self.rounds.min_clock, "live": len(self.run.seats)})
+        return Log("member", values | {"clock": self.clocks.min_clock, "live": len(self.run.seats)})
 
     def fields(self, shard: int) -> dict[str, object]:
         members = tuple((seat.worker, seat.epoch, seat.start) for seat in self.run.declared)

@@ -19,8 +19,8 @@ from narrows.ps.coordinator.run import Decision, Run, Seat
 class ParentPlace(Decision):
     """Decides when a server finishes, and holds its place in the parent's run. `child`: the server has a parent."""
 
-    def __init__(self, run: Run, rounds: Clocks, child: bool) -> None:
-        self.run, self.rounds, self.child = run, rounds, child
+    def __init__(self, run: Run, clocks: Clocks, child: bool) -> None:
+        self.run, self.clocks, self.child = run, clocks, child
         self.rank, self.clusters = (-1, 0) if child else (0, 1)  # rank of this cluster, and the number of clusters
         self.place, self.epoch = b"", 0  # this cluster's packed place in the parent's run, and the parent's epoch
         self.roster = b""  # gossip: the parent's encoded roster of clusters
@@ -74,14 +74,14 @@ class ParentPlace(Decision):
 
     def decide(self, now_ns: int) -> bool:
         """Begin the finish once all workers are done and all shards have the place in the parent's run."""
-        members, reports = self.rounds.progress, self.run.reports.values()
+        members, reports = self.clocks.progress, self.run.reports.values()
         if self.run.over or self.closed or any((r.from_above, r.finishes) != (self.epoch, 0) for r in reports):
             return False
-        if not members or len(self.rounds.resting) < len(members):
+        if not members or len(self.clocks.resting) < len(members):
             return False
         # A child cluster may come back with new workers, and so with more to push.
         self.finished = {seat.name for seat in self.run.declared if not seat.below}
-        self.finishes, self.finish_at = 1, self.rounds.min_clock
+        self.finishes, self.finish_at = 1, self.clocks.min_clock
         return True
 
     def left(self, seat: Seat, how: str) -> None:

@@ -46,9 +46,9 @@ class Replans(Decision):
     """Decides whether to replan. `coded`: cost of each SPEC. If the run's own SPEC has none, no way is compared."""
 
     def __init__(
-        self, run: Run, rounds: Clocks, roster: Members, moves: Resharding, coded: Mapping[str, CodecCost]
+        self, run: Run, clocks: Clocks, members: Members, resharding: Resharding, coded: Mapping[str, CodecCost]
     ) -> None:
-        self.run, self.rounds, self.roster, self.moves, self.coded = run, rounds, roster, moves, coded
+        self.run, self.clocks, self.members, self.resharding, self.coded = run, clocks, members, resharding, coded
         self.plan = run.settings.plan_number  # the plan that the following figures belong to
         self.steps: dict[tuple[int, ...], StepMeter] = {}  # by (member, ranks of the path to the worker below it)
         self.due_ns, self.since_ns = 0, -1  # when to compare next; since when another way gains, -1: none does
@@ -119,18 +119,18 @@ class Replans(Decision):
             run.started
             and not run.over
             and run.mode.rule is not FoldRule.MIX
-            and self.moves.phase is ReshardPhase.STILL
+            and self.resharding.phase is ReshardPhase.STILL
         )
-        if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan_number:
+        if not open_ or not children or self.members.plan is None or self.plan != run.settings.plan_number:
             return None
         now = present(run.settings, self.coded)
-        ways = [now, *(WAYS if self.moves.fixed else BELOW)]
-        here, *others = prices([child for _, child in children], self.roster.plan.size, self.coded, ways)
+        ways = [now, *(WAYS if self.resharding.fixed else BELOW)]
+        here, *others = prices([child for _, child in children], self.members.plan.size, self.coded, ways)
         slowest = max(children, key=lambda each: 1 / (each[1].up or 1e30) + 1 / (each[1].down or 1e30))
         return min(others, key=lambda price: price.cost), here, *slowest
 
     def _propose(self, best: WayPrice, here: WayPrice, seat: Seat, child: ChildRates) -> None:
-        run, fixed = self.run, self.moves.fixed
+        run, fixed = self.run, self.resharding.fixed
         number, ratio = run.settings.plan_number + 1, best.cost / here.cost
         changes = run.settings.replan == "change" and not fixed
         text = (
@@ -141,13 +141,13 @@ class Replans(Decision):
         )
         text += f"it takes a restart: {fixed}" if fixed else ""
         text += "" if fixed else "the run changes to it" if changes else "--replan change changes a running run to it"
-        told = {"plan": number, "from": str(here.way), "to": str(best.way), "clock": self.rounds.min_clock}
+        told = {"plan": number, "from": str(here.way), "to": str(best.way), "clock": self.clocks.min_clock}
         told |= {"gain": round(1 - ratio, 3), "before_seconds": here.step_s, "after_seconds": best.step_s}
         self.said.append(Log("replan", told | {"changes": changes, "text": text}))
         self.since_ns = -1
         if changes:
             flags = {name: value for name, value in best.way.flags().items() if name in OF_PLAN}
-            self.moves.change(run.settings.changed(**flags))
+            self.resharding.change(run.settings.changed(**flags))
         else:
             self.proposed.add(best.way)
 

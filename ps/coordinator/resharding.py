@@ -76,14 +76,14 @@ class Resharding(Decision):
     def __init__(
         self,
         run: Run,
-        rounds: Clocks,
+        clocks: Clocks,
         above: ParentPlace,
-        generations: CheckpointSchedule,
-        roster: Members,
+        checkpoint_schedule: CheckpointSchedule,
+        members: Members,
         away: Mapping[int, str],
     ) -> None:
-        self.run, self.rounds, self.above = run, rounds, above
-        self.generations, self.roster = generations, roster
+        self.run, self.clocks, self.above = run, clocks, above
+        self.checkpoint_schedule, self.members = checkpoint_schedule, members
         self.phase = ReshardPhase.STILL
         # The number of shards of the next generation; the clock at which members hold; number of the newest Reshard.
         self.target, self.at, self.number = run.shards, -1, 0
@@ -167,7 +167,7 @@ class Resharding(Decision):
             return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
         if self.run.settings.quorum > 0 or mode.streams:
             return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
-        if self.roster.plan is not None and self.roster.plan.tables:
+        if self.members.plan is not None and self.members.plan.tables:
             return "its model has an embedding table, whose rows stay on their shards"
         return "the run is over" if self.run.over else ""
 
@@ -180,7 +180,7 @@ class Resharding(Decision):
         told = {
             "shards": self.run.shards,
             "target": self.target,
-            "clock": self.rounds.min_clock,
+            "clock": self.clocks.min_clock,
             "away": dict(self.away),
             "settings": asdict(self.run.settings),
         }
@@ -202,7 +202,7 @@ class Resharding(Decision):
         self._move("stay")
         self._settle()
         self.at, self.why = -1, why
-        self.rounds.stop_at(-1)
+        self.clocks.stop_at(-1)
         self.offered.clear()
         return self.where(f"{stays}: {why}")
 
@@ -277,8 +277,8 @@ class Resharding(Decision):
         assert bound is not None
         self._move("tell")
         self.number += 1
-        self.at = self.rounds.min_clock + bound + 1
-        self.rounds.stop_at(self.rounds.min_clock)
+        self.at = self.clocks.min_clock + bound + 1
+        self.clocks.stop_at(self.clocks.min_clock)
         return True
 
     def _hold(self) -> bool:
@@ -286,7 +286,7 @@ class Resharding(Decision):
         if not self._known:
             return False
         self._move("hold")
-        self.rounds.stop_at(self.at)
+        self.clocks.stop_at(self.at)
         return True
 
     def _write(self) -> bool:
@@ -294,14 +294,14 @@ class Resharding(Decision):
         here = self.run.complete and all(report.min_clock == self.at for report in self.run.current)
         if not here or len(self.run.current) < self.run.shards or len(self._waited_for) < len(self.run.declared):
             return False
-        if not self.generations.ask(self.at):
+        if not self.checkpoint_schedule.ask(self.at):
             return False
         self._move("write")
         return True
 
     def _pass(self) -> bool:
         """WRITING to PASSED, once all shards have the checkpoint; call the resharding off if a disk has refused it."""
-        if not self.generations.tried(self.at):
+        if not self.checkpoint_schedule.tried(self.at):
             return False
         lacks = [shard for shard, report in sorted(self.run.reports.items()) if self.at not in report.checkpoints]
         if lacks:
@@ -312,8 +312,8 @@ class Resharding(Decision):
         self.run.shift(self.next, self.at)
         for shard, (_, report) in self.offered.items():  # a new shard can begin from the checkpoint of the others
             self.run.reports[shard] = replace(report, checkpoints=(self.at,))
-        self.rounds.shift()
-        self.generations.anew()
+        self.clocks.shift()
+        self.checkpoint_schedule.anew()
         cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
         replan = Log("replan", self.next.told(self.at))
         self.said += [self.where(""), replan] if self.next.plan_number != before.plan_number else [self.where(cut)]
@@ -344,7 +344,7 @@ class Resharding(Decision):
             seat.move == self.number
             or self.phase is ReshardPhase.PASSED
             or not seat.ready_sent
-            or self.roster.plan is None
+            or self.members.plan is None
         ):
             return []
         if self.holds:
@@ -352,7 +352,7 @@ class Resharding(Decision):
         if not seat.before:
             return [Send(seat.peer, m.Reshard(seat.worker, seat.epoch, self.number, -1))]
         ports, hosts = self.run.where
-        ranges = tuple(split(self.roster.plan.size, self.run.shards))
+        ranges = tuple(split(self.members.plan.size, self.run.shards))
         place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
         return [Send(seat.peer, m.Reshard(seat.worker, seat.before, self.number, seat.start, *place))]
 

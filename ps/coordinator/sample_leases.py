@@ -111,8 +111,8 @@ class LostRange:
 class SampleLeases(Decision):
     """Decides which worker gets which range, and which ranges are done."""
 
-    def __init__(self, run: Run, rounds: Clocks, generations: CheckpointSchedule, above: ParentPlace) -> None:
-        self.run, self.rounds, self.generations, self.above = run, rounds, generations, above
+    def __init__(self, run: Run, clocks: Clocks, checkpoint_schedule: CheckpointSchedule, above: ParentPlace) -> None:
+        self.run, self.clocks, self.checkpoint_schedule, self.above = run, clocks, checkpoint_schedule, above
         self.work = RangeLedger()
         self.held: dict[int, list[Bound]] = {}  # by worker: ranges whose updates are not in the model yet
         self.ahead: dict[int, list[Bound]] = {}  # by worker: done ranges that the next checkpoint may lack
@@ -202,17 +202,17 @@ class SampleLeases(Decision):
             work.over += 1
 
     def _settle_of(self, worker: int) -> None:
-        folded, held = self.rounds.folded(worker), self.held[worker]
+        folded, held = self.clocks.folded(worker), self.held[worker]
         done = [bound for bound in held if bound[0] < folded]
         held[:] = [bound for bound in held if bound[0] >= folded]
         self.work.done(index for _, index in done)
-        if not self.rounds.mode.barrier:
+        if not self.clocks.mode.barrier:
             ahead = [*self.ahead.get(worker, ()), *done]
-            self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.rounds.min_clock]
+            self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.clocks.min_clock]
 
     def _settle_gone(self, worker: int, gone: LostRange) -> None:
-        if self.rounds.mode.barrier and gone.epoch > self.run.generation:
-            folded = self.rounds.folded(worker)
+        if self.clocks.mode.barrier and gone.epoch > self.run.generation:
+            folded = self.clocks.folded(worker)
             self.work.done(index for clock, index in gone.held if clock < folded)
             gone.held = [bound for bound in gone.held if bound[0] >= folded]
         elif self.run.complete and all(report.epoch >= gone.epoch for report in self.run.reports.values()):
@@ -254,20 +254,20 @@ class SampleLeases(Decision):
             table.pop(worker, None)
         held = self.held.pop(worker, [])
         last = seat.last if seat.leaving else m.CLOCK_MAX  # the worker has pushed no update from this clock on
-        if held and self.rounds.mode.barrier:
+        if held and self.clocks.mode.barrier:
             # Of its updates that are in no set, the next set takes the oldest, and the shards drop the others.
-            last = min(last, self.rounds.final(seat))
+            last = min(last, self.clocks.final(seat))
         self.work.give_back(index for clock, index in held if clock >= last)
         if held := [bound for bound in held if bound[0] < last]:
-            self.gone[worker] = LostRange(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
+            self.gone[worker] = LostRange(held, self.run.epoch + 1, [*self.clocks.progress[worker].arrived])
         self._settle()
 
     # Checkpoints.
 
     def decide(self, now_ns: int) -> bool:
         """Note which ranges are done at a checkpoint that was asked for, before the next clock closes."""
-        clock = self.generations.checkpoint
-        if clock == self.rounds.min_clock and clock not in self.kept and self.run.complete:
+        clock = self.checkpoint_schedule.checkpoint
+        if clock == self.clocks.min_clock and clock not in self.kept and self.run.complete:
             self._keep(clock)
         return False
 
@@ -278,17 +278,17 @@ class SampleLeases(Decision):
 
     def _keep(self, clock: int) -> None:
         self._settle()
-        shared = self.generations.shared()
+        shared = self.checkpoint_schedule.shared()
         older = sorted(at for at in self.kept if at < shared)[:-OLDER]
         for at in older:
             del self.kept[at]
             self.saved.pop(at, None)
-        work, barrier = self.work, self.rounds.mode.barrier
+        work, barrier = self.work, self.clocks.mode.barrier
         rows = []
         for worker in self.held.keys() | self.gone.keys():
             gone = self.gone.get(worker)
             bounds = gone.held if gone is not None else [*self.held[worker], *self.ahead.get(worker, ())]
-            first = self.rounds.closed(worker) if barrier else clock if gone is None else 0
+            first = self.clocks.closed(worker) if barrier else clock if gone is None else 0
             rows += [(worker, *bound) for bound in bounds if bound[0] >= first]
         numbers = [work.samples, work.size, work.next, work.over]
         twice, bound = (chain(*sorted(each)) for each in (work.twice.items(), rows))
@@ -323,7 +323,7 @@ class SampleLeases(Decision):
         for worker, at, index in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             # A worker that no shard's file names may have left before the checkpoint: its updates may be in the model.
             clocks = [each.get(worker, -1) for each in saved]
-            if not self.rounds.mode.barrier and (not clocks or min(clocks) < 0):
+            if not self.clocks.mode.barrier and (not clocks or min(clocks) < 0):
                 clocks = [0, m.CLOCK_MAX]
             low, high = min(clocks, default=0), max(clocks, default=0)
             if at < low:

@@ -20,8 +20,8 @@ from narrows.ps.coordinator.run import Run, Seat
 class SharedBuffers:
     """Holds the buffers of a run, and asks the lead for newer ones."""
 
-    def __init__(self, run: Run, rounds: Clocks) -> None:
-        self.run, self.rounds = run, rounds
+    def __init__(self, run: Run, clocks: Clocks) -> None:
+        self.run, self.clocks = run, clocks
         self.packed, self.clock, self.heard_ns = b"", -1, 0  # the newest, the lead's clock then, when they came
         self.asking: dict[int, int] = {}  # by worker that waits for newer ones, its clock
 
@@ -54,7 +54,7 @@ class SharedBuffers:
         """Send this worker the buffers if they are new enough; otherwise it gets them once they are here."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
         counted = lead.epoch and self.run.mode.rule is not FoldRule.MIX  # gossip updates do not come to the server
-        if self.clock >= min(clock, self.rounds.clock(lead) if counted else clock):
+        if self.clock >= min(clock, self.clocks.clock(lead) if counted else clock):
             return [self._told(seat)]
         if lead is seat:
             return [Send(seat.peer, m.Buffers(seat.worker, seat.epoch, -1, b""))]

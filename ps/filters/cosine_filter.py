@@ -41,12 +41,12 @@ class CosineFilter:
         self.struck: Counter[int] = Counter()  # updates of each worker that were left out
         self.logs: list[Log] = []
 
-    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
         """Return 1 for each update that counts, 0 for each that is left out."""
-        for look in looks:
+        for look in sample:
             self._saw(look.worker, look.sample)
         cosines = self.cosines()
-        return [self._factor(look.worker, look.clock, cosines) for look in looks]
+        return [self._factor(look.worker, look.clock, cosines) for look in sample]
 
     def _saw(self, worker: int, values: FloatArray) -> None:
         """Take an update into the worker's mean direction."""

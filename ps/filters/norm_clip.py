@@ -89,18 +89,18 @@ class NormClip:
         self.struck: Counter[int] = Counter()  # updates of each worker that were shortened
         self.logs: list[Log] = []
 
-    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
         """Return the factor of each update: 1 if it is short enough."""
-        if not looks:
+        if not sample:
             return []
-        known = [*self.recent, *(look.length for look in looks)] if len(looks) > 1 else [*self.recent]
-        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(looks)) else FIRST * self.weights()
+        known = [*self.recent, *(look.length for look in sample)] if len(sample) > 1 else [*self.recent]
+        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(sample)) else FIRST * self.weights()
         limit = self.most * usual or math.inf
-        for look in looks:
+        for look in sample:
             self.recent.append(min(look.length, limit))
             if look.length > limit:
                 self._strike(look, usual)
-        return [usual / look.length if look.length > limit else 1.0 for look in looks]
+        return [usual / look.length if look.length > limit else 1.0 for look in sample]
 
     def _strike(self, look: UpdateSample, usual: float) -> None:
         """Count a shortened update, and log the first of each worker."""

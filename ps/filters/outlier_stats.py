@@ -56,11 +56,11 @@ class OutlierStats:
         self.holders = np.zeros(size, np.int32)  # for each position: how many workers' newest updates are not 0 there
         self.logs: list[Log] = []
 
-    def saw(self, looks: Sequence[UpdateSample], factors: Iterable[float]) -> None:
+    def saw(self, sample: Sequence[UpdateSample], factors: Iterable[float]) -> None:
         """Take updates and their filter factors. Updates of one set (barrier) are compared with each other."""
-        for look in looks:
+        for look in sample:
             self._newest(look)
-        for look, factor in zip(looks, factors, strict=True):
+        for look, factor in zip(sample, factors, strict=True):
             row = self.rows[look.worker]
             row.updates += 1
             row.left_out += not factor

@@ -37,7 +37,7 @@ class UpdateCheck(Protocol):
     logs: list[Log]
     struck: Counter[int]
 
-    def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
         """Return the factor of each update, from 0 to 1.
 
         Args:
@@ -52,7 +52,7 @@ class UpdateFilters:
     """All filters of one shard."""
 
     def __init__(
-        self, index: int, looks: UpdateSampler, far: UnboundedNorms, checks: Sequence[UpdateCheck], alike: bool = False
+        self, index: int, sample: UpdateSampler, far: UnboundedNorms, checks: Sequence[UpdateCheck], alike: bool = False
     ) -> None:
         """Filters that have seen no update.
 
@@ -64,8 +64,8 @@ class UpdateFilters:
             alike: True if all workers that are not left out have equal shares, whatever samples they name (--robust).
                 Without it and without `checks` no sample is taken.
         """
-        self.index, self.looks, self.far, self.checks, self.alike = index, looks, far, checks, alike
-        self.beside = OutlierStats(index, looks.at.size) if checks or alike else None
+        self.index, self.sample, self.far, self.checks, self.alike = index, sample, far, checks, alike
+        self.outlier_stats = OutlierStats(index, sample.at.size) if checks or alike else None
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
@@ -84,14 +84,14 @@ class UpdateFilters:
         far = self.far.leaves_out([(worker, update.length) for worker, _, update in finite])
         sound = [each for each, too_long in zip(finite, far, strict=True) if not too_long]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
-        if self.beside is not None:
-            looks = [UpdateSample(worker, clock, *self.looks(update)) for worker, clock, update in sound]
-            looks = [look for look in looks if look.length < math.inf]  # inf: the square of the length overflowed
-            factors = [1.0] * len(looks)
+        if self.outlier_stats is not None:
+            sample = [UpdateSample(worker, clock, *self.sample(update)) for worker, clock, update in sound]
+            sample = [look for look in sample if look.length < math.inf]  # inf: the square of the length overflowed
+            factors = [1.0] * len(sample)
             for check in self.checks:
-                factors = [a * b for a, b in zip(factors, check.factors(looks), strict=True)]
-            self.beside.saw(looks, factors)
-            found = {look[:2]: factor for look, factor in zip(looks, factors, strict=True)}
+                factors = [a * b for a, b in zip(factors, check.factors(sample), strict=True)]
+            self.outlier_stats.saw(sample, factors)
+            found = {look[:2]: factor for look, factor in zip(sample, factors, strict=True)}
         for worker, clock, update in updates:
             if (worker, clock) not in found and not update.empty:
                 self._leave_out(worker, clock)
@@ -115,7 +115,7 @@ class UpdateFilters:
 
     @property
     def _all(self) -> list[UpdateCheck | OutlierStats]:
-        return [*self.checks, *([self.beside] if self.beside is not None else [])]
+        return [*self.checks, *([self.outlier_stats] if self.outlier_stats is not None else [])]
 
     def take(self) -> list[Log]:
         """Return the log lines since the last call."""
@@ -127,4 +127,4 @@ class UpdateFilters:
 
     def lines(self) -> list[str]:
         """Return a line for each worker that compares its updates with the others'; [] if no flag has them compared."""
-        return self.beside.lines() if self.beside is not None else []
+        return self.outlier_stats.lines() if self.outlier_stats is not None else []

@@ -55,9 +55,9 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
         if isinstance(message, m.ReplicationBegin):
             answers.append(checked(address, unpack(message.told)))
 
-    gate = AccessControl(keys, "", "", "", address)
+    access_control = AccessControl(keys, "", "", "", address)
     with contextlib.closing(
-        Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
+        Sockets(curve=access_control.curve, failed=lambda address, why, public: refused.append(why))
     ) as sockets:
         deadline = time.monotonic() + CONNECT_S
         again = Loop(sockets, hear, lambda now_ns: sockets.send(address, encode(question)), tick_ms=AGAIN_MS)

@@ -38,7 +38,7 @@ class BootstrapServer:
 
     def _ask(self, peer: bytes, ask: m.FileRequest, server: Server) -> None:
         """Answer a file request, if there are remote shards: all other shards share this machine's folder."""
-        away = server.coordinator.moves.away if server.coordinator is not None else {}
+        away = server.coordinator.resharding.away if server.coordinator is not None else {}
         if self.archive is not None and away:
             self.archive.ask(peer, ask)
 
@@ -50,7 +50,7 @@ class BootstrapServer:
             return "a server with a standby keeps its shards: its standby has a process for each"
         if self.process.folder is None:
             return "it has no folder for checkpoints, by which keys move"
-        return server.coordinator.moves.never
+        return server.coordinator.resharding.never
 
     def take(self) -> list[Send]:
         """Return the answers that are ready."""

@@ -35,8 +35,8 @@ class CheckpointDisk:
 
     def _dial(self) -> Sockets:
         process = self.process
-        gate = AccessControl(process.keys, "", process.secret, process.coordinator)
-        return Sockets(known_as=gate.name_at, curve=gate.curve)
+        access_control = AccessControl(process.keys, "", process.secret, process.coordinator)
+        return Sockets(known_as=access_control.name_at, curve=access_control.curve)
 
     def _alive(self) -> None:
         """Give ps-serve a sign of life while the loop waits for a file that is on its way."""
@@ -58,14 +58,14 @@ class CheckpointDisk:
 
     def prepare(self, server: Server) -> None:
         """Get the memory for the first copy in advance, once there are arrays."""
-        planned = server.shard.planned
+        planned = server.shard.model_shard
         if self.writer is not None and not self.prepared and planned is not None and planned.store.publication >= 0:
             self.prepared = True
             self.writer.prepare(planned.store.arrays())
 
     def write(self, clock: int, server: Server) -> None:
         """Begin to write the checkpoint of a clock; wait for it if the run is over."""
-        planned, coordinator, last = server.shard.planned, server.coordinator, server.over
+        planned, coordinator, last = server.shard.model_shard, server.coordinator, server.over
         if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.process.keeps):
             return
         facts = {
@@ -77,7 +77,7 @@ class CheckpointDisk:
             "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
             "saved": planned.saved,
             # The settings from this clock on: during a replan those of the next generation.
-            "settings": coordinator.moves.next.packed() if coordinator is not None else b"",
+            "settings": coordinator.resharding.next.packed() if coordinator is not None else b"",
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
         self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)
@@ -120,7 +120,7 @@ class CheckpointDisk:
             checkpoint_files.drop_after(self.folder, self.index, clock)
         if clock < 0:
             return
-        planned, shards = server.shard.planned, server.shard.settings.shards
+        planned, shards = server.shard.model_shard, server.shard.settings.shards
         assert planned is not None
         if self.away is not None:
             return planned.begin(*self.away.load(shards, clock))

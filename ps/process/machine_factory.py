@@ -209,13 +209,13 @@ def machine(
         priced = coded() if ladder(settings.compress).auto else coded(settings.compress)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:
-            coordinator.generations.resumed()
-            coordinator.generations.resumes = mixes and process.resume
+            coordinator.checkpoint_schedule.resumed()
+            coordinator.checkpoint_schedule.resumes = mixes and process.resume
             if restart >= 0:
                 text = f"goes on from the checkpoint of clock {restart}"
                 emit("log", name="resumed", values={"clock": restart, "text": text})
         if facts:
-            coordinator.roster.adopt(facts["plan"])
+            coordinator.members.adopt(facts["plan"])
             coordinator.buffers.packed = facts["buffers"]
         if facts.get("ranges") and folder is not None:
             parts = [checkpoint_files.read(folder, each, restart, only=())[1] for each in range(facts.get("shards", 1))]

@@ -190,7 +190,7 @@ def thaw(file: Any, lent: Callable[[], bool]) -> Server:
         server = _Unpickler(file, lent).load()
         if not isinstance(server, Server):
             raise TypeError(f"a {type(server).__name__}")
-        if (planned := server.shard.planned) is not None:
+        if (planned := server.shard.model_shard) is not None:
             planned.store.check()
     except Exception as error:  # pickle and our constructors may raise anything on arbitrary bytes
         raise RemoteProtocolError(f"the bytes that should be a server's machine are none: {error}") from None

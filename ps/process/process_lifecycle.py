@@ -28,17 +28,24 @@ def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, in
     Raises:
         NarrowsError: the run has ended with an error.
     """
-    gate = AccessControl(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
-    made = Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections, faulted=gate.faulted)
+    access_control = AccessControl(
+        process.keys, process.parent_key, process.secret, process.coordinator, process.follows
+    )
+    made = Sockets(
+        known_as=access_control.name_at,
+        curve=access_control.curve,
+        connections=access_control.connections,
+        faulted=access_control.faulted,
+    )
     with contextlib.closing(made) as sockets:
         number = sockets.listen(process.bind)
-        follower = StandbyRunner(process, sockets, number, gate) if process.follows else None
+        follower = StandbyRunner(process, sockets, number, access_control) if process.follows else None
         if follower is not None:
             sockets.cut = follower.cut
             ready(port=number, epoch=0, parent=process.parent)
             if not follower.loop(sockets):
-                return emit("done", dropped={}, refused=gate.totals())
-        runner = ServerRunner(process, sockets, number, gate, both, follower)
+                return emit("done", dropped={}, refused=access_control.totals())
+        runner = ServerRunner(process, sockets, number, access_control, both, follower)
         sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
@@ -62,8 +69,8 @@ def totals(runner: ServerRunner) -> None:
         values = {"bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down, "dropped": dropped}
         text = f"shard {runner.process.index} {moved}"
         emit("log", name="above", values={"shard": runner.process.index, **values, "text": text})
-    for name, size in sorted(runner.gate.sent.items()):
+    for name, size in sorted(runner.access_control.sent.items()):
         if name != SERVER:
             text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
             emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
-    emit("done", dropped=dropped, refused=runner.gate.totals(), over=runner.server.over)
+    emit("done", dropped=dropped, refused=runner.access_control.totals(), over=runner.server.over)

@@ -96,16 +96,18 @@ class ServerRunner:
         process: MachineFactory,
         port: Port,
         number: int,
-        gate: AccessControl | None = None,
+        access_control: AccessControl | None = None,
         both: tuple[int, int] | None = None,
         copy: StandbyRunner | None = None,
     ) -> None:
         self.process, self.port, self.number = process, port, number
-        self.gate = gate or AccessControl("", "", process.secret, process.coordinator, process.follows)
+        self.access_control = access_control or AccessControl(
+            "", "", process.secret, process.coordinator, process.follows
+        )
         self.clock = AwakeClock()  # the machine's time
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else BufferLoans()
-        self.pulse = Watchdog(self.gate, process.index, process.folder, process.seals)
+        self.watchdog = Watchdog(self.access_control, process.index, process.folder, process.seals)
         self.dialled = ParentAddresses(port)
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
         self.running, self.end = True, StopProcess()
@@ -123,10 +125,10 @@ class ServerRunner:
         elif again is not None:
             self.server = again.machine()
         else:
-            own = self.gate.guard.own if self.gate.guard is not None else None
+            own = self.access_control.guard.own if self.access_control.guard is not None else None
             self.server = machine(process, number, self.lending.any, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
-        self.gate.known = self.server
+        self.access_control.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
         if copy is not None:
@@ -191,7 +193,7 @@ class ServerRunner:
         self.clock = AwakeClock(begins_ns=self.server.now_ns)
         shard = self.server.shard
         # In the later stages of a clock the arrays may already have values of the next clock.
-        whole = shard.planned is not None and shard.planned.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
+        whole = shard.model_shard is not None and shard.model_shard.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
         writing = shard.writing
         if writing == shard.min_clock and whole:
             self.disk.write(writing, self.server)
@@ -278,7 +280,7 @@ class ServerRunner:
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
         size = sum(map(len, frames))
-        self.pulse.sealing.passed += size
+        self.watchdog.encryption_cost.passed += size
         return size
 
     def _load(self, clock: int) -> None:
@@ -332,21 +334,21 @@ class ServerRunner:
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
             message, size = decode(frames), sum(map(len, frames))
-            self.pulse.sealing.passed += size
-            self.gate.check(peer, message, size)
+            self.watchdog.encryption_cost.passed += size
+            self.access_control.check(peer, message, size)
             if m.beside(message):
                 answer = self.answering.hear(peer, message, self.server)
                 self._at_once(self.original.receive(peer, message, now_ns) if answer is None else answer)
-                return self.gate.connections.let_in(peer)
+                return self.access_control.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
             effects = self._happen(
-                MachineEvent(EventKind.BELOW, now_ns, peer, message, self.gate.key_of(peer, message)), frames
+                MachineEvent(EventKind.BELOW, now_ns, peer, message, self.access_control.key_of(peer, message)), frames
             )
-            self.gate.connections.let_in(peer)
+            self.access_control.connections.let_in(peer)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
-            if not self.gate.counted(str(error), peer):
+            if not self.access_control.counted(str(error), peer):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
 
@@ -356,10 +358,10 @@ class ServerRunner:
         Another cluster may not know our key yet: the next message to it dials anew.
         """
         if not address:
-            self.gate.stranger(why, public)
+            self.access_control.stranger(why, public)
         elif self.dialled.lose(address) or address != self.server.above:
             return
-        elif text := refusal(why, self.gate.parent_key, "--parent-key"):
+        elif text := refusal(why, self.access_control.parent_key, "--parent-key"):
             self.fail_above(text, m.RefuseCode.AUTHENTICATION)
 
     def linked(self, address: str) -> None:
@@ -428,6 +430,6 @@ class ServerRunner:
     def _tick(self, now_ns: int) -> None:
         self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
         self._at_once(self.original.tick(now_ns))
-        self.gate.tick()
+        self.access_control.tick()
         self.disk.prepare(self.server)
-        self.pulse.beat(lambda: self.server.shard.nbytes)
+        self.watchdog.beat(lambda: self.server.shard.nbytes)

@@ -43,9 +43,13 @@ class StandbyRunner:
         gate: its access control.
     """
 
-    def __init__(self, process: MachineFactory, port: Sockets, number: int, gate: AccessControl) -> None:
-        self.process, self.port, self.gate = process, port, gate
-        self.clock, self.lending, self.pulse = AwakeClock(), BufferLoans(), Watchdog(gate, process.index, None)
+    def __init__(self, process: MachineFactory, port: Sockets, number: int, access_control: AccessControl) -> None:
+        self.process, self.port, self.access_control = process, port, access_control
+        self.clock, self.lending, self.watchdog = (
+            AwakeClock(),
+            BufferLoans(),
+            Watchdog(access_control, process.index, None),
+        )
         self.replay: JournalReplay  # of the newest machine, once there is one
         self.serves: list[StartServing] = []  # the view in which this server takes over, once there is one
         self.stale = False  # the primary went back to a checkpoint that is not here
@@ -68,7 +72,7 @@ class StandbyRunner:
     def _thaw(self, packed: bytes) -> Server:
         server = thaw(io.BytesIO(packed), self.lending.any)
         self.replay = JournalReplay(server, self._load)
-        self.gate.known = server
+        self.access_control.known = server
         return server
 
     def _load(self, clock: int) -> None:
@@ -106,12 +110,12 @@ class StandbyRunner:
         try:
             message = decode(frames)
             if isinstance(peer, bytes):
-                self.gate.check(peer, message, sum(map(len, frames)))
-                self.gate.connections.let_in(peer)
+                self.access_control.check(peer, message, sum(map(len, frames)))
+                self.access_control.connections.let_in(peer)
         except NarrowsError as error:
             if not isinstance(peer, bytes):
                 raise
-            if self.gate.counted(str(error)):
+            if self.access_control.counted(str(error)):
                 emit("log", name="refused", values={"text": str(error)})
             return
         match message:
@@ -186,7 +190,7 @@ class StandbyRunner:
     def _tick(self, now_ns: int) -> None:
         """Acknowledge what is here, and give signs of life. Raises ServerLostError as `loop`."""
         self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
-        self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
+        self.watchdog.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
         if self.standby.stands_by and not self.told and not self.process.index:
             self.told = True
             text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"

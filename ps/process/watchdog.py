@@ -31,17 +31,17 @@ class Watchdog:
         seals: bytes per second that one core encrypts, 0: not measured.
     """
 
-    def __init__(self, gate: AccessControl, index: int, folder: Path | None, seals: float = 0.0) -> None:
-        self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
-        self.sealing = EncryptionCost(seals)
+    def __init__(self, access_control: AccessControl, index: int, folder: Path | None, seals: float = 0.0) -> None:
+        self.access_control, self.index, self.folder, self.due_s = access_control, index, folder, 0.0
+        self.encryption_cost = EncryptionCost(seals)
 
     def beat(self, asked: Callable[[], int]) -> None:
         """Give a sign of life if one is due; the loop calls this each turn. `asked` returns the bytes of the arrays."""
         if (now := time.monotonic()) < self.due_s:
             return
         self.due_s, nbytes = now + BEAT_S, asked()
-        self.gate.look(nbytes)
-        if text := self.sealing.look():
+        self.access_control.look(nbytes)
+        if text := self.encryption_cost.look():
             emit("log", name="encryption", values={"shard": self.index, "text": f"shard {self.index}: {text}"})
         emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
 

@@ -79,7 +79,7 @@ class ParentMembership:
         self.holding = ParentHold(coordinator, member)
         self.final = StopProcess()  # the effect that this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
-        coordinator.attendance.says_above = self._waits
+        coordinator.start_notice.says_above = self._waits
 
     def _tree(self) -> str:
         return self.member.tree
@@ -100,7 +100,7 @@ class ParentMembership:
             samples=sum(summary.samples for summary in ours),
             loss=sum(losses) / len(losses) if losses else None,
             left_steps=max((summary.left_steps for summary in ours), default=0),
-            lost=coordinator.roster.lost,
+            lost=coordinator.members.lost,
         )
         return SummaryRow((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
 
@@ -109,13 +109,13 @@ class ParentMembership:
     def declare(self, now_ns: int) -> list[ServerEffect]:
         """Declare the model to the parent as soon as a worker has declared it here."""
         member, coordinator = self.member, self.coordinator
-        if coordinator.roster.plan is None or member.plan or not coordinator.generations.may_declare:
+        if coordinator.members.plan is None or member.plan or not coordinator.checkpoint_schedule.may_declare:
             return []
         # The parent gets updates only, so the optimizer and the clipping are this cluster's own.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.run.shards)]
         there = f"/{self.public}" if self.public else ""
         member.address = " ".join(f"tcp://{self.host}:{port}{there}" for port in ports)
-        upward = replace(coordinator.roster.plan, optimizer="", max_grad_norm=0.0)
+        upward = replace(coordinator.members.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 
     def agree(self, now_ns: int) -> list[ServerEffect]:
@@ -145,7 +145,7 @@ class ParentMembership:
             return self.end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
         if member.phase in (MemberPhase.DECLARED, MemberPhase.RUNNING) and not someone and not coordinator.over:
             return [*asks(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
-        if member.phase is MemberPhase.OVER and coordinator.generations.may_declare and not coordinator.over:
+        if member.phase is MemberPhase.OVER and coordinator.checkpoint_schedule.may_declare and not coordinator.over:
             return asks(member.rejoin(now_ns))
         return self.declare(now_ns)
 
@@ -264,7 +264,7 @@ class ParentMembership:
 
     def hand_on(self, now_ns: int) -> list[ServerEffect]:
         """Hand shard 0 the events of peers, once it has the newest seat."""
-        planned, early = self.shard.planned, self.early
+        planned, early = self.shard.model_shard, self.early
         if not early or self.late is not None or planned is None or planned.above.place != self.place:
             return []
         self.early = []
@@ -365,10 +365,10 @@ class ParentMembership:
         """
         member, coordinator = self.member, self.coordinator
         assert member.settings is not None
-        at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
+        at = coordinator.clocks.begin(clock * member.settings.mode().local_steps, now_ns)
         if not coordinator.declared:
             # The shards go there at once, and may pass the clock of a checkpoint that was asked for.
-            coordinator.generations.anew()
+            coordinator.checkpoint_schedule.anew()
         where = (event.worker, event.epoch, event.clock, at)
         self.place = ParentSeat(member.settings, *where, member.ports, number, self.parent)
         return coordinator.placed(self.place.packed(), event.epoch, now_ns)
@@ -391,7 +391,7 @@ class ParentMembership:
             return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all workers here are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
         self.final = StopProcess(code, text)
-        return [*coordinator.roster.refuse_all(code, text), *coordinator.cut_off(now_ns)]
+        return [*coordinator.members.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
     def leave(self, now_ns: int) -> list[ServerEffect]:
         """Leave the parent's run after the last clock, and then end."""
@@ -408,4 +408,4 @@ def _now(coordinator: Coordinator, seat: Seat) -> tuple[SummaryRow, ...]:
     if not seat.rows or coordinator.run.mode.rule is FoldRule.MIX:  # under gossip each peer counts its own clocks
         return seat.rows
     first, *others = seat.rows
-    return replace(first, summary=replace(first.summary, clock=coordinator.rounds.clock(seat))), *others
+    return replace(first, summary=replace(first.summary, clock=coordinator.clocks.clock(seat))), *others

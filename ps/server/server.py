@@ -150,10 +150,10 @@ class Server:
 
         A machine that was restored has begun already: it repeats what may be lost.
         """
-        where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
+        where = [self.coordinator.resharding.where("")] if self.coordinator is not None else []
         if self.begun:
-            if self.shard.planned is not None:
-                self.shard.planned.publications.repeat_soon()
+            if self.shard.model_shard is not None:
+                self.shard.model_shard.publications.repeat_soon()
             return [*where, *self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
         above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
@@ -170,7 +170,7 @@ class Server:
             before: The address of the server that this one replaces, if that was on another machine; else "".
         """
         if before and self.coordinator is not None:
-            self.coordinator.roster.moved(self.now_ns)
+            self.coordinator.members.moved(self.now_ns)
         self.before = before or self.before
         if self.membership is not None:
             self.membership.copied(standby)
@@ -200,9 +200,9 @@ class Server:
     def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
         """Take note that a message to this peer found no connection."""
         if self.coordinator is not None:
-            self.coordinator.roster.unreached(peer, now_ns)
-        if self.shard.planned is not None:
-            self.shard.planned.publications.unreached(peer)
+            self.coordinator.members.unreached(peer, now_ns)
+        if self.shard.model_shard is not None:
+            self.shard.model_shard.publications.unreached(peer)
         return []
 
     def advance(self, now_ns: int) -> list[ServerEffect]:
@@ -245,7 +245,7 @@ class Server:
         else:
             effects = self.shard.handle(peer, message, now_ns)
             if coordinator is not None and isinstance(message, OfWorkers):
-                coordinator.roster.heard(message.worker, now_ns)
+                coordinator.members.heard(message.worker, now_ns)
         return self._route(effects, now_ns)
 
     def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
@@ -274,10 +274,10 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None:
             return []
-        planned = self.shard.planned
+        planned = self.shard.model_shard
         lines = [
             coordinator.tree_above() or coordinator.tree(),
-            *(planned.screen.lines() if planned is not None else ()),
+            *(planned.filters.lines() if planned is not None else ()),
         ]
         return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
 

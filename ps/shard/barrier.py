@@ -35,11 +35,11 @@ class FoldAtBarrier:
     def __init__(
         self,
         mode: Mode,
-        inbox: PushAssembler,
+        assembler: PushAssembler,
         turn: Callable[[int], Keys],
         mean: WeightedMean,
         gain: Gain,
-        screen: UpdateFilters,
+        filters: UpdateFilters,
     ) -> None:
         """A barrier that holds no update.
 
@@ -51,7 +51,14 @@ class FoldAtBarrier:
             gain: The gain of the shard.
             screen: The filters that each update of a set passes.
         """
-        self.mode, self.inbox, self.turn, self.mean, self.gain, self.screen = mode, inbox, turn, mean, gain, screen
+        self.mode, self.assembler, self.turn, self.mean, self.gain, self.filters = (
+            mode,
+            assembler,
+            turn,
+            mean,
+            gain,
+            filters,
+        )
         self.held: dict[int, dict[int, PushedUpdate]] = {}  # update's clock -> worker -> update; no entry is empty
         # clock -> its set, while the norm over all shards is awaited
         self.closing: dict[int, tuple[Terms, Shares]] = {}
@@ -75,13 +82,13 @@ class FoldAtBarrier:
         sum, and sums again if the set is another one.
         """
         pieces: dict[int, m.Push] = {}
-        for _, seat in sorted(self.inbox.seats.items()):
+        for _, seat in sorted(self.assembler.seats.items()):
             accepted = self.held.get(seat.taken, {}).get(seat.worker)
             found = dict(enumerate(accepted)) if accepted else seat.partial.get(seat.taken, {})
             if part not in found:
                 return
             pieces[seat.worker] = found[part]
-        shares = self.screen.shares([(worker, piece.samples) for worker, piece in pieces.items()])
+        shares = self.filters.shares([(worker, piece.samples) for worker, piece in pieces.items()])
         self.mean.early(list(zip(shares, pieces.values(), strict=True)))
 
     def _take(self, worker: int, update: int) -> PushedUpdate:
@@ -121,7 +128,7 @@ class FoldAtBarrier:
 
     def _fold(self, terms: Terms, shares: Shares) -> Fold:
         workers = [update[0].worker for _, update in terms]  # type: ignore[attr-defined]
-        seated = [worker if worker in self.inbox.seats else GONE for worker in workers]
+        seated = [worker if worker in self.assembler.seats else GONE for worker in workers]
         scaled = tuple((share * self.gain.factor, update) for share, update in terms)
         return Fold(scaled, tuple(zip(seated, shares, strict=True)), self._rates(terms))
 
@@ -136,11 +143,11 @@ class FoldAtBarrier:
         assert not missing, f"updates {missing} of the set of clock {clock} are not here"
         updates = [self._take(worker, update) for worker, update in pairs]
         for worker, update in pairs:
-            if worker in self.inbox.seats:
-                self.inbox.seats[worker].taken = update + 1
+            if worker in self.assembler.seats:
+                self.assembler.seats[worker].taken = update + 1
         self.samples = sum(update[0].samples for update in updates)
-        factors = self.screen.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
-        shares = self.screen.shares(
+        factors = self.filters.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
+        shares = self.filters.shares(
             [(worker, update[0].samples) for (worker, _), update in zip(pairs, updates, strict=True)]
         )
         for worker in [worker for (worker, _), factor in zip(pairs, factors, strict=True) if not factor]:

@@ -114,17 +114,17 @@ class Folding(Protocol):
 class FoldAtOnce:
     """Folds each update when it arrives. `keys`: the range [begin, end) of the shard."""
 
-    def __init__(self, mode: Mode, inbox: PushAssembler, keys: Keys, gain: Gain, screen: UpdateFilters) -> None:
-        self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
+    def __init__(self, mode: Mode, assembler: PushAssembler, keys: Keys, gain: Gain, filters: UpdateFilters) -> None:
+        self.mode, self.assembler, self.keys, self.gain, self.filters = mode, assembler, keys, gain, filters
         # worker -> its newest updates as (clock, weight, first publication that contains it)
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}
         self.hypers, self.rates = HyperparameterVote(), HyperparameterVote()  # of the keys, and of embedding rows
         self.stopped = 0  # gossip: stopped workers that have handed over their model
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
-        (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
-        samples = self.inbox.samples(seat.samples)
-        share = self.screen.shares(samples)[samples.index((seat.worker, seat.samples))]
+        (factor,) = self.filters.factors([(seat.worker, seat.clock, update)])
+        samples = self.assembler.samples(seat.samples)
+        share = self.filters.shares(samples)[samples.index((seat.worker, seat.samples))]
         weight = share * self.gain.factor * factor if self.mode.rule is FoldRule.ADD else share * factor
         # A few more than may be in flight: updates that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
@@ -157,8 +157,8 @@ class FoldAtOnce:
         """
         last = update[0].samples >= m.HandOver.LAST
         self.stopped += not last
-        told: dict[str, object] = {"worker": seat.worker, "shard": self.screen.index}
-        self.screen.logs.append(Log("handed over", told | {"last": last, "stopped": self.stopped}))
+        told: dict[str, object] = {"worker": seat.worker, "shard": self.filters.index}
+        self.filters.logs.append(Log("handed over", told | {"last": last, "stopped": self.stopped}))
         return SetFirstWeights(update) if last or self.stopped == 1 else MergeStoppedModels(update, self.stopped)
 
     def _hold(self, hypers: HyperparameterVote, seat: PushSequence, said: bytes) -> bytes:
@@ -166,8 +166,8 @@ class FoldAtOnce:
         hyper = hypers.hold(seat.worker, said)
         if hyper != said and seat.worker not in hypers.struck:
             hypers.struck.add(seat.worker)
-            told = {"worker": seat.worker, "clock": seat.clock, "shard": self.screen.index}
-            self.screen.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.screen.index, seat.worker)}))
+            told = {"worker": seat.worker, "clock": seat.clock, "shard": self.filters.index}
+            self.filters.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.filters.index, seat.worker)}))
         return hyper
 
     def weight(self, seat: PushSequence, clock: int) -> float | None:
@@ -178,8 +178,8 @@ class FoldAtOnce:
         return tuple((at, weight) for at, weight, number in kept if at >= clock and number <= publication)
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-        for worker in self.folded.keys() - self.inbox.seats.keys():
+        for worker in self.folded.keys() - self.assembler.seats.keys():
             del self.folded[worker]
-        self.hypers.members(self.inbox.seats)
-        self.rates.members(self.inbox.seats)
+        self.hypers.members(self.assembler.seats)
+        self.rates.members(self.assembler.seats)
         return iter(())

@@ -110,7 +110,7 @@ class ModelShard:
     """Shard `index` in one generation."""
 
     def __init__(
-        self, index: int, settings: Settings, plan: ModelSpec, inbox: PushAssembler, clock: int, means: MeanFactory
+        self, index: int, settings: Settings, plan: ModelSpec, assembler: PushAssembler, clock: int, means: MeanFactory
     ) -> None:
         """A shard at `clock` without weights.
 
@@ -125,7 +125,7 @@ class ModelShard:
         Raises:
             LocalProtocolError: Workers push gradients and the runner gives no optimizer.
         """
-        self.plan, self.inbox, self.means = plan, inbox, means
+        self.plan, self.assembler, self.means = plan, assembler, means
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
         down = ladder(settings.compress_down, sparse=mode.rule is not FoldRule.OPTIMIZER)
@@ -153,13 +153,15 @@ class ModelShard:
         if robust.cosine:
             checks.append(CosineFilter(index))
         far = UnboundedNorms(store.weights_length, mode.rule is FoldRule.OPTIMIZER)
-        self.screen = screen = UpdateFilters(index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust))
-        self.folding: Folding = (
-            FoldAtBarrier(mode, inbox, self.turn, store.mean, gain, screen)
-            if mode.barrier
-            else FoldAtOnce(mode, inbox, store.whole, gain, screen)
+        self.filters = filters = UpdateFilters(
+            index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust)
         )
-        self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
+        self.folding: Folding = (
+            FoldAtBarrier(mode, assembler, self.turn, store.mean, gain, filters)
+            if mode.barrier
+            else FoldAtOnce(mode, assembler, store.whole, gain, filters)
+        )
+        self.publications = Publications(index, mode, store, assembler, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
         self.upward = ParentSlot(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
@@ -264,14 +266,14 @@ class ModelShard:
         effects, done = self._between(ledger, now_ns)
         if not done:
             return effects, False
-        samples = sum(count for _, count in self.inbox.samples(0))
+        samples = sum(count for _, count in self.assembler.samples(0))
         if isinstance(self.folding, FoldAtBarrier):
             rows = {row[0]: row for row in ledger.sets}
             if self.min_clock not in rows:
                 return effects, False
             clip, differed = self._clip(dict(ledger.norms)), self.folding.hyper_differs
             changes = self.folding.close(self.min_clock, pairs(rows[self.min_clock]), clip)
-            effects += self.screen.take()
+            effects += self.filters.take()
             if changes is None:
                 return effects, False
             self.apply(changes)
@@ -315,7 +317,7 @@ class ModelShard:
     def _publish(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage PUBLISH: advance min_clock, and publish the state if the mode has a staleness bound."""
         self.min_clock += 1
-        self.inbox.settle(self.min_clock)
+        self.assembler.settle(self.min_clock)
         return [*(self.publish() if self.mode.bound is not None else [])], True
 
     def publish(self) -> list[Log]:
@@ -342,7 +344,7 @@ class ModelShard:
     def _checkpoint(self) -> WriteCheckpoint:
         """Ask the runner for a checkpoint of the present clock."""
         self.written = self.asked = self.min_clock
-        seats = self.inbox.seats.values() if not self.mode.barrier else ()
+        seats = self.assembler.seats.values() if not self.mode.barrier else ()
         self.saved = tuple((seat.worker, seat.clock) for seat in seats)
         return WriteCheckpoint(self.min_clock)
 
@@ -355,7 +357,7 @@ class ModelShard:
             return []
         if (said := self.upward.keep(place, ledger, now_ns)) is not None:
             return said
-        if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
+        if not self.assembler.seats.keys() & {worker for worker, *_ in ledger.members}:
             # all workers are new: go to where the parent's run is
             self.min_clock, self.stage = place.at, ClockStage.FOLD
             self.publications.begin(place.at)
@@ -419,11 +421,11 @@ class ModelShard:
             # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
             self.written = -1
         seat.clock += 1
-        told = self.screen.take()
+        told = self.filters.take()
         if self.mode.bound is not None:
             return [*told]
         self.folds += 1
-        return [*told, *self.publish()] if self.folds >= len(self.inbox.seats) else [*told]
+        return [*told, *self.publish()] if self.folds >= len(self.assembler.seats) else [*told]
 
 
 def pairs(row: m.Ints) -> list[m.Pair]:

@@ -134,7 +134,7 @@ class Publications:
         index: int,
         mode: Mode,
         store: Store,
-        inbox: PushAssembler,
+        assembler: PushAssembler,
         folding: Folding,
         codings: Sequence[str],
         timing: Timing,
@@ -150,7 +150,7 @@ class Publications:
             codings: The SPECs that the downlink may be coded with, densest first.
             timing: The limits of every wait.
         """
-        self.index, self.mode, self.store, self.inbox, self.folding = index, mode, store, inbox, folding
+        self.index, self.mode, self.store, self.assembler, self.folding = index, mode, store, assembler, folding
         self.codings, self.timing = codings, timing
         self.children: dict[tuple[int, int], PublicationChild] = {}  # by (worker, epoch)
         self.lasts: set[int] = set()  # workers that wait for the last model
@@ -163,7 +163,7 @@ class Publications:
 
     def members(self) -> None:
         """Forget the children that are no member any more."""
-        live = {(seat.worker, seat.epoch) for seat in self.inbox.seats.values()}
+        live = {(seat.worker, seat.epoch) for seat in self.assembler.seats.values()}
         self.children = {who: child for who, child in self.children.items() if who in live}
         self.lasts &= {worker for (worker, _), child in self.children.items() if child.pull is not None}
 
@@ -180,7 +180,9 @@ class Publications:
         before, worker, after = self._asked_for()
         self.store.apply(Publish(keys, after if after != before else ""))
         late = {
-            w: seat.settled for w, seat in self.inbox.seats.items() if seat.settled < min_clock and self.mode.barrier
+            w: seat.settled
+            for w, seat in self.assembler.seats.items()
+            if seat.settled < min_clock and self.mode.barrier
         }
         self.made[self.store.publication] = PublicationDifference(min_clock, late, self._merging())
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
@@ -192,7 +194,7 @@ class Publications:
         return [Log("compress", where | {"text": text})]
 
     def _merging(self) -> MergeFactors:
-        return self.store.gain.merging(len(self.inbox.seats))
+        return self.store.gain.merging(len(self.assembler.seats))
 
     def _asked_for(self) -> tuple[str, int, str]:
         """Return the present coding, the worker whose wish decides, and the coding for the next publication.
@@ -207,7 +209,7 @@ class Publications:
             for (worker, _), child in self.children.items()
             if child.follow.coding
         ]
-        undecided = len(asked) < len(self.inbox.seats)
+        undecided = len(asked) < len(self.assembler.seats)
         rung, worker = max([*asked, *([(self.codings.index(before), -1)] if undecided else [])], default=(-1, -1))
         return before, worker, self.codings[rung] if rung >= 0 else before
 
@@ -254,7 +256,7 @@ class Publications:
 
     def unreached(self, peer: bytes) -> None:
         """Treat what was sent to this peer as lost: no connection has its name."""
-        for seat in self.inbox.seats.values():
+        for seat in self.assembler.seats.values():
             if seat.name == m.name_of(peer):
                 self.child(seat).repeat_soon()
 

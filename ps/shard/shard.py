@@ -71,9 +71,9 @@ class Shard:
         # clock of the newest checkpoint that the runner finished, written or failed; and how long the write took, in ns
         self.tried, self.wrote_ns = -1, 0
         self.ledger = UNDECIDED
-        self.inbox = PushAssembler(index, self.mode)
-        self.planned: ModelShard | None = None
-        self.service: ShardRequests | None = None  # answers members; None without `planned`
+        self.assembler = PushAssembler(index, self.mode)
+        self.model_shard: ModelShard | None = None
+        self.service: ShardRequests | None = None  # answers members; None without `model_shard`
         self.trouble = ""
         self.moved = (0, 0)  # bytes sent to and received from the parent, as the runner counts them
         self.reports = Reports(self._report_of)
@@ -85,19 +85,19 @@ class Shard:
     @property
     def above(self) -> ParentLink:
         """The link to the parent; an idle one while there is no model."""
-        return self.planned.above if self.planned is not None else ParentLink()
+        return self.model_shard.above if self.model_shard is not None else ParentLink()
 
     @property
     def min_clock(self) -> int:
         """The clock below which the folded and the published state contain all updates."""
-        return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
+        return self.model_shard.min_clock if self.model_shard is not None else max(self.ledger.restart_clock, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the shard's arrays, which are nearly all of its memory."""
-        if self.planned is None:
+        if self.model_shard is None:
             return 0
-        store = self.planned.store
+        store = self.model_shard.store
         return sum(each.nbytes for each in store.arrays().values()) + store.tables.nbytes
 
     @property
@@ -108,7 +108,7 @@ class Shard:
     @property
     def writing(self) -> int:
         """Clock of the checkpoint that the runner is still writing, -1 for none."""
-        asked = self.planned.asked if self.planned is not None else -1
+        asked = self.model_shard.asked if self.model_shard is not None else -1
         return asked if asked != self.tried else -1
 
     # The ledger.
@@ -128,25 +128,25 @@ class Shard:
         before, self.ledger = self.ledger, ledger
         if ledger.decides_as(before):
             return [self.report(now_ns)]
-        if ledger.plan and self.planned is None and not self.retired:
+        if ledger.plan and self.model_shard is None and not self.retired:
             self._plan(ModelSpec.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
-        if self.planned is not None:
-            effects += self.planned.seat(ledger, now_ns)
-            effects += self.planned.upward.introduce(ledger, now_ns)
+        if self.model_shard is not None:
+            effects += self.model_shard.seat(ledger, now_ns)
+            effects += self.model_shard.upward.introduce(ledger, now_ns)
         effects += self._members()
-        if self.planned is not None:
-            effects += self.planned.give_weights(ledger, now_ns)
+        if self.model_shard is not None:
+            effects += self.model_shard.give_weights(ledger, now_ns)
         return [*effects, *self._go_on(now_ns), self.report(now_ns)]
 
     def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
         """Begin a new generation: drop all members and the store, and return to the checkpoint of the ledger."""
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
-        self.owed = self.above.kept.residual if self.planned is not None else self.owed
-        planned, number = self.planned, self.settings.plan_number
+        self.owed = self.above.kept.residual if self.model_shard is not None else self.owed
+        model_shard, number = self.model_shard, self.settings.plan_number
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
-        self.inbox, self.planned, self.service = PushAssembler(self.index, self.mode), None, None
+        self.assembler, self.model_shard, self.service = PushAssembler(self.index, self.mode), None, None
         self.tried = -1
         if self.retired:
             return effects
@@ -157,43 +157,43 @@ class Shard:
         # All shards have the checkpoint of restart_clock: a shard without a part of its own reads the others' parts.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
-        if planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
-            self._plan(planned.plan, clock).go_on(planned)
+        if model_shard is not None and (reached, self.settings.plan_number) == (clock, number + 1):
+            self._plan(model_shard.plan, clock).go_on(model_shard)
             return effects
         return [*effects, LoadCheckpoint(ledger.restart_clock)]
 
     def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
         """Make the ModelShard of this model spec, and its ShardRequests."""
-        self.planned = ModelShard(self.index, self.settings, plan, self.inbox, clock, self.means)
-        self.service = ShardRequests(self.planned)
-        return self.planned
+        self.model_shard = ModelShard(self.index, self.settings, plan, self.assembler, clock, self.means)
+        self.service = ShardRequests(self.model_shard)
+        return self.model_shard
 
     def _members(self) -> list[Log]:
         """Take over the members of the ledger; drop what members that left had sent and no shard will fold."""
-        known, seats = self.inbox.gone, self.inbox.seats.copy()
-        logs, planned = self.inbox.members(self.ledger, self.min_clock), self.planned
-        self.inbox.gone = {
+        known, seats = self.assembler.gone, self.assembler.seats.copy()
+        logs, model_shard = self.assembler.members(self.ledger, self.min_clock), self.model_shard
+        self.assembler.gone = {
             worker: seat for worker, seat in known.items() if worker in seats or seat.news > self.reports.seen
         }
-        for worker in seats.keys() & self.inbox.gone.keys():
-            self.inbox.gone[worker].news = self.reports.version + 1
-        if planned is None:
+        for worker in seats.keys() & self.assembler.gone.keys():
+            self.assembler.gone[worker].news = self.reports.version + 1
+        if model_shard is None:
             return logs
-        planned.publications.members()
-        planned.store.gain.members(self.inbox.seats)
-        planned.screen.members(self.inbox.seats)
+        model_shard.publications.members()
+        model_shard.store.gain.members(self.assembler.seats)
+        model_shard.filters.members(self.assembler.seats)
         wanted = {*self.ledger.departed, *(pair for row in self.ledger.sets for pair in pairs(row))}
-        seats = self.inbox.seats
-        for worker, update in list(planned.folding.drop(lambda w, update: w in seats or (w, update) in wanted)):
-            logs.append(self.inbox.discard(worker, update, "it left before all shards had it"))
-        return [*logs, *planned.screen.take()]
+        seats = self.assembler.seats
+        for worker, update in list(model_shard.folding.drop(lambda w, update: w in seats or (w, update) in wanted)):
+            logs.append(self.assembler.discard(worker, update, "it left before all shards had it"))
+        return [*logs, *model_shard.filters.take()]
 
     def _go_on(self, now_ns: int) -> list[ServerEffect]:
         """Run the clock's stages as far as ledger and parent allow, then send each member what it may have now."""
-        if self.planned is None or self.service is None:
+        if self.model_shard is None or self.service is None:
             return []
-        effects = self.planned.run(self.ledger, now_ns)
-        for seat in self.inbox.seats.values():
+        effects = self.model_shard.run(self.ledger, now_ns)
+        for seat in self.assembler.seats.values():
             effects += self.service.serve(seat, self.ledger, now_ns)
         return effects
 
@@ -215,20 +215,20 @@ class Shard:
 
     def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
         """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
-        if self.planned is None:
+        if self.model_shard is None:
             return []
         effects = self.above.take(seen, now_ns)
-        return self._went_on([*effects, *self.planned.give_weights(self.ledger, now_ns)], now_ns)
+        return self._went_on([*effects, *self.model_shard.give_weights(self.ledger, now_ns)], now_ns)
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Take a message of another cluster (gossip). Raises RemoteProtocolError for one that no cluster may send."""
-        if self.planned is None or not self.means.child:
+        if self.model_shard is None or not self.means.child:
             return self.above.hear(message, now_ns)  # raises: this cluster has no parent
-        return self._went_on(self.planned.upward.hear(message, self.ledger, now_ns), now_ns)
+        return self._went_on(self.model_shard.upward.hear(message, self.ledger, now_ns), now_ns)
 
     def _went_on(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
-        if self.planned is not None:
-            effects = [*effects, *self.planned.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
+        if self.model_shard is not None:
+            effects = [*effects, *self.model_shard.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
         self.trouble = self.trouble or self.above.trouble[: m.TEXT_MAX]
         if self.told != self._standing:  # against the newest report: the session has changed before this call
             effects.append(self.report(now_ns))
@@ -244,7 +244,7 @@ class Shard:
     @property
     def _standing(self) -> tuple[object, ...]:
         """The fields of a report that an event from the parent may change."""
-        finishes = self.planned.upward.finishes if self.planned is not None else 0
+        finishes = self.model_shard.upward.finishes if self.model_shard is not None else 0
         return (self.min_clock, self.above.ready, self.at_rest, finishes, self.above.ended, self.trouble)
 
     # Messages of members.
@@ -260,9 +260,9 @@ class Shard:
         """
         if not isinstance(message, OfWorkers):
             raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
-        seat = self.inbox.seats.get(message.worker)
+        seat = self.assembler.seats.get(message.worker)
         if seat is None or message.epoch != seat.epoch:
-            if message.epoch > self.inbox.epoch:
+            if message.epoch > self.assembler.epoch:
                 return []  # the ledger with this member has not arrived; the member repeats its message
             if seat is not None and message.epoch < seat.epoch and m.name_of(peer) == seat.name:
                 return []  # sent before a reshard, under the member's earlier epoch
@@ -289,9 +289,9 @@ class Shard:
         return self.reports.send(now_ns)
 
     def _report_of(self, version: int) -> m.Report:
-        self.told, planned, above = self._standing, self.planned, self.above
-        seats = (*self.inbox.seats.values(), *self.inbox.gone.values())
-        begun = planned.asked if planned is not None else -1
+        self.told, model_shard, above = self._standing, self.model_shard, self.above
+        seats = (*self.assembler.seats.values(), *self.assembler.gone.values())
+        begun = model_shard.asked if model_shard is not None else -1
         self.saved = self.saved if self.saved[0] == begun else (begun, version)
         news = self.saved[1] > self.reports.seen
         return m.Report(
@@ -301,24 +301,24 @@ class Shard:
             incarnation=self.incarnation,
             generation=self.ledger.generation,
             ledger_seen=self.ledger.version,
-            epoch=self.inbox.epoch,
-            planned=planned is not None,
-            weights_from=planned.weights_from if planned is not None else -1,
+            epoch=self.assembler.epoch,
+            planned=model_shard is not None,
+            weights_from=model_shard.weights_from if model_shard is not None else -1,
             min_clock=self.min_clock,
             # Only clocks that the coordinator lacks: with a thousand members, a list of all would cost a scan a push.
             arrived=tuple((seat.worker, seat.clock) for seat in seats if seat.news > self.reports.seen),
-            norms=tuple(planned.norms.items()) if planned is not None else (),
+            norms=tuple(model_shard.norms.items()) if model_shard is not None else (),
             checkpoints=tuple(self.checkpoints),
             tried=self.tried,
             wrote_ns=self.wrote_ns,
             bytes_up=self.moved[0],
             bytes_down=self.moved[1],
             host=self.means.host,
-            saved=planned.saved if planned is not None and news else (),
+            saved=model_shard.saved if model_shard is not None and news else (),
             saved_at=begun if news else -1,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=self.service.all_finishing() if self.service is not None else (),
-            finishes=planned.upward.finishes if planned is not None else 0,
+            finishes=model_shard.upward.finishes if model_shard is not None else 0,
             at_rest=self.at_rest,
             ended=above.ended,
             trouble=self.trouble,
@@ -326,11 +326,11 @@ class Shard:
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Repeat what is not yet acknowledged, and resume the clock after a checkpoint."""
-        if self.planned is not None and self.ledger.above:
+        if self.model_shard is not None and self.ledger.above:
             again = self.above.tick(now_ns)
             if again or self.told != self._standing:  # a wait for a peer may end without any effect
                 return self._went_on(again, now_ns)
-        if self.planned is not None and self.planned.writes:
-            self.planned.has_written()
+        if self.model_shard is not None and self.model_shard.writes:
+            self.model_shard.has_written()
             return [*self._go_on(now_ns), self.report(now_ns)]
         return [*self.reports.tick(now_ns)]

@@ -33,9 +33,13 @@ OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsRequest | m.Mome
 class ShardRequests:
     """Answers the members of one shard in one generation."""
 
-    def __init__(self, planned: ModelShard) -> None:
-        self.planned, self.means = planned, planned.means
-        self.inbox, self.store, self.publications = planned.inbox, planned.store, planned.publications
+    def __init__(self, model_shard: ModelShard) -> None:
+        self.model_shard, self.means = model_shard, model_shard.means
+        self.assembler, self.store, self.publications = (
+            model_shard.assembler,
+            model_shard.store,
+            model_shard.publications,
+        )
 
     def handle(
         self, seat: PushSequence, message: OfWorkers, ledger: m.Ledger, now_ns: int
@@ -52,7 +56,7 @@ class ShardRequests:
             return self._push(seat, message, ledger, now_ns)
         if isinstance(message, m.FirstWeights):
             whole = self._first_weights(seat, message, ledger)
-            others = self.inbox.seats.values() if whole and ledger.sources else ()
+            others = self.assembler.seats.values() if whole and ledger.sources else ()
             return [effect for each in others for effect in self.serve(each, ledger, now_ns)], whole
         if isinstance(message, m.Follow):
             self.publications.follow(seat, message, now_ns)
@@ -73,27 +77,27 @@ class ShardRequests:
 
     def all_finishing(self) -> tuple[int, ...]:
         """Return the workers for which `finishing` is true."""
-        seats = self.inbox.seats
+        seats = self.assembler.seats
         waiting = [seats[worker] for worker in sorted(self.publications.lasts) if worker in seats]
         return tuple(seat.worker for seat in waiting if self.finishing(seat))
 
     def _last(self) -> FloatArray | None:
         """Return the model that all workers end with, or None while it is not known."""
         if self.means.child:
-            return self.planned.above.master
-        return self.store.x if self.planned.upward.finishes else None
+            return self.model_shard.above.master
+        return self.store.x if self.model_shard.upward.finishes else None
 
     def _first_weights(self, seat: PushSequence, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         """Take one part of first weights, if they are wanted from this worker. True if they are complete."""
-        if ledger.started or self.planned.next_source(ledger) != seat.worker:
+        if ledger.started or self.model_shard.next_source(ledger) != seat.worker:
             return False
-        if self.means.child and not self.planned.above.wants_weights:
+        if self.means.child and not self.model_shard.above.wants_weights:
             return False  # another cluster has already given the parent its first weights
-        return self.planned.first_weights(message, ledger)
+        return self.model_shard.first_weights(message, ledger)
 
     def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Take one part of a push, and accept each update that is complete with it."""
-        planned, began = self.planned, seat.clock
+        model_shard, began = self.model_shard, seat.clock
         if push.clock < began:
             return [self._ack(seat, push.clock, now_ns)], False
         if not ledger.started:
@@ -108,19 +112,19 @@ class ShardRequests:
                 self.store.optimizer.check(hyper)
             if rates:
                 self.store.tables.check_rates(rates)
-        self.inbox.add(seat, push, planned.turn(push.clock), squared)
+        self.assembler.add(seat, push, model_shard.turn(push.clock), squared)
         if (
-            isinstance(planned.folding, FoldAtBarrier)
+            isinstance(model_shard.folding, FoldAtBarrier)
             and push.clock == seat.taken
-            and planned.mode.rule is not FoldRule.ADD
+            and model_shard.mode.rule is not FoldRule.ADD
         ):
-            planned.folding.early(push.part)
+            model_shard.folding.early(push.part)
         effects: list[ServerEffect] = []
-        while update := self.inbox.next(seat):
+        while update := self.assembler.next(seat):
             clock, made = seat.clock, self.store.publication
-            logs = planned.accept(seat, update)
+            logs = model_shard.accept(seat, update)
             effects += [self._ack(seat, clock, now_ns), *logs]
-            for each in self.inbox.seats.values() if self.store.publication != made else ():
+            for each in self.assembler.seats.values() if self.store.publication != made else ():
                 effects += self.serve(each, ledger, now_ns)
         return [*effects, *self._rows(seat, now_ns)], seat.clock != began
 
@@ -137,8 +141,12 @@ class ShardRequests:
         A request of clock c is answered once the shard has the member's own updates below c, and the other members'
         updates as far as the staleness bound requires.
         """
-        planned, asks = self.planned, self.publications.child(seat).asks
-        may = [a for a in asks.values() if a.clock <= seat.clock and planned.mode.allows(a.clock, planned.min_clock)]
+        model_shard, asks = self.model_shard, self.publications.child(seat).asks
+        may = [
+            a
+            for a in asks.values()
+            if a.clock <= seat.clock and model_shard.mode.allows(a.clock, model_shard.min_clock)
+        ]
         effects = []
         for ask in may:
             del asks[ask.request]
@@ -161,12 +169,12 @@ class ShardRequests:
             payload: m.Buffer = optimizer.read(ask.name, ask.begin - low, ask.end - low).tobytes()
         else:
             payload = pack(optimizer.kept())
-        clock = self.planned.min_clock
+        clock = self.model_shard.min_clock
         return [Send(seat.peer, m.MomentsAnswer(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
     def _ack(self, seat: PushSequence, clock: int, now_ns: int) -> Send:
         """Acknowledge an accepted update, with its weight if it is folded."""
-        weight = self.planned.folding.weight(seat, clock)
+        weight = self.model_shard.folding.weight(seat, clock)
         status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
         coordinator = self.means.coordinator
         wants = coordinator is not None and coordinator.buffers.wanted(seat.worker, now_ns)
@@ -174,10 +182,10 @@ class ShardRequests:
 
     def serve(self, seat: PushSequence, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Return what this member has asked for and may get now: publications, rows, the master copy."""
-        planned, store, child = self.planned, self.store, self.publications.child(seat)
+        model_shard, store, child = self.model_shard, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
-            wanted = not self.means.child or planned.above.wants_weights
-            asks = (child.follow.credit or child.pull) and planned.next_source(ledger) == seat.worker
+            wanted = not self.means.child or model_shard.above.wants_weights
+            asks = (child.follow.credit or child.pull) and model_shard.next_source(ledger) == seat.worker
             if not (wanted and asks) or child.asked:
                 return []
             child.asked = True  # once: each answer to NeedWeights is a whole model on the worker's link
@@ -189,5 +197,5 @@ class ShardRequests:
         array = self._last() if child.pull.last else store.x
         if array is not None:
             lent = array is store.x and not store.shared  # then the next fold writes into the array that is on its way
-            effects += self.publications.master(seat, array.copy() if lent else array, planned.min_clock, now_ns)
+            effects += self.publications.master(seat, array.copy() if lent else array, model_shard.min_clock, now_ns)
         return effects

@@ -44,16 +44,16 @@ FORK_S, TURN_S = 30.0, 0.05
 class Forked:
     """A command, as subprocess.Popen has one."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self.nursery, self.pid = nursery, pid
+    def __init__(self, forker: CommandForker, pid: int) -> None:
+        self.forker, self.pid = forker, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        self.nursery.hear(lambda: self.returncode is not None, 0.0)
+        self.forker.hear(lambda: self.returncode is not None, 0.0)
         return self.returncode
 
     def wait(self, timeout: float = 1e6) -> int:
-        self.nursery.hear(lambda: self.returncode is not None, timeout)
+        self.forker.hear(lambda: self.returncode is not None, timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self.returncode
@@ -63,7 +63,7 @@ class Forked:
             os.kill(self.pid, number)
 
 
-class Nursery:
+class CommandForker:
     """The other end of it; it ends with this process."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -119,11 +119,11 @@ def _once(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(ONCE)}
 
 
-_known: list[Nursery] = []  # one for each environment of `nursery`
+_known: list[CommandForker] = []  # one for each environment of `forker_of`
 _making = threading.Lock()  # tests have threads
 
 
-def nursery(env: Mapping[str, str]) -> Nursery | None:
+def forker_of(env: Mapping[str, str]) -> CommandForker | None:
     """The one of this process in which a command finds what a fresh interpreter finds in this environment. None: few tests have
     such a one."""
     from kit.fold_logs import HOOKED
@@ -134,6 +134,6 @@ def nursery(env: Mapping[str, str]) -> Nursery | None:
             if _once(common) == _once(env):
                 known = next((each for each in _known if each.once == _once(env)), None)
                 if known is None:
-                    _known.append(known := Nursery(common))
+                    _known.append(known := CommandForker(common))
                 return known
     return None

@@ -49,8 +49,8 @@ warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the midd
 
 def store_of(server: Server) -> Store:
     """The store of a server that knows its model."""
-    assert server.shard.planned is not None
-    return server.shard.planned.store
+    assert server.shard.model_shard is not None
+    return server.shard.model_shard.store
 
 
 def member_of(cluster: Cluster) -> Member:

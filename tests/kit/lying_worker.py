@@ -105,9 +105,9 @@ def ended(
         struck: Counter[int] = Counter()
         pieces = []
         for server in started.cluster.servers:
-            store, planned = store_of(server), server.shard.planned
+            store, planned = store_of(server), server.shard.model_shard
             assert planned is not None
             pieces.append(store.x)
-            for struck_by in (planned.screen.void, *(check.struck for check in planned.screen.checks)):
+            for struck_by in (planned.filters.void, *(check.struck for check in planned.filters.checks)):
                 struck += struck_by
         return np.concatenate(pieces), dict(struck)

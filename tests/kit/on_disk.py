@@ -104,7 +104,7 @@ class OnDisk(in_process.Cluster):
         coordinator = self.servers[0].coordinator
         assert coordinator is not None
         with self.changed:
-            coordinator.moves.change(coordinator.run.settings.changed(**way))
+            coordinator.resharding.change(coordinator.run.settings.changed(**way))
             self._apply(0, self.servers[0].tick(self.now()))
 
     def interrupt(self) -> None:

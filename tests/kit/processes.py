@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from kit.command_forker import FORKED, Forked, nursery
+from kit.command_forker import FORKED, Forked, forker_of
 from kit.scripts import flat
 from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import RunSession
@@ -81,7 +81,7 @@ class Command:
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
         self.process: subprocess.Popen[str] | Forked
         # A check begins as torch is imported.
-        forker = nursery(env) if words[0] in FORKED and "--check" not in words else None
+        forker = forker_of(env) if words[0] in FORKED and "--check" not in words else None
         if forker is not None:
             self.process = forker.fork(words, env, cwd, self.files)
             return

@@ -100,7 +100,7 @@ class Run:
             later = cluster.now() + int(3 * cluster.settings.lease * NS)
             for other in coordinator.seats:
                 if other != expired:
-                    coordinator.roster.heard(other, later)
+                    coordinator.members.heard(other, later)
             cluster._apply(0, cluster.servers[0].tick(later))
             assert expired not in coordinator.seats
 

@@ -426,7 +426,7 @@ def test_a_coding_that_the_downlink_does_not_have_is_refused() -> None:
         shards = engine.sync.shards
         follow = m.Follow(shards.worker, shards.epoch, 2, 0, 1, "topk:0.01+int8")
         with pytest.raises(RemoteProtocolError, match=r"asks for states coded with 'topk:0.01\+int8'"):
-            started.cluster.servers[0].handle(started.cluster.servers[0].shard.inbox.seats[0].peer, follow, 0)
+            started.cluster.servers[0].handle(started.cluster.servers[0].shard.assembler.seats[0].peer, follow, 0)
 
 
 @pytest.mark.parametrize(("flags", "specs"), [

@@ -126,9 +126,9 @@ def test_a_shard_that_is_thawed_goes_on_with_its_rows(tmp_path: Path) -> None:
         with started.cluster.changed:
             index = (step + worker) % 2
             server = started.cluster.servers[index]
-            assert server.shard.planned is not None
+            assert server.shard.model_shard is not None
             with open(tmp_path / "machine", "w+b") as file:
-                lent = server.shard.planned.store.lent
+                lent = server.shard.model_shard.store.lent
                 freeze(server, file, lent)
                 file.seek(0)
                 started.cluster.servers[index] = thaw(file, lent)
@@ -224,7 +224,7 @@ def test_what_names_no_row_is_refused_and_changes_nothing() -> None:
             return
         with started.cluster.changed:
             server = started.cluster.servers[0]
-            seat, planned = server.shard.inbox.seats[0], server.shard.planned
+            seat, planned = server.shard.assembler.seats[0], server.shard.model_shard
             assert planned is not None
             end = planned.store.end
             plain = {"part": 1, "parts": 2, "begin": end, "end": end, "samples": 1, "hyper": b"", "codec": codecs.ROWS}

@@ -634,15 +634,15 @@ def test_nobody_joins_once_all_have_done_their_last_step(shards: int) -> None:
         waits = started_.join()  # let in, and without a model yet
         rosters: list[m.Roster] = []
         for member in members:
-            assert not coordinator.meeting.closed
+            assert not coordinator.gossip_directory.closed
             link = next(joined.link for joined in started_.sessions if joined.link.member is member)
             link.call(lambda member, now: [beat(member, now, ended=True)])
         for joined in started_.sessions[:2]:
             events = cast(in_process.Link, joined.link).events
             rosters += [event.roster for event in events if isinstance(event, RosterChanged)][-1:]
-        assert coordinator.meeting.closed and [roster.closed for roster in rosters] == [True, True]
+        assert coordinator.gossip_directory.closed and [roster.closed for roster in rosters] == [True, True]
         assert {len(roster.members) for roster in rosters} == {2} and rosters[0].members == rosters[1].members
-        waits.link.call(lambda member, now: member.declare(coordinator.roster.plan_packed, now))
+        waits.link.call(lambda member, now: member.declare(coordinator.members.plan_packed, now))
         assert "about to end" in cast(in_process.Link, waits.link).error and len(coordinator.declared) == 2
         with pytest.raises((AssertionError, RuntimeError)):
             started_.join()

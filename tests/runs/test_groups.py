@@ -465,7 +465,7 @@ def expire(started: Groups, member: int) -> None:
         later = cluster.now() + int(3 * cluster.settings.lease * NS)
         for other in coordinator.seats:
             if other != link.member.worker:
-                coordinator.roster.heard(other, later)
+                coordinator.members.heard(other, later)
         cluster._apply(0, cluster.servers[0].tick(later))
 
 

@@ -161,16 +161,16 @@ class Copies:
 def state_of(server: Server) -> tuple[Any, ...]:
     """The state that a refused message may not have changed."""
     shard, coordinator = server.shard, server.coordinator
-    planned = shard.planned
+    planned = shard.model_shard
     model: tuple[Any, ...] = ()
     if planned is not None:
         held = planned.folding.held if isinstance(planned.folding, FoldAtBarrier) else {}
         children = {worker: (c.follow, sorted(c.sent), c.pull) for worker, c in planned.publications.children.items()}
         arrays = [array.tobytes() for array in planned.store.arrays().values()]
         model = (planned.plan, arrays, planned.stage, planned.upward.finishes, sorted(held), children)
-    seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.inbox.seats.values()]
+    seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.assembler.seats.values()]
     who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
-    arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.rounds.progress.values()]
+    arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.clocks.progress.values()]
     above = shard.above
     mixes = []
     if isinstance(above, ParentGossip):

@@ -107,7 +107,7 @@ def ended(settings: Settings, lies: Callable[[], bool]) -> tuple[Array, set[int]
     with run(settings) as started:
         started.together(lambda worker: script(worker, lies))
         for server in started.cluster.servers:
-            planned = server.shard.planned
+            planned = server.shard.model_shard
             assert planned is not None
             pieces.append(store_of(server).x)
             struck |= planned.folding.hypers.struck if isinstance(planned.folding, FoldAtOnce) else set()

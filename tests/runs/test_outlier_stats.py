@@ -96,7 +96,10 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
     with run(settings) as started:
         started.together(script)
         for server in started.cluster.servers:
-            assert server.shard.planned is not None and (server.shard.planned.screen.beside is not None) == looked
+            assert (
+                server.shard.model_shard is not None
+                and (server.shard.model_shard.filters.outlier_stats is not None) == looked
+            )
     assert shown[0].startswith("the run:\n--sync bsp")
     line = r"\nworker 0: its updates have a cosine of 0\.\d\d with .*, and 100% of its keys are theirs too; of 3 0 were"
     assert bool(re.search(line, shown[0])) == looked
@@ -104,7 +107,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
 
 def test_a_record_has_each_event_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ShardSupervisor(Settings(workers=3, robust="cosine").validated())
-    cluster.glance.record = open_record(str(tmp_path / "record.jsonl"), print)
+    cluster.run_watch.record = open_record(str(tmp_path / "record.jsonl"), print)
     values = {"worker": 1, "shard": 0, "clock": 49, "cosine": 0.5, "overlap": 1.0, "left_out": 0, "shortened": 2}
     for told in (values, values | {"text": "worker 1: (it has left)"}):
         cluster._taken((0, "log", {"name": "worker", "values": told}))

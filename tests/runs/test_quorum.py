@@ -131,8 +131,8 @@ class Timed(Cluster):
 
 def held_by(server: Server) -> dict[int, Any]:
     """Updates that wait for a set."""
-    assert server.shard.planned is not None and isinstance(server.shard.planned.folding, FoldAtBarrier)
-    return server.shard.planned.folding.held
+    assert server.shard.model_shard is not None and isinstance(server.shard.model_shard.folding, FoldAtBarrier)
+    return server.shard.model_shard.folding.held
 
 
 @dataclass
@@ -306,9 +306,9 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert coordinator is not None
     pushers[2].push()
     pushers[2].link.call(lambda member, now: member.leave(-1, now))
-    assert cluster.clock == 0 and coordinator.rounds.departed == {2: 0}
+    assert cluster.clock == 0 and coordinator.clocks.departed == {2: 0}
     pushers[0].push()
-    assert cluster.clock == 1 and not coordinator.rounds.departed, "the update of a worker that has left counts"
+    assert cluster.clock == 1 and not coordinator.clocks.departed, "the update of a worker that has left counts"
     assert not any(map(held_by, cluster.servers))
     # A second one, whose push reaches shard 0 alone.
     cluster.heard[1] = lambda *arguments: []
@@ -316,8 +316,8 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     del cluster.heard[1]
     assert held_by(cluster.servers[0])
     pushers[1].link.call(lambda member, now: member.leave(-1, now))
-    assert not coordinator.rounds.departed and not held_by(cluster.servers[0])
-    assert [server.shard.inbox.discarded for server in cluster.servers] == [1, 0]
+    assert not coordinator.clocks.departed and not held_by(cluster.servers[0])
+    assert [server.shard.assembler.discarded for server in cluster.servers] == [1, 0]
 
 
 # The simulated cluster, without faults: what a slow worker costs.
@@ -429,7 +429,7 @@ def test_a_cluster_may_be_late_above(monkeypatch: pytest.MonkeyPatch) -> None:
         for worker, update in rounds.sets[clock] if rounds is root_rounds else ():
             taken[worker].append(update)
 
-    root_rounds = coordinator.rounds
+    root_rounds = coordinator.clocks
     monkeypatch.setattr(Clocks, "_close", closes)
     first_done = threading.Event()
 
@@ -486,7 +486,7 @@ def test_a_bad_link_between_levels_with_quorums_loses_nothing(number: int, deep:
     assert all(np.isfinite(script.result).all() for script in scripts)
     for child in (*middle, *leaves):
         assert len({server.shard.above.clock for server in child.servers}) == 1
-    assert not any(server.shard.inbox.discarded for c in everyone for server in c.servers)
+    assert not any(server.shard.assembler.discarded for c in everyone for server in c.servers)
 
 
 # Processes.

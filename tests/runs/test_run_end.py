@@ -391,8 +391,8 @@ def resuming(settings: Settings) -> Cluster:
     cluster = Cluster(settings)
     coordinator = cluster.servers[0].coordinator
     assert coordinator is not None
-    coordinator.generations.resumed()
-    coordinator.generations.resumes = True
+    coordinator.checkpoint_schedule.resumed()
+    coordinator.checkpoint_schedule.resumes = True
     return cluster
 
 

@@ -83,7 +83,7 @@ def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
 
 
 def finishes(shard: Shard) -> int:
-    return shard.planned.upward.finishes if shard.planned is not None else 0
+    return shard.model_shard.upward.finishes if shard.model_shard is not None else 0
 
 
 def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:
@@ -252,7 +252,7 @@ def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_
         coordinator, before = one.servers[0].coordinator, one.servers[0].shard.above.clock
         assert coordinator is not None
         expire_member(one, 0)
-        assert pump(run, [root, one, other], lambda: {*coordinator.rounds.resting} == {1, 2}), "it waits again"
+        assert pump(run, [root, one, other], lambda: {*coordinator.clocks.resting} == {1, 2}), "it waits again"
         go.set()
         models = finished(run, [root, one, other], *done, *going)
         assert one.servers[0].shard.above.clock == before, "it has pushed no more"
@@ -382,9 +382,9 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
             assert coordinator is not None and server.shard.above.kept.residual is not None
             owes = server.shard.above.kept.residual.copy()
             assert owes.any()
-            ledger = replace(server.shard.ledger, members=(), plan=coordinator.roster.plan_packed)
+            ledger = replace(server.shard.ledger, members=(), plan=coordinator.members.plan_packed)
             server.shard.handle_ledger(replace(ledger, generation=ledger.generation + 1), root.now())
-            planned = server.shard.planned
+            planned = server.shard.model_shard
             assert planned is not None
             arrays = planned.store.arrays()
             planned.begin(LoadArrays(arrays | {OWED: np.ones_like(arrays["x"])}, 0))

@@ -194,6 +194,6 @@ def test_a_large_tree_is_shown_as_far_as_it_fits_a_message() -> None:
     coordinator = Coordinator(Settings(workers=400).validated(), 1)
     for worker in range(400):
         seat = coordinator.run.sit(Hello(f"{worker}", "host"), b"", 0)
-        coordinator.roster.admit(seat, "", 0)
+        coordinator.members.admit(seat, "", 0)
     lines = coordinator.tree().splitlines()
     assert len("\n".join(lines)) <= TEXT_MAX and lines[-1] == f"    and {401 - (len(lines) - 1)} lines more"

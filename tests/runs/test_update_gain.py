@@ -257,5 +257,5 @@ def test_the_plan_says_the_degree_of_the_optimizer(optimizer: Any, degree: float
     """Where workers push gradients too: what their cluster sends up are updates of that optimizer."""
     with run(Settings(sync=sync, workers=1)) as started:
         started.together(lambda worker: train(2, optimizer))
-        planned = started.cluster.servers[0].shard.planned
+        planned = started.cluster.servers[0].shard.model_shard
         assert planned is not None and planned.plan.degree == degree

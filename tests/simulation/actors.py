@@ -344,7 +344,7 @@ class Process:
             if above:
                 member = run.kit.member(self.up, "here", timing=TIMING, below=coordinator.tree)
             if clock >= 0:
-                coordinator.roster.adopt(disk.files[0, clock][2])
+                coordinator.members.adopt(disk.files[0, clock][2])
                 saved = [dict(disk.facts[each, clock][1]) for each in range(disk.shards(clock))]
                 coordinator.ranges.load(disk.facts[0, clock][0], clock, saved)
         means = MeanFactory(
@@ -536,7 +536,7 @@ class Process:
         if done.stop is not None:
             self.run.over = True
             return
-        planned, clock = self.shard.planned, self.shard.writing
+        planned, clock = self.shard.model_shard, self.shard.writing
         whole = planned is not None and planned.stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
         if clock == self.shard.min_clock and whole:
             sim.struck["checkpoint once more"] += 1
@@ -549,7 +549,7 @@ class Process:
     # Checkpoints.
 
     def _checkpoint(self, clock: int) -> None:
-        planned = self.shard.planned
+        planned = self.shard.model_shard
         if planned is None or planned.store.publication < 0:
             return
         self._on_disk(self.writing)  # the one before is waited for
@@ -596,10 +596,10 @@ class Process:
     def _read_again(self, clock: int) -> None:
         self.run.disk.drop_after(self.index, clock)
         if clock >= 0:
-            assert self.shard.planned is not None
+            assert self.shard.model_shard is not None
             shards = self.shard.settings.shards
             load = LoadArrays(*self.run.disk.read(self.index, shards, clock))
-            self.shard.planned.begin(load, recut=self.run.disk.shards(clock) != shards)
+            self.shard.model_shard.begin(load, recut=self.run.disk.shards(clock) != shards)
 
 
 class Worker:

@@ -149,7 +149,7 @@ class Hall:
     def _look(self) -> None:
         live = {guest.place[:2]: guest for guest in self.guests.values() if self.sim.alive(guest.name)}
         declared = {seat.worker for seat in self.coordinator.declared}
-        if self.members is None and self.coordinator.meeting.closed:
+        if self.members is None and self.coordinator.gossip_directory.closed:
             self.members = declared
             for seat in self.coordinator.declared:
                 guest = live.get((seat.worker, seat.epoch))

@@ -156,14 +156,14 @@ class Checker:
 
     def follow(self, process: Process) -> None:
         """Take down what the coordinator decided, and what was done to the store since."""
-        planned, coordinator, given = process.shard.planned, process.coordinator, self.given
+        planned, coordinator, given = process.shard.model_shard, process.coordinator, self.given
         if coordinator is not None and (coordinator.run.first_epoch, coordinator.version) != self.version:
             self.version = (coordinator.run.first_epoch, coordinator.version)
             for member in coordinator.declared:
                 given.generation_of.setdefault((member.worker, member.epoch), coordinator.run.generation)
                 for table in (self.next, self.due):
                     table.setdefault((coordinator.run.generation, member.worker), member.start)
-            for clock, updates in coordinator.rounds.sets.items():
+            for clock, updates in coordinator.clocks.sets.items():
                 given.sets.setdefault((coordinator.run.generation, clock), updates)
         if planned is not None:
             mirror = self.mirrors.get(process.index)
@@ -386,7 +386,7 @@ class Checker:
         return {
             member.worker
             for member in coordinator.declared
-            if coordinator.rounds.clock(member) > self.next[coordinator.run.generation, member.worker]
+            if coordinator.clocks.clock(member) > self.next[coordinator.run.generation, member.worker]
         }
 
     def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
@@ -396,7 +396,7 @@ class Checker:
         if not (live if self.quorum < 0 else pushed) <= inside:
             raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")
         waited = self.run.servers[0].now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
-        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.rounds.grace_ns):
+        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.clocks.grace_ns):
             raise Violation(f"clock {clock} is closed over {updates} after {waited / NS:.3f} s, and {live} are live")
         for worker, update in updates:
             if update != self.next[coordinator.run.generation, worker]:
@@ -411,7 +411,7 @@ class Checker:
         """No clock is open for longer than the grace after its quorum, but for the ticks that look at the time."""
         settings, now_ns = self.run.case.settings, self.run.servers[0].now_ns
         published = all(report.min_clock >= coordinator.min_clock for report in coordinator.reports.values())
-        if len(self._open(coordinator)) + len(coordinator.rounds.departed) < self.quorum or coordinator.over:
+        if len(self._open(coordinator)) + len(coordinator.clocks.departed) < self.quorum or coordinator.over:
             self.quorum_ns = self.closable_ns = -1
             return
         self.quorum_ns = self.quorum_ns if self.quorum_ns >= 0 else now_ns
@@ -419,7 +419,7 @@ class Checker:
             self.closable_ns = -1
         elif self.closable_ns < 0:
             self.closable_ns = now_ns
-        grace_ns, lease_ns = coordinator.rounds.grace_ns, int(settings.lease * NS)
+        grace_ns, lease_ns = coordinator.clocks.grace_ns, int(settings.lease * NS)
         right = grace_ns == int(settings.grace * NS) if settings.grace >= 0 else GRACE_MIN_NS <= grace_ns <= lease_ns
         if not right or grace_ns > GRACE_MAX_NS:
             raise Violation(f"the grace is {grace_ns / NS} s, asked for were {settings.grace}")

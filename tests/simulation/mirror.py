@@ -136,7 +136,7 @@ class Mirror:
 
     def _watch(self) -> None:
         self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
-        planned = self.process.shard.planned
+        planned = self.process.shard.model_shard
         if planned is not None and isinstance(planned.folding, FoldAtOnce) and self._leaves_out:
             accept = planned.folding.accept
 
@@ -153,8 +153,8 @@ class Mirror:
 
     def adopt(self, process: Process) -> None:
         """Another process goes on where this shard was."""
-        assert process.shard.planned is not None, f"shard {self.index} has forgotten its model"
-        self.store = process.shard.planned.store
+        assert process.shard.model_shard is not None, f"shard {self.index} has forgotten its model"
+        self.store = process.shard.model_shard.store
         self._watch()
 
     def _apply(self, change: Change) -> None:
@@ -170,7 +170,7 @@ class Mirror:
             else:
                 self._change(change, checksum)
         self.log.clear()
-        folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
+        folding = self.process.shard.model_shard.folding if self.process.shard.model_shard is not None else None
         if isinstance(folding, FoldAtBarrier) and self.held.closed in folding.closing:
             # A set that awaits the norm is judged already, beside who is a member now.
             self._judge([push_of(update) for _, update in folding.closing[self.held.closed][0]])
@@ -229,7 +229,7 @@ class Mirror:
         """Whether update `clock` of the worker is whole on the shard: folded, held, or in a set that awaits the norm."""
         if (worker, clock) in self.held.whole:
             return True
-        folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
+        folding = self.process.shard.model_shard.folding if self.process.shard.model_shard is not None else None
         if not isinstance(folding, FoldAtBarrier):
             return False
         if self._leaves_out:  # what is left out of a set that awaits the norm is in no term of it

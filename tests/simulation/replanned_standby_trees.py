@@ -92,7 +92,7 @@ class Loser(House):
         if coordinator is None or self.parent is not None or self.struck or self.serving.which:
             return
         changed = coordinator.run.settings.plan_number > 1
-        if coordinator.moves.phase is self.pairs.aim and (changed or self.pairs.aim is not ReshardPhase.STILL):
+        if coordinator.resharding.phase is self.pairs.aim and (changed or self.pairs.aim is not ReshardPhase.STILL):
             self.sim.at(self.sim.now_ns, self._lose)
 
     def _lose(self) -> None:
@@ -101,7 +101,7 @@ class Loser(House):
             self.struck = True
             coordinator = self.serving.shards[0].server.coordinator
             assert coordinator is not None
-            self.sim.struck[f"lost: {coordinator.moves.phase.value}"] += 1
+            self.sim.struck[f"lost: {coordinator.resharding.phase.value}"] += 1
             self.serving.end()
             self.settles(int(LEASE_S * NS))
 
@@ -139,10 +139,10 @@ class OrphanStory(PlanStory):
         return self.above.get(index)
 
     def saved(self, process: Process, clock: int) -> None:
-        assert process.shard.planned is not None
-        self.rows[process.index, clock] = [*process.shard.planned.store.__dict__.get("folded", [])]
+        assert process.shard.model_shard is not None
+        self.rows[process.index, clock] = [*process.shard.model_shard.store.__dict__.get("folded", [])]
         if process.coordinator is not None:
-            self.settings[clock] = process.coordinator.moves.next  # as ps/process/checkpoint_disk.py writes it
+            self.settings[clock] = process.coordinator.resharding.next  # as ps/process/checkpoint_disk.py writes it
 
     def loaded(self, process: Process, clock: int) -> None:
         self.read.add((process.index, clock))
@@ -179,7 +179,7 @@ class Orphan(Loser):
             self.struck, self.pairs.lost_ns = True, self.sim.now_ns
             coordinator = self.serving.shards[0].server.coordinator
             assert coordinator is not None
-            self.sim.struck[f"lost for good: {coordinator.moves.phase.value}"] += 1
+            self.sim.struck[f"lost for good: {coordinator.resharding.phase.value}"] += 1
             self.serving.end()
 
 
@@ -229,7 +229,7 @@ class Orphaned(Losing):
         root, seed = self.nodes[0], self.case.seed
         shards, lost = root.settings.shards, root.servers[0].coordinator
         assert lost is not None
-        clock, at = root.disk.shared(shards), lost.moves.at
+        clock, at = root.disk.shared(shards), lost.resharding.at
         for index in range(shards) if clock >= 0 else ():
             rows = root.saw.rows[index, clock]
             ahead = 0 if clock == at else root.settings.staleness + 1
@@ -249,7 +249,7 @@ class Orphaned(Losing):
         if again.saw.read != {(index, clock) for index in begins}:
             raise Violation(f"seed {seed}: a checkpoint of clock {clock} is there, and {again.saw.read} are read")
         for index, begin in begins.items():
-            planned = again.servers[index].shard.planned
+            planned = again.servers[index].shard.model_shard
             assert planned is not None
             found = planned.store.x - planned.store.__dict__["gathered"]
             if not np.allclose(found, begin, CLOSE, CLOSE):

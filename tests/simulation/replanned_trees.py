@@ -78,7 +78,7 @@ class PlanLevel(Level):
         self.generation = -1
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
-        coordinator, before, planned = process.coordinator, self.mirrors.get(process.index), process.shard.planned
+        coordinator, before, planned = process.coordinator, self.mirrors.get(process.index), process.shard.model_shard
         if coordinator is not None:
             self._planned(coordinator)
         if before is not None and planned is not None and planned.store is not before.store:
@@ -188,7 +188,7 @@ class PlanNode(Node):
         coordinator = process.coordinator
         if coordinator is None:
             return
-        moves = coordinator.moves
+        moves = coordinator.resharding
         if moves.holds and not self.striking:
             self.sim.struck["plan begun"] += 1
             assert isinstance(self.tree, Changing)

@@ -125,7 +125,7 @@ class PlanChecker(MoveChecker):
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         super().server_event(process, effects, event, source)
         shard = process.shard
-        if shard.planned is not None:
+        if shard.model_shard is not None:
             self._has_plan(shard.ledger.generation, shard.settings, f"shard {shard.index}")
 
 

@@ -108,12 +108,14 @@ class MoveChecker(Checker):
 
     def _one_owner(self, process: Process) -> None:
         """No two shards of a generation have a key. Each event may change those of its own shard."""
-        planned, generation = process.shard.planned, process.shard.ledger.generation
+        planned, generation = process.shard.model_shard, process.shard.ledger.generation
         if planned is None or self.cut.get(process.index) == (generation, planned.store):
             return
         self.cut[process.index] = (generation, planned.store)
-        shards = [each.shard for each in self.run.servers.values() if each.shard.planned is not None]
-        stores = [shard.planned.store for shard in shards if shard.ledger.generation == generation and shard.planned]
+        shards = [each.shard for each in self.run.servers.values() if each.shard.model_shard is not None]
+        stores = [
+            shard.model_shard.store for shard in shards if shard.ledger.generation == generation and shard.model_shard
+        ]
         cuts = sorted((store.begin, store.end) for store in stores)
         for (_, end), (begin, _) in pairwise(cuts):
             if begin < end:
@@ -160,14 +162,14 @@ class Moved(Run):
 
     def server_event(self, process: Process) -> None:
         coordinator = process.coordinator
-        if coordinator is not None and coordinator.moves.holds:
+        if coordinator is not None and coordinator.resharding.holds:
             self._strike()
         super().server_event(process)
         if process.shard.retired and process.server.ended:
             self.sim.at(self.sim.now_ns, self._end, process)
         if coordinator is None or 0 not in self.begun or self.servers.get(0) is not process:
             return
-        self._listen(coordinator.run.shards, coordinator.moves.target)
+        self._listen(coordinator.run.shards, coordinator.resharding.target)
         if self.moves and not self.wanted and coordinator.min_clock >= self.moves[0][0]:
             self.wanted = self.moves.pop(0)[1]
             self.sim.at(self.sim.now_ns, self._ask)

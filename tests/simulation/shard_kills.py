@@ -50,7 +50,7 @@ def killed(random: Random, who: int) -> Kill:
 @contextmanager
 def unwatched(server: Server) -> Iterator[None]:
     """Who watches a machine has put itself in the place of some methods: that is no part of the machine."""
-    planned = server.shard.planned
+    planned = server.shard.model_shard
     watched: list[Any] = [planned.store, planned.folding, planned.above] if planned is not None else []
     kept = [(each, name, each.__dict__.pop(name)) for each in watched for name in WATCHED if name in vars(each)]
     try:

@@ -256,7 +256,7 @@ class Story(Level):
     def end(self) -> None:
         """Check the server that serves in the end."""
         for index, process in sorted(self.house.servers.items()):
-            planned = process.shard.planned
+            planned = process.shard.model_shard
             if planned is None:
                 raise Violation(f"{process.port} has no model in the end")
             folded: list[tuple[int, int, int, int]] = planned.store.__dict__.get("folded", [])
@@ -272,7 +272,7 @@ class Story(Level):
 
     def pushing(self, index: int) -> ParentPush | None:
         """What this shard has above it."""
-        planned = self.house.servers[index].shard.planned
+        planned = self.house.servers[index].shard.model_shard
         assert planned is not None
         return planned.above if isinstance(planned.above, ParentPush) else None
 

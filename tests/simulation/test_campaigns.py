@@ -153,7 +153,7 @@ class AnyEpoch(Shard):
     """An epoch unchecked: what a worker of an earlier life sent counts for the one that has its number now."""
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        seat = self.inbox.seats.get(getattr(message, "worker", -1))
+        seat = self.assembler.seats.get(getattr(message, "worker", -1))
         if seat is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
             message = replace(message, epoch=seat.epoch)
         return super().handle(peer, message, now_ns)
@@ -163,10 +163,10 @@ class CountsTheDead(Shard):
     """A dead worker's weight kept: its seat stays, and its samples with it."""
 
     def _members(self) -> list[Log]:
-        before = dict(self.inbox.seats)
+        before = dict(self.assembler.seats)
         logs = super()._members()
         for worker, seat in before.items():
-            self.inbox.seats.setdefault(worker, seat)
+            self.assembler.seats.setdefault(worker, seat)
         return logs
 
 
@@ -251,7 +251,7 @@ def half_here(inbox: PushAssembler, seat: PushSequence) -> Any:
 
 def alike(folding: FoldAtOnce, seat: Any, update: Any, weight: float, share: float, factor: float) -> Change:
     """Every update weighs the same."""
-    return change_of(folding, seat, update, 1 / len(folding.inbox.seats), share, factor)
+    return change_of(folding, seat, update, 1 / len(folding.assembler.seats), share, factor)
 
 
 def taken_twice(exchange: Exchange[Any], event: Any) -> Any:

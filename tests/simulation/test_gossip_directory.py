@@ -39,9 +39,9 @@ class LetsIn(Members):
     """Who comes after the last step of all is a member."""
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
-        self.meeting.closed, closed = False, self.meeting.closed
+        self.gossip_directory.closed, closed = False, self.gossip_directory.closed
         refuse = super().refusal(seat, declare)
-        self.meeting.closed = closed
+        self.gossip_directory.closed = closed
         return refuse
 
 

@@ -81,7 +81,7 @@ def test_one_that_dies_costs_the_others_the_lease_that_is_shown(ways: tuple[int,
     coordinator, seat = run.until(HEARD_NS)
     run.sim.crash(f"w{FAR}.0")
     while seat.worker in coordinator.seats:
-        lease_ns, seen_ns = coordinator.roster.lease_ns(seat), seat.seen_ns
+        lease_ns, seen_ns = coordinator.members.lease_ns(seat), seat.seen_ns
         assert f"lease {lease_ns / NS:.0f} s" in coordinator.tree()
         assert run.sim.step()
     assert 0 < run.servers[0].now_ns - seen_ns - lease_ns <= TICK_NS
@@ -94,22 +94,22 @@ def test_one_that_dies_costs_the_others_the_lease_that_is_shown(ways: tuple[int,
 def test_one_whose_connection_ends_has_time_to_connect_anew() -> None:
     run = Far("bsp", LONG)
     coordinator, seat = run.until(HEARD_NS)
-    assert 4 * NS <= seat.road_ns < 5 * NS and coordinator.roster.lease_ns(seat) >= LEASE_S * NS + seat.road_ns
+    assert 4 * NS <= seat.road_ns < 5 * NS and coordinator.members.lease_ns(seat) >= LEASE_S * NS + seat.road_ns
     now_ns = run.servers[0].now_ns
     seat.seen_ns = now_ns + 100 * NS  # for the rest of this test nothing but the end of the connection counts
-    coordinator.roster.unreached(peer_of(f"w{FAR}.0"), now_ns)
-    limit_ns = min(coordinator.roster.lease_ns(seat), RECONNECT_LEAST_NS + RECONNECT_ROUND_TRIPS * seat.road_ns)
+    coordinator.members.unreached(peer_of(f"w{FAR}.0"), now_ns)
+    limit_ns = min(coordinator.members.lease_ns(seat), RECONNECT_LEAST_NS + RECONNECT_ROUND_TRIPS * seat.road_ns)
     assert limit_ns > 2 * RECONNECT_LEAST_NS
-    assert seat not in coordinator.roster.expired(now_ns + limit_ns)
-    assert seat in coordinator.roster.expired(now_ns + limit_ns + 1)
+    assert seat not in coordinator.members.expired(now_ns + limit_ns)
+    assert seat in coordinator.members.expired(now_ns + limit_ns + 1)
 
 
 def test_nobody_has_a_longer_lease_by_saying_so() -> None:
     """Than a road may lengthen it."""
     run = Far("bsp", (1, 1))
     coordinator, seat = run.until(NS)
-    before_ns = coordinator.roster.lease_ns(seat) - seat.road_ns
+    before_ns = coordinator.members.lease_ns(seat) - seat.road_ns
     for said, counts in ((1 << 60, ROUND_TRIP_MAX_NS), (-1, 0)):
         beat = m.Heartbeat(seat.worker, seat.epoch, 1, road_ns=said)
         coordinator.handle(peer_of(f"w{FAR}.0"), beat, run.servers[0].now_ns)
-        assert coordinator.roster.lease_ns(seat) == before_ns + counts
+        assert coordinator.members.lease_ns(seat) == before_ns + counts

@@ -114,7 +114,7 @@ def folds_again(journal: Journal, server: Server, load: Callable[[int], None], n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "apply", applied)
         done = replay_of(journal, server, load, note)
-    planned = server.shard.planned
+    planned = server.shard.model_shard
     if changes and planned is not None and changes[0][0] is planned.store:
         apply_of(*changes[0])
     return done

@@ -179,7 +179,7 @@ def keeps_updates(planned: ModelShard, changes: list[Change]) -> None:
 def other_set(folding: FoldAtBarrier, clock: int, pairs: Iterable[m.Pair], clip: Any) -> Any:
     """The second shard folds a clock without the last of its set."""
     pairs = list(pairs)
-    fewer = folding.inbox.index == 1 and len(pairs) > 1 and clock % 4 == 3
+    fewer = folding.assembler.index == 1 and len(pairs) > 1 and clock % 4 == 3
     return close(folding, clock, pairs[:-1] if fewer else pairs, clip)
 
 
@@ -271,7 +271,7 @@ def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatc
         return tree
 
     def weights(tree: Tree) -> None:
-        planned = tree.clusters[1].servers[0].shard.planned
+        planned = tree.clusters[1].servers[0].shard.model_shard
         assert planned is not None
         planned.store.x[0] += 1
 

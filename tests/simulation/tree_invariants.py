@@ -186,7 +186,7 @@ class Level:
 
     def replayed(self, process: Process) -> None:
         """The mirror of the killed one goes on with the next."""
-        planned = process.shard.planned
+        planned = process.shard.model_shard
         if process.index in self.mirrors:
             assert planned is not None, f"{process.port} has forgotten its model"
             self.mirrors[process.index].adopt(planned)
@@ -202,7 +202,7 @@ class Level:
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         """After every event of a server, its effects carried out."""
-        index, planned = process.index, process.shard.planned
+        index, planned = process.index, process.shard.model_shard
         mirror = self.mirrors.get(index)
         if planned is not None and (mirror is None or mirror.store is not planned.store):
             mirror = self.mirrors[index] = Mirror(self, process, planned)
@@ -311,7 +311,7 @@ class Level:
         for index, mirror in self.mirrors.items():
             mirror.whole()
             folding = mirror.planned.folding
-            for inbox in mirror.planned.inbox.seats.values():
+            for inbox in mirror.planned.assembler.seats.values():
                 child = (inbox.worker, inbox.epoch)
                 taken = self.taken[index].at.get(child, inbox.clock)
                 waiting = folding.held.values() if isinstance(folding, FoldAtBarrier) else ()
@@ -465,7 +465,7 @@ class Mirror:
     def _closed(self, clock: int) -> None:
         coordinator = self.level.node.servers[0].coordinator
         workers, weights = [worker for _, worker in self.batch], [weight for weight, _ in self.batch]
-        right = coordinator.rounds.sets.get(clock) if coordinator is not None else None
+        right = coordinator.clocks.sets.get(clock) if coordinator is not None else None
         if right is None or workers != [worker for worker, _ in right]:
             raise Violation(f"{self.name} closes clock {clock} over {workers}, the coordinator over {right}")
         if weights and abs(sum(weights) - self.folded_at) > CLOSE * self.folded_at:

@@ -1,6 +1,6 @@
 """A forked child is what `python WORDS` is: the same script says the same, ends the same and finds the same around it.
 
-`plain` is what the interpreter does; `Starter` forks from a nursery that has imported next to nothing, so a child takes
+`plain` is what the interpreter does; `Starter` forks from a forker that has imported next to nothing, so a child takes
 milliseconds. The imports of ps-worker and ps-serve are tried at the end.
 """
 
@@ -36,7 +36,7 @@ from kit.processes import (
 from numba.core.caching import UserProvidedCacheLocator
 
 from narrows.compression import warm_up
-from narrows.protocols.runtime.processes.children import NURSERY, STARTED_BY, ChildProcesses, StartedChild
+from narrows.protocols.runtime.processes.children import FORKER, STARTED_BY, ChildProcesses, StartedChild
 
 Said = tuple[int, str, str]  # exit code, stdout, stderr
 ENV = environment()
@@ -49,15 +49,15 @@ def _as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Starter:
-    """Children of one nursery, and what they said."""
+    """Children of one forker, and what they said."""
 
     def __init__(self, needs: Sequence[tuple[str, str]] = (), **env: str) -> None:
         self.children = ChildProcesses()
         self.children.prepare(ENV | env, needs)
-        self.told: list[tuple[str, str]] = []  # of the nursery
+        self.told: list[tuple[str, str]] = []  # of the forker
         while not self.told or self.told[-1][0] != "ready":
             index, kind, value = self.next()
-            assert index == NURSERY
+            assert index == FORKER
             self.hear(kind, value)
 
     def hear(self, kind: str, value: Any) -> None:
@@ -75,7 +75,7 @@ class Starter:
         """All that the child says that was started last, to its end."""
         lines: dict[str, list[str]] = {"out": [], "err": []}
         while (event := self.next())[1] != "exit":
-            if event[0] == NURSERY:
+            if event[0] == FORKER:
                 self.hear(*event[1:])
             else:
                 lines[event[1]].append(event[2])
@@ -87,7 +87,7 @@ class Starter:
 
 
 @contextmanager
-def nursery(needs: Sequence[tuple[str, str]] = (), **env: str) -> Iterator[Starter]:
+def forker(needs: Sequence[tuple[str, str]] = (), **env: str) -> Iterator[Starter]:
     starter = Starter(needs, **env)
     try:
         yield starter
@@ -97,7 +97,7 @@ def nursery(needs: Sequence[tuple[str, str]] = (), **env: str) -> Iterator[Start
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Starter]:
-    with nursery([("importing numpy", "numpy.random")]) as starter:
+    with forker([("importing numpy", "numpy.random")]) as starter:
         assert starter.told == [("say", "importing numpy"), ("ready", "")]
         yield starter
         assert starter.told[-1] == ("ready", ""), "all of them were forked"
@@ -117,13 +117,13 @@ def plain(*words: str, limit_s: Any = LIMIT_S, **env: str) -> Said:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, in which we are, and the nursery is not."""
+    """A folder of its own, in which we are, and the forker is not."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def forked(forks: Starter) -> bool:
-    """Whether the last child was a child of the nursery, and stayed what it was."""
+    """Whether the last child was a child of the forker, and stayed what it was."""
     return forks.children.forks
 
 
@@ -261,21 +261,21 @@ def test_a_script_finds_what_it_finds_with_python(words: list[str], safe: str, h
     env = {"PYTHONPATH": str(here), "OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "1"} | (
         {"PYTHONSAFEPATH": safe} if safe else {}
     )
-    with nursery([], **env) as starter:
+    with forker([], **env) as starter:
         got, expected = facts(starter.run(*words, **env)), facts(fresh(*words, **env))
         assert got == expected
         assert starter.children.forks
 
 
 def fresh(*words: str, **env: str) -> Said:
-    """From the same children without a nursery: a new session, and the same pipes."""
+    """From the same children without a forker: a new session, and the same pipes."""
     children = Starter.__new__(Starter)
     children.children, children.told = ChildProcesses(), []
     return children.run(*words, **env)
 
 
 def test_what_it_is_given_is_its_own(here: Path, forks: Starter) -> None:
-    """Descriptors by the variable that names them, none of the nursery's, its own name, and what it does not share."""
+    """Descriptors by the variable that names them, none of the forker's, its own name, and what it does not share."""
     path = here / "script.py"
     path.write_text(
         "import os, random, uuid, numpy, tempfile\n"
@@ -347,7 +347,7 @@ def test_what_only_a_fresh_interpreter_does_one_does(
     (here / "app" / "__main__.py").write_text(script)
     with zipfile.ZipFile(here / "app.zip", "w") as file:
         file.writestr("__main__.py", script)
-    with nursery([("", "numpy"), ("", "queue")]) as starter:
+    with forker([("", "numpy"), ("", "queue")]) as starter:
         assert starter.run(*words) == plain(*words)
         assert starter.children.forks
 
@@ -373,17 +373,17 @@ def started_without_fork(starter: Starter, here: Path, why: str) -> None:
 ])  # fmt: skip
 def test_what_must_not_be_forked_is_not(text: str, why: str, here: Path) -> None:
     (here / "bad.py").write_text(text)
-    with nursery([("", "bad")], PYTHONPATH=str(here)) as starter:
+    with forker([("", "bad")], PYTHONPATH=str(here)) as starter:
         started_without_fork(starter, here, why)
 
 
-def test_a_nursery_that_cannot_import_says_so(here: Path) -> None:
+def test_a_fork_server_that_cannot_import_says_so(here: Path) -> None:
     children = ChildProcesses()
     children.prepare(ENV, [("importing", "narrows.no_such_module")])
     said: dict[str, list[str]] = {"say": [], "ready": [], "err": []}
     while not (said["ready"] and any("No module named 'narrows.no_such_module'" in line for line in said["err"])):
         event = children.next(LIMIT_S)
-        assert event is not None and event[0] == NURSERY, said
+        assert event is not None and event[0] == FORKER, said
         said[event[1]] += event[2].values() if isinstance(event[2], dict) else [event[2]]
     children.close()
     assert said["say"] == ["importing"] and said["ready"] == ["the process that forks them has ended"]
@@ -396,11 +396,11 @@ def test_threads_that_come_later_are_seen_too(here: Path) -> None:
         "signal.signal(signal.SIGUSR1, lambda *_: begin())"
     )
     (here / "script.py").write_text("print('ran')")
-    with nursery([("", "later")], PYTHONPATH=str(here)) as starter:
+    with forker([("", "later")], PYTHONPATH=str(here)) as starter:
         assert starter.run(str(here / "script.py")) == (0, "ran", "") and starter.told == [("ready", "")]
-        assert starter.children.nursery is not None
-        starter.children.nursery.signal(signal.SIGUSR1)
-        tasks = Path(f"/proc/{starter.children.nursery.pid}/task")
+        assert starter.children.forker is not None
+        starter.children.forker.signal(signal.SIGUSR1)
+        tasks = Path(f"/proc/{starter.children.forker.pid}/task")
         until(lambda: len(list(tasks.iterdir())) == 2, "its second thread")
         for _ in range(2):
             assert starter.run(str(here / "script.py")) == (0, "ran", "")
@@ -410,7 +410,7 @@ def test_threads_that_come_later_are_seen_too(here: Path) -> None:
 @pytest.mark.parametrize("count", [2, 20])
 def test_an_environment_may_be_as_long_as_exec_allows(count: int, here: Path) -> None:
     (here / "script.py").write_text("import os, sys; print(len(os.environ['A1']), len(sys.argv[1]))")
-    with nursery() as starter:
+    with forker() as starter:
         long = {f"A{i}": "x" * 100_000 for i in range(count)}
         assert starter.run(str(here / "script.py"), "y" * 100_000, **long) == (0, "100000 100000", "")
         assert starter.told == [("ready", "")], "it was forked"
@@ -420,37 +420,37 @@ def test_an_environment_may_be_as_long_as_exec_allows(count: int, here: Path) ->
 
 
 def replaced(children: ChildProcesses, before: StartedChild) -> bool:
-    return children.nursery is not before and children.forks
+    return children.forker is not before and children.forks
 
 
-def test_a_nursery_that_dies_takes_no_child_along_and_another_takes_its_place(here: Path) -> None:
+def test_a_fork_server_that_dies_takes_no_child_along_and_another_takes_its_place(here: Path) -> None:
     (here / "script.py").write_text("import sys\nprint('waits', flush=True)\nsys.stdin.readline()\nsys.exit(7)")
-    with nursery() as starter:
+    with forker() as starter:
         children = starter.children
         for _ in range(2):
-            before = children.nursery
+            before = children.forker
             assert before is not None
             child = children.start(
                 0, [str(here / "script.py")], ENV, listens={1: "out", 2: "err"}, stdin=True, name="named by us"
             )
             assert starter.next()[1:] == ("out", "waits")
             before.kill()
-            until(partial(replaced, children, before), "another nursery", LIMIT_S)
+            until(partial(replaced, children, before), "another forker", LIMIT_S)
             assert alive(child.pid)
             child.write("")
             assert starter.said() == (7, "", ""), "its exit code is known as before"
         assert starter.told == [("ready", "")], "nobody need know"
 
 
-def test_a_nursery_that_dies_before_it_is_ready_is_done_without(here: Path) -> None:
+def test_a_fork_server_that_dies_before_it_is_ready_is_done_without(here: Path) -> None:
     (here / "slow.py").write_text("import time\ntime.sleep(600)")
     (here / "script.py").write_text("print('ran')")
     children = ChildProcesses()
     children.prepare(ENV | {"PYTHONPATH": str(here)}, [("", "slow")])
-    assert children.nursery is not None
-    children.nursery.kill()
+    assert children.forker is not None
+    children.forker.kill()
     event = children.next(LIMIT_S)
-    assert event == (NURSERY, "ready", {"why": "the process that forks them has ended"})
+    assert event == (FORKER, "ready", {"why": "the process that forks them has ended"})
     children.start(0, [str(here / "script.py")], ENV, listens={1: "out"})
     assert children.next(LIMIT_S) == (0, "out", "ran") and children.next(LIMIT_S) == (0, "exit", 0)
     children.close()
@@ -460,13 +460,13 @@ def gone(pid: int) -> bool:
     return not alive(pid)
 
 
-def test_a_nursery_ends_with_its_command(here: Path) -> None:
-    """Also where the command is killed, in whatever the nursery does."""
+def test_a_fork_server_ends_with_its_command(here: Path) -> None:
+    """Also where the command is killed, in whatever the forker does."""
     (here / "slow.py").write_text("import time\ntime.sleep(0.5)")
     (here / "command.py").write_text(
         "import os, sys, time\nfrom narrows.protocols.runtime.processes.children import ChildProcesses\n"
         "children = ChildProcesses()\n"
-        "children.prepare(dict(os.environ), [('', 'slow')])\nprint(children.nursery.pid, flush=True)\n"
+        "children.prepare(dict(os.environ), [('', 'slow')])\nprint(children.forker.pid, flush=True)\n"
         "while len(sys.argv) > 1 and not children.forks:\n    time.sleep(0.01)\n"
         "print('ready', flush=True)\ntime.sleep(600)"
     )
@@ -481,7 +481,7 @@ def test_a_nursery_ends_with_its_command(here: Path) -> None:
         command.kill()
         command.wait()
         command.stdout.close()
-        until(partial(gone, pid), "the nursery to be gone", GONE_S)
+        until(partial(gone, pid), "the forker to be gone", GONE_S)
 
 
 # ps-worker and ps-serve.

@@ -179,17 +179,17 @@ def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> 
             return [pid for pid, name in names.items() if name.exists() and name.read_text() == "ps-shard-0\n"]
 
         (pid,) = until(shard, "shard 0")
-        nursery = parent(pid)
-        assert nursery != command.pid
+        forker = parent(pid)
+        assert forker != command.pid
         try:
-            os.kill(nursery, signal.SIGSTOP)
+            os.kill(forker, signal.SIGSTOP)
             until(lambda: listens(port), "shard 0 to listen")
             joins = pool.submit(Worker, address)
             until(lambda: connected(port), "the worker to dial shard 0")
             assert not joins.done() and "shard 1" not in command.out
             os.kill(pid, signal.SIGKILL)
         finally:
-            os.kill(nursery, signal.SIGCONT)
+            os.kill(forker, signal.SIGCONT)
         worker = joins.result(LIMIT_S)
         assert "shard 0 died (signal 9 (SIGKILL)) and is started again" in command.err
         worker.train(5)

@@ -226,7 +226,7 @@ def test_only_one_that_was_killed_goes_on(
     told: list[Any] = []
     monkeypatch.setattr(shard_supervisor, "say", lambda *words, **more: None)
     ours = ShardSupervisor(Settings(shards=2).validated())
-    ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
+    ours.restart_policy.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "start_shard", lambda index, replay: told.append((index, replay)))
     if serves:
         ours._taken((1, "bound", {"port": 1, "epoch": 0, "parent": ""}))
@@ -234,7 +234,7 @@ def test_only_one_that_was_killed_goes_on(
         ours._taken((1, "log", {"name": "journal", "values": {"text": "the memory is full"}}))
     ours._taken((1, "exit", code))
     assert told == [(1, replays)]
-    for file in ours.lives.files.get(1, ()):
+    for file in ours.restart_policy.files.get(1, ()):
         os.close(file)
 
 
@@ -293,4 +293,4 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
     for index in range(2):
         ours.start_shard(index)
     assert said == ["no journals are kept (Too many open files): a shard that dies goes back to a checkpoint"]
-    assert not ours.lives.files
+    assert not ours.restart_policy.files

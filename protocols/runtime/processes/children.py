@@ -41,13 +41,13 @@ from narrows.protocols.runtime.processes import fork_server, signals
 EVENTS_MAX = 100_000  # lines in the queue; with more, the children that write them wait
 PIPES_END_S = 2.0  # limit of reading an ended child's pipes: a process that it left behind may keep them open for ever
 FORK_S = 30.0  # limit of a fork: it takes milliseconds, and longer on a machine that swaps
-NURSERY = -9  # the fork server's index, in place of a child's
+FORKER = -9  # the fork server's index, in place of a child's
 # Variable of a child: the pids that may be its parent, separated by commas. A process whose parent is another one was
 # started by the child in turn.
 STARTED_BY = "NARROWS_STARTED_BY"
 GONE = "the process that forks them has ended"
-NURSERIES_MAX = 20  # fork servers started in place of one that died
-NURSERY_END_S = 5.0  # limit of waiting for a fork server whose socket has ended: it dies within milliseconds
+FORKERS_MAX = 20  # fork servers started in place of one that died
+FORKER_END_S = 5.0  # limit of waiting for a fork server whose socket has ended: it dies within milliseconds
 PR_SET_CHILD_SUBREAPER = 36
 
 Event = tuple[int, str, Any]
@@ -118,9 +118,9 @@ class ChildProcesses:
         self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
         self.given = fork_server.ForkedEnvironment.take()
         self.hash_seed = (self.given and self.given.hash_seed) or str(secrets.randbelow(1 << 32))
-        self.nursery: StartedChild | None = None
+        self.forker: StartedChild | None = None
         self.why: str | None = None  # why the fork server does not fork; "": it does; None: it is not ready yet
-        self.nurseries = 0  # fork servers started in place of one that died
+        self.forkers = 0  # fork servers started in place of one that died
         self.needs: list[tuple[str, str]] = []  # imports and calls of every fork server
         self.closing = False
         self.forked: dict[int, StartedChild] = {}  # pid -> child of the fork server that has not ended
@@ -144,7 +144,7 @@ class ChildProcesses:
         self.adopts = _adopt_orphans(True)
         self.port = self._given(env) or self._own(env)
         self.need(needs)
-        threading.Thread(target=self._hear_nursery, daemon=True).start()
+        threading.Thread(target=self._hear_forker, daemon=True).start()
 
     def need(self, needs: Sequence[tuple[str, str]]) -> None:
         """Have the fork server import more. It forks nothing until it says "ready" again."""
@@ -159,12 +159,12 @@ class ChildProcesses:
         """Return the socket of the fork server that was forked with this command, if its hash seed suits."""
         if (given := self.given) is None:
             return None
-        nursery = StartedChild(given.pid)
-        threading.Thread(target=self._wait, args=(NURSERY, nursery, nursery.reap, ()), daemon=True).start()
+        forker = StartedChild(given.pid)
+        threading.Thread(target=self._wait, args=(FORKER, forker, forker.reap, ()), daemon=True).start()
         if env.get("PYTHONHASHSEED", given.hash_seed) != given.hash_seed:
             given.port.close()  # this ends the fork server
             return None
-        self.nursery = nursery
+        self.forker = forker
         return given.port
 
     def _own(self, env: Mapping[str, str]) -> socket.socket:
@@ -173,16 +173,16 @@ class ChildProcesses:
         # loaded: one here, and a child asks for more.
         env = {"PYTHONHASHSEED": self.hash_seed, **env, "OPENBLAS_NUM_THREADS": "1"}
         passed = {fork_server.SOCKET: theirs.fileno()}
-        self.nursery = self.start(NURSERY, fork_server.WORDS, env, listens={1: "err", 2: "err"}, passed=passed)
+        self.forker = self.start(FORKER, fork_server.WORDS, env, listens={1: "err", 2: "err"}, passed=passed)
         theirs.close()
         return port
 
     def close(self) -> None:
         """End the fork server."""
         self.closing = True
-        if self.nursery is not None:
-            self.nursery.kill()
-            self.nursery.wait()
+        if self.forker is not None:
+            self.forker.kill()
+            self.forker.wait()
         _adopt_orphans(False)
 
     def start(
@@ -262,8 +262,8 @@ class ChildProcesses:
         """Have the fork server fork a child. Returns the child and a function that waits for it; None: no fork."""
         # The child ignores the signals that this process ignores, as after exec.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
-        assert self.nursery is not None
-        own = {**env, STARTED_BY: f"{self.nursery.pid},{os.getpid()}"}
+        assert self.forker is not None
+        own = {**env, STARTED_BY: f"{self.forker.pid},{os.getpid()}"}
         request = fork_server.ForkRequest([*words], own, os.getcwd(), name, [*handed], ignored, nests)
         try:
             request.send(self.port, [*standard, *handed.values()])
@@ -278,10 +278,10 @@ class ChildProcesses:
     def _ready(self, why: str) -> None:
         if not self.why:  # the event comes once
             self.why = why
-            self.events.put((NURSERY, "ready", {"why": why}))
+            self.events.put((FORKER, "ready", {"why": why}))
 
-    def _hear_nursery(self) -> None:
-        nursery, answers, forked, again = self.nursery, self.answers, self.forked, self.nurseries > 0
+    def _hear_forker(self) -> None:
+        forker, answers, forked, again = self.forker, self.answers, self.forked, self.forkers > 0
         with self.port as port, contextlib.suppress(OSError):
             while raw := port.recv(fork_server.MESSAGE_BYTES_MAX):
                 kind, *values = json.loads(raw)
@@ -299,23 +299,23 @@ class ChildProcesses:
                 elif kind == "ready":
                     self._ready(values[0])
                 else:
-                    self.events.put((NURSERY, kind, {"text": values[0]}))
-        assert nursery is not None
+                    self.events.put((FORKER, kind, {"text": values[0]}))
+        assert forker is not None
         goes_on = (self.forks or again) and not self.closing
         if goes_on:
             self.why = GONE
         else:
             self._ready(GONE)
         answers.put(GONE)
-        nursery.wait(NURSERY_END_S)  # after its end, its children are children of this process
+        forker.wait(FORKER_END_S)  # after its end, its children are children of this process
         for child in forked.values():
             threading.Thread(target=self._adopt, args=(child,), daemon=True).start()
-        if goes_on and self.nurseries < NURSERIES_MAX:
-            self.nurseries += 1
+        if goes_on and self.forkers < FORKERS_MAX:
+            self.forkers += 1
             self.forked, self.answers = {}, queue.Queue()
             self.port = self._own(self.env)
             self._ask(self.needs)
-            self._hear_nursery()
+            self._hear_forker()
 
     def _adopt(self, child: StartedChild) -> None:
         """Wait for a child of a fork server that has died."""
@@ -352,7 +352,7 @@ class ChildProcesses:
         deadline = time.monotonic() + PIPES_END_S
         for reader in readers:
             reader.join(max(0.0, deadline - time.monotonic()))
-        if index != NURSERY:
+        if index != FORKER:
             self.events.put((index, "exit", child.code))
 
 

@@ -14,7 +14,7 @@ import pytest
 from kit.processes import GONE_S, alive, environment, until
 
 from narrows.protocols.runtime.processes.children import (
-    NURSERY,
+    FORKER,
     PIPES_END_S,
     ChildProcesses,
     Event,
@@ -31,7 +31,7 @@ def children(request: pytest.FixtureRequest) -> Iterator[ChildProcesses]:
     made = ChildProcesses()
     if request.param == "forked":
         made.prepare(ENV, [])
-        assert made.next(GONE_S) == (NURSERY, "ready", {"why": ""})
+        assert made.next(GONE_S) == (FORKER, "ready", {"why": ""})
     yield made
     assert made.forks == (request.param == "forked")
     made.close()
@@ -158,7 +158,7 @@ def test_a_command_among_them_has_a_nursery_that_knows_what_ours_has_imported(to
         (tmp_path / name).write_text(text)
     children = ChildProcesses()
     children.prepare(ENV, [("", "fractions")])
-    assert children.next(GONE_S) == (NURSERY, "ready", {"why": ""})
+    assert children.next(GONE_S) == (FORKER, "ready", {"why": ""})
     hashes = []
     for _ in range(2):
         words = [str(tmp_path / "command.py"), told, str(tmp_path / "child.py")]
@@ -166,7 +166,7 @@ def test_a_command_among_them_has_a_nursery_that_knows_what_ours_has_imported(to
         (_, kind, line), last = everything(children)
         assert kind == "out" and last == (1, "exit", 0), line
         said, (_, _, found), end, seed = json.loads(line)
-        assert said == [[NURSERY, "ready", {"why": ""}]] * 2 and end == [0, "exit", 0]
+        assert said == [[FORKER, "ready", {"why": ""}]] * 2 and end == [0, "exit", 0]
         count, value = map(int, found.split())
         assert count == (2 if told else 3) and seed == children.hash_seed
         hashes.append(value)

@@ -205,9 +205,9 @@ def test_what_is_lost_is_sent_again_and_what_is_only_late_is_not() -> None:
         link, server = cast(Link, started.sessions[0].link), started.cluster.servers[0]
         worker, epoch = link.member.worker, link.member.epoch
         link.deliver = lambda effects: None  # type: ignore[method-assign]  # nothing that it is sent arrives any more
-        planned, service = server.shard.planned, server.shard.service
+        planned, service = server.shard.model_shard, server.shard.service
         assert planned is not None and service is not None
-        (seat,) = server.shard.inbox.seats.values()
+        (seat,) = server.shard.assembler.seats.values()
         began = started.cluster.now()
         for _ in range(2):
             planned.min_clock += 1
@@ -239,7 +239,7 @@ def test_a_word_that_no_child_says_is_refused(wrong: dict[str, Any]) -> None:
         member, server = started.sessions[0].link.member, started.cluster.servers[0]
         follow = replace(m.Follow(0, member.epoch, 0, 0, 1), **wrong)
         with pytest.raises(RemoteProtocolError, match="none has come so far"):
-            server.handle(server.shard.inbox.seats[0].peer, follow, 0)
+            server.handle(server.shard.assembler.seats[0].peer, follow, 0)
 
 
 def test_over_another_connection_it_says_once_that_what_was_sent_does_not_come() -> None:

@@ -236,7 +236,7 @@ def test_it_goes_back_to_the_newest_checkpoint_that_all_shards_have() -> None:
     member(run)
     for shard, checkpoints in enumerate(((2, 4), (2, 4, 6))):
         report(run, shard, checkpoints=checkpoints)
-    decision.rounds.min_clock = 7
+    decision.clocks.min_clock = 7
     assert decision.go_back(1, NS).values == {"shard": 1, "from_clock": 4, "to_clock": 7}
     assert (run.restart_clock, run.generation, decision.needed, run.seats) == (4, run.epoch, 1, {})
 
@@ -291,9 +291,9 @@ def test_a_stage_has_checkpoints_at_clocks_that_other_stages_have_too() -> None:
     run.move("start")
     decision.wake(0)
     report(run, 0), report(run, 1)
-    decision.rounds.min_clock = 7  # as after --resume
+    decision.clocks.min_clock = 7  # as after --resume
     assert decision.tick(0) and decision.checkpoint == 10
-    decision.rounds.min_clock = 10
+    decision.clocks.min_clock = 10
     report(run, 0, tried=10)
     assert not decision.tick(100 * NS), "shard 1 has yet to write it"
     report(run, 1, tried=10)
@@ -439,10 +439,10 @@ def test_a_model_that_the_server_has_no_memory_for_is_refused_by_its_size(rows: 
 def test_flags_of_a_hello_have_a_bound_before_they_are_kept() -> None:
     ours = Coordinator(Settings(workers=1, shards=1).validated(), 1)
     ours.handle(b"peer", m.Hello("0", "here", pack({"x": "y" * (EXPECT_BYTES_MAX - 9)})), 0)
-    assert [*ours.roster.waiting] == ["0"], "its shard has not reported"
+    assert [*ours.members.waiting] == ["0"], "its shard has not reported"
     with pytest.raises(RemoteProtocolError, match=f"more than {EXPECT_BYTES_MAX}"):
         ours.handle(b"peer", m.Hello("1", "here", bytes(EXPECT_BYTES_MAX + 1)), 0)
-    assert [*ours.roster.waiting] == ["0"]
+    assert [*ours.members.waiting] == ["0"]
 
 
 def test_module_buffers_are_those_of_the_lowest_live_rank_and_nothing_else() -> None:
@@ -452,7 +452,7 @@ def test_module_buffers_are_those_of_the_lowest_live_rank_and_nothing_else() -> 
     seated = ours.run.sit(m.Hello("c", "here"), b"c" * m.NAME_BYTES, 0)
     for seat in (lowest, other):
         seat.declare(ours.run.changed(), 0, "")
-        ours.rounds.enter(seat, 0)
+        ours.clocks.enter(seat, 0)
 
     def send(seat: Seat, payload: bytes) -> None:
         assert said(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch or ours.run.epoch, 0, payload), 0)) == []
@@ -477,7 +477,7 @@ def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
     lowest, other = (ours.run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES, 0) for name in "ab")
     for seat in (lowest, other):
         seat.declare(ours.run.changed(), 0, "")
-        ours.rounds.enter(seat, 0)
+        ours.clocks.enter(seat, 0)
     packed = [pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2")]
 
     def ask(seat: Seat, clock: int) -> list[tuple[Any, int, bytes]]:
@@ -500,14 +500,14 @@ def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
         "each half of a lease is enough where checkpoints are adaptive"
     )
     assert ours.buffers.wanted(lowest.worker, 6 * NS)
-    ours.rounds.progress[lowest.worker].arrived = [5] * ours.run.shards
+    ours.clocks.progress[lowest.worker].arrived = [5] * ours.run.shards
     assert ask(other, 3) == [(other.peer, 3, packed[0])]  # as new as its own updates
     assert ask(other, 9) == []  # the lowest rank is at 5 by now
     assert send(lowest, 5, packed[1]) == [(other.peer, 5, packed[1])]
     assert ask(other, 9) == [(other.peer, 5, packed[1])]  # the newest that there are
     ours.handle(lowest.peer, m.Leave(lowest.token, -1), 0)
     assert ask(other, 5) == [(other.peer, 5, packed[1])]  # who has left has left them
-    ours.rounds.progress[other.worker].arrived = [9] * ours.run.shards
+    ours.clocks.progress[other.worker].arrived = [9] * ours.run.shards
     assert ask(other, 9) == [(other.peer, -1, b"")]
 
 
@@ -516,7 +516,7 @@ def test_the_end_of_gossip_is_shown_with_no_module_buffers_of_before_it() -> Non
     lowest, other = (ours.run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES, 0) for name in "ab")
     for seat in (lowest, other):
         seat.declare(ours.run.changed(), 0, "")
-        ours.rounds.enter(seat, 0)
+        ours.clocks.enter(seat, 0)
     early, last = (pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2"))
     ours.handle(lowest.peer, m.Buffers(lowest.worker, lowest.epoch, 0, early), 0)  # it has evaluated in mid-run
     assert ours.handle(other.peer, m.BuffersRequest(other.worker, other.epoch, 1), 0) == []
@@ -555,9 +555,9 @@ def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
     assert not ours.reports[1].at_rest, "the run is not over"
     ours.stop(0)
     ours.handle(b"", replace(ours.reports[0], version=2, ledger_seen=ours.version, at_rest=True), 0)
-    assert not ours.generations.at_rest
+    assert not ours.checkpoint_schedule.at_rest
     ours.ended([1])
-    assert ours.generations.at_rest
+    assert ours.checkpoint_schedule.at_rest
 
 
 # Keys that move.
@@ -566,7 +566,7 @@ def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
 def moving(members: int) -> tuple[Resharding, list[Seat]]:
     """A run of two shards whose members have been told to hold at clock 1, for a third shard."""
     ours = Coordinator(Settings(sync="bsp", workers=members, shards=2).validated(), 1)
-    run, rounds, moves = ours.run, ours.rounds, ours.moves
+    run, rounds, moves = ours.run, ours.clocks, ours.resharding
     seats = [member(run, rounds) for _ in range(members)]
     run.move("start")
     reports = [report(run, shard) for shard in range(2)]
@@ -580,13 +580,13 @@ def moving(members: int) -> tuple[Resharding, list[Seat]]:
 def test_no_clock_closes_until_all_know_that_they_are_to_hold() -> None:
     moves, (first, second) = moving(2)
     for seat in (first, second):
-        push(moves.rounds, seat, 1)
+        push(moves.clocks, seat, 1)
     moves.knows(first, moves.number)
-    assert not moves.decide(0) and not moves.rounds.decide(0), "the second might push update 1"
+    assert not moves.decide(0) and not moves.clocks.decide(0), "the second might push update 1"
     moves.knows(second, moves.number)
     assert moves.decide(0) and moves.phase is ReshardPhase.HELD
-    assert moves.rounds.decide(0) and moves.rounds.min_clock == 1
-    assert not moves.rounds.decide(0) and not moves.decide(0), "the shards have not published it"
+    assert moves.clocks.decide(0) and moves.clocks.min_clock == 1
+    assert not moves.clocks.decide(0) and not moves.decide(0), "the shards have not published it"
 
 
 @pytest.mark.parametrize("phase", [ReshardPhase.TOLD, ReshardPhase.HELD])
@@ -597,8 +597,8 @@ def test_keys_stay_where_nobody_trains_any_more(phase: ReshardPhase) -> None:
         moves.knows(seat, moves.number)
         moves.decide(0)
     assert moves.phase is phase and moves.holds
-    moves.roster.left(seat, "expired")
-    assert moves.decide(0) and not moves.holds and moves.rounds.stop == -1
+    moves.members.left(seat, "expired")
+    assert moves.decide(0) and not moves.holds and moves.clocks.stop == -1
     (log,) = moves.tell()
     assert log.values["target"] == 2 and "nobody trains" in str(log.values["text"])
 
@@ -615,8 +615,8 @@ def test_who_does_not_say_that_it_holds_is_waited_for_no_longer_than_two_leases(
 def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
     moves, (seat,) = moving(1)
     moves.knows(seat, moves.number)
-    push(moves.rounds, seat, 1)
-    assert moves.decide(0) and moves.rounds.decide(0)
+    push(moves.clocks, seat, 1)
+    assert moves.decide(0) and moves.clocks.decide(0)
     for shard, kept in enumerate(((1,), ())):
         report(moves.run, shard, min_clock=1)
         assert moves.decide(0) == bool(shard)
@@ -626,7 +626,7 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
     (log,) = moves.tell()
     assert "shard 1 could not write" in str(log.values["text"]) and moves.run.shards == 2
     assert [word.message for word in moves.word(seat)] == []  # it is not ready
-    seat.ready_sent, moves.roster.plan = True, ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),))
+    seat.ready_sent, moves.members.plan = True, ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),))
     assert [word.message for word in moves.word(seat)] == [m.Reshard(seat.worker, seat.epoch, 2, -1)]
 
 
@@ -657,7 +657,7 @@ class House:
     def __init__(self, **flags: Any) -> None:
         known: dict[str, Any] = {"sync": "bsp", "workers": 1, "shards": 2}
         self.ours = ours = Coordinator(Settings(**known | flags).validated(), 1)
-        self.now_ns, self.seat = 0, member(ours.run, ours.rounds)
+        self.now_ns, self.seat = 0, member(ours.run, ours.clocks)
         ours.run.move("start")
         for shard in range(2):
             report(ours.run, shard, checkpoints=(0,))
@@ -670,7 +670,7 @@ class House:
 
     def moves(self) -> None:
         """Carry out a move that is under way, to its end."""
-        run, moves = self.ours.run, self.ours.moves
+        run, moves = self.ours.run, self.ours.resharding
         assert moves.may_stay
         for shard in range(run.shards, moves.target):
             here = replace(run.reports[0], shard=shard, host=moves.away.get(shard, ""))
@@ -678,7 +678,7 @@ class House:
         for _ in ReshardPhase:
             moves.knows(self.seat, moves.number)
             if moves.phase is ReshardPhase.HELD:
-                push(self.ours.rounds, self.seat, moves.at, run.shards)
+                push(self.ours.clocks, self.seat, moves.at, run.shards)
             at = self.ours.min_clock
             rows: dict[str, Any] = {"min_clock": at, "tried": at, "checkpoints": (at,), "epoch": run.epoch}
             for shard in range(run.shards):
@@ -700,7 +700,9 @@ def test_a_machine_that_joins_gets_the_shards_after_the_last_and_gives_them_back
     assert house.says("a", 2, 2, RemoteShardsWish.GO).target == 2
     house.moves()
     room = house.says("a", 2, 2, RemoteShardsWish.GO)
-    assert (room.over, room.code, room.shards) == (True, 0, 2) and not any(house.hosts) and not house.ours.moves.away
+    assert (
+        (room.over, room.code, room.shards) == (True, 0, 2) and not any(house.hosts) and not house.ours.resharding.away
+    )
 
 
 def test_a_machine_that_comes_as_the_run_ends_is_told_so_before_the_server_ends() -> None:
@@ -731,7 +733,12 @@ def test_a_move_to_a_machine_that_goes_is_called_off() -> None:
     house = House()
     house.says("a")
     room = house.says("a", wish=RemoteShardsWish.GO)
-    assert room.over and room.code == 0 and house.ours.moves.phase is ReshardPhase.STILL and not house.ours.moves.away
+    assert (
+        room.over
+        and room.code == 0
+        and house.ours.resharding.phase is ReshardPhase.STILL
+        and not house.ours.resharding.away
+    )
 
 
 def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
@@ -745,7 +752,7 @@ def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
     room = house.says("b", SHARDS_MAX)
     assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
     house, table = House(), TableSpec("t", 9, 1, 0, 1.0, "SGD")
-    house.ours.roster.adopt(ModelSpec((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
+    house.ours.members.adopt(ModelSpec((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
     room = house.says("a")
     assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "rows stay on their shards" in room.text
 
@@ -847,11 +854,11 @@ def test_a_run_says_how_many_workers_have_joined_and_how_many_are_missing() -> N
     ):
         waits = attendance(workers=needed)
         for _ in range(joined):
-            member(waits.run, waits.rounds)
+            member(waits.run, waits.clocks)
         assert waits.clause(0) == says
     waits.run.sit(m.Hello("late", "here"), b"", 0)
     waits = attendance(workers=2)
-    member(waits.run, waits.rounds)
+    member(waits.run, waits.clocks)
     waits.run.sit(m.Hello("no model", "here"), b"", 0)
     assert waits.clause(0) == "2 of 2 workers joined; waiting for the model of 1"
 
@@ -859,9 +866,9 @@ def test_a_run_says_how_many_workers_have_joined_and_how_many_are_missing() -> N
 def test_a_run_that_is_resumed_waits_for_as_many_and_says_so() -> None:
     waits = attendance(workers=3)
     waits.run.restart_clock = 40
-    waits.generations.resumed()
-    waits.generations.wake(0)
-    member(waits.run, waits.rounds)
+    waits.checkpoint_schedule.resumed()
+    waits.checkpoint_schedule.wake(0)
+    member(waits.run, waits.clocks)
     assert waits.clause(0) == "1 of 3 workers joined; waiting for 2"
 
 
@@ -875,14 +882,14 @@ def test_a_cluster_whose_workers_are_there_says_what_the_server_above_waits_for(
 
 def test_a_run_names_who_is_late_and_counts_who_is_done() -> None:
     waits = attendance(sync="bsp", workers=3)
-    first, second, third = (member(waits.run, waits.rounds) for _ in range(3))
+    first, second, third = (member(waits.run, waits.clocks) for _ in range(3))
     waits.run.move("start")
-    waits.rounds.open(0)
-    push(waits.rounds, first, 1)
-    push(waits.rounds, second, 1)
+    waits.clocks.open(0)
+    push(waits.clocks, first, 1)
+    push(waits.clocks, second, 1)
     assert waits.clause(0) == "waiting for rank 2 (here), at clock 0"
-    push(waits.rounds, third, 1)
-    assert waits.rounds.decide(0) and waits.clause(FRESH_NS) == ""
+    push(waits.clocks, third, 1)
+    assert waits.clocks.decide(0) and waits.clause(FRESH_NS) == ""
     for shard in range(2):
         report(waits.run, shard, finishing=(first.worker,), min_clock=1)
     assert waits.clause(2 * FRESH_NS) == "1 of 3 workers has done its last step; waiting for 2, at clock 1"
@@ -892,7 +899,7 @@ def test_a_console_has_it_after_a_while_and_then_less_often_and_a_page_at_each_c
     waits, told = attendance(workers=2), list[tuple[int, dict[str, Any]]]()
     for second in range(100):
         if second == 45:
-            member(waits.run, waits.rounds)
+            member(waits.run, waits.clocks)
         told += [(second, log.values) for log in waits.tick(second * NS)]
     none, one = "0 of 2 workers joined; waiting for 2", "1 of 2 workers joined; waiting for 1"
     assert told == [
@@ -902,7 +909,7 @@ def test_a_console_has_it_after_a_while_and_then_less_often_and_a_page_at_each_c
         (45, {"waits": one}),
         (70, {"waits": one, "text": f"{one}, 70 s so far"}),
     ]
-    member(waits.run, waits.rounds)
+    member(waits.run, waits.clocks)
     assert [log.values for log in waits.tick(200 * NS)] == [{"waits": ""}]
 
 

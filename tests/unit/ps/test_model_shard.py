@@ -38,12 +38,12 @@ def planned_of(**flags: Any) -> ModelShard:
 
 
 def push(planned: ModelShard, clock: int) -> None:
-    seat = planned.inbox.seats[0]
+    seat = planned.assembler.seats[0]
     begin, end = planned.turn(clock)
     (piece,) = raw_pieces(np.ones(end - begin, np.float32), begin, [(begin, end)])
     message = m.Push(0, 5, clock, 0, 1, begin, end, 1, HYPER, piece.codec, piece.payload)
-    planned.inbox.add(seat, message, (begin, end))
-    update = planned.inbox.next(seat)
+    planned.assembler.add(seat, message, (begin, end))
+    update = planned.assembler.next(seat)
     assert update is not None
     planned.accept(seat, update)
 

@@ -34,7 +34,7 @@ def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_
     server.happen(MachineEvent(EventKind.ABOVE, NS, message=m.HeartbeatAck(-1, 0, 0, 0, 0, "")))  # somebody is there
     told = server.membership.leave(NS) if done else member.leave(-1, NS)
     assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
-    assert not coordinator.generations.at_rest
+    assert not coordinator.checkpoint_schedule.at_rest
     answer = MachineEvent(EventKind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
     assert server.happen(answer) == ([StopProcess()] if done else []) and member.phase is MemberPhase.OVER
     assert server.happen(answer) == [], "an answer that comes twice is none"
@@ -73,7 +73,7 @@ def test_a_cluster_does_not_join_a_server_with_shards_on_other_machines() -> Non
 def test_the_clocks_of_those_below_go_up_as_they_are_at_one_moment() -> None:
     """Each of their heartbeats was at another: between these a member at the same clock would look far behind."""
     server, coordinator, member = cluster()
-    run, rounds = coordinator.run, coordinator.rounds
+    run, rounds = coordinator.run, coordinator.clocks
     for rank, (clock, told) in enumerate(((12, 11), (11, 3), (0, -1))):
         seat = run.sit(m.Hello(f"token {rank}", f"host {rank}"), b"peer", NS)
         seat.declare(5, clock, "")
@@ -88,7 +88,7 @@ def test_the_clocks_of_those_below_go_up_as_they_are_at_one_moment() -> None:
 
 def test_who_goes_before_it_is_done_is_lost_and_the_server_above_is_told_how_many() -> None:
     _, coordinator, member = cluster()
-    run, rounds = coordinator.run, coordinator.rounds
+    run, rounds = coordinator.run, coordinator.clocks
     for token, clock, epoch, how in (("done", 0, 5, "left"), ("crashed", -1, 5, "stopped"), ("idle", -1, 0, "left")):
         seat = run.sit(m.Hello(token, "host"), b"peer", NS)
         if epoch:

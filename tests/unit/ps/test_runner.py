@@ -125,7 +125,7 @@ def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_
 
     def staged(journal: Journal, server: Any, load: Any, note: Any, plain: Any = Journal.replay) -> JournalReplay:
         done: JournalReplay = plain(journal, server, load, note)
-        server.shard.planned.stage = stage
+        server.shard.model_shard.stage = stage
         return done
 
     monkeypatch.setattr(Journal, "replay", staged)

@@ -154,7 +154,7 @@ def test_it_takes_events_of_its_original_alone() -> None:
         life.hear(peer, machine)
         assert life.standby.machine is None
     life.hear(ORIGINAL, machine)
-    assert life.standby.have == 4 and life.follower.gate.known is life.follower.server
+    assert life.standby.have == 4 and life.follower.access_control.known is life.follower.server
     for peer in (FIRST, OTHER):
         life.hear(peer, m.Refuse(5, -1, 0, "no"))
     with pytest.raises(NarrowsError, match=": no"):
@@ -240,10 +240,10 @@ def test_a_machine_whose_arrays_do_not_fit_its_keys_is_refused(name: str, wrong:
     server = Server(
         Shard(0, settings, 1, 5, (), MeanFactory(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7)
     )
-    server.shard.planned = ModelShard(
+    server.shard.model_shard = ModelShard(
         0, settings, ModelSpec.unpacked(PLANS[0.0]), PushAssembler(0, settings.mode()), 0, MeanFactory()
     )
-    setattr(server.shard.planned.store, name, wrong)
+    setattr(server.shard.model_shard.store, name, wrong)
     life = Life()
     with pytest.raises(NarrowsError, match="float32"):
         life.hear(ORIGINAL, m.ReplicationEntry(1, 0, 0, 1, b"", 0, b"", frozen(server, assume_lent)))
@@ -260,7 +260,7 @@ def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pyte
         assert ("comes from the shards of this server alone" in capfd.readouterr().out) == said
     life.hear(ORIGINAL, m.ReplicationProgress(1, 1, "there:1", 5))
     assert not life.standby.siblings.known
-    known = life.follower.gate.connections.named[OURS] = Connection(-1, -1, OURS, refused=9)
+    known = life.follower.access_control.connections.named[OURS] = Connection(-1, -1, OURS, refused=9)
     life.hear(OURS, m.ReplicationProgress(1, 1, "there:1", 5))
     assert life.standby.siblings.known and not known.refused
     life.hear(FIRST, m.FailoverNotice(2, "", True))
