@@ -174,7 +174,7 @@ def test_a_command_of_narrows_ends_as_a_script_does_but_destroys_nothing(here: P
         "from narrows.protocols.runtime.processes import interpreter\ninterpreter.OURS = 'command'"
     )
     ends = "class Kept:\n    def __del__(self): print('destroyed')\nkept = Kept()\nraise SystemExit"
-    with nursery([("", "ours")], PYTHONPATH=str(here / "patch"), PYTHONUNBUFFERED="") as starter:
+    with forker([("", "ours")], PYTHONPATH=str(here / "patch"), PYTHONUNBUFFERED="") as starter:
         for how, code in (("with handlers", 7), ("after its threads", None), ("well", 300)):
             (here / "command.py").write_text(f"{ENDS[how]}\n{ends}({code})")
             expected = plain("-m", "command")

@@ -244,8 +244,8 @@ def test_the_process_that_forks_them_too() -> None:
         worker = Worker(server.address)
         worker.train(5)
         before = server.pids
-        (nursery,) = {parent(pid) for pid in before[1:]} - {before[0]}
-        os.kill(nursery, signal.SIGKILL)
+        (forker,) = {parent(pid) for pid in before[1:]} - {before[0]}
+        os.kill(forker, signal.SIGKILL)
         until(lambda: {parent(pid) for pid in before[1:]} == {before[0]}, server.command)
         worker.train(10)
         assert server.pids == before and " died " not in server.command.err, server.command
