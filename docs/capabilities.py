@@ -68,7 +68,7 @@ def ranges(settings: Settings) -> str:
 def asked(settings: Settings, name: str) -> str:
     """Ask a property of `Resharding` about a run of one level, with all shards on the server's machine."""
     run = SimpleNamespace(settings=settings, mode=settings.mode(), over=False)
-    part: Any = SimpleNamespace(run=run, roster=SimpleNamespace(plan=None), away={})
+    part: Any = SimpleNamespace(run=run, members=SimpleNamespace(plan=None), away={})
     part.never = Resharding.never.fget(part)  # type: ignore[attr-defined]
     return str(getattr(Resharding, name).fget(part))
 
