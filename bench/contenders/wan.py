@@ -1,4 +1,4 @@
-"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows, DDP and torchft.
+"""One worker in each of two cities trains the byte GPT across a narrow link. Measured: step, bytes at the interface, loss.
 
     python bench/contenders/wan.py  # every contender on the 20 Mbit/s link, 40 steps each, 3 rounds in turn
     python bench/contenders/wan.py --link 100mbit --rows 'ddp*' --steps 20

@@ -1,4 +1,4 @@
-"""A run in which something dies every so often, beside the same run undisturbed: goodput, stalls, memory and loss.
+"""The bench kills or stops a part of a run every so often, and compares it with the same run undisturbed.
 
     python bench/faults/chaos.py                                     # byte GPT, 3 workers, 2 shards, ssp; a failure every 20 s
     python bench/faults/chaos.py --sync bsp --every 10 --seed 1

@@ -1,4 +1,4 @@
-"""A run beside strangers: 10,000 connections that never speak, and floods of random frames; its step and its server's memory.
+"""Strangers dial the server of a run: silent connections, floods of frames. The bench measures step and memory meanwhile.
 
     python bench/faults/flood.py                      digits, one worker, one shard, bsp; every kind of stranger in turn
     python bench/faults/flood.py --kinds noise --rate 0     as many frames as one process sends

@@ -1,4 +1,4 @@
-"""Every decoder of bytes that a peer sends, under coverage-guided fuzzing (atheris, libFuzzer).
+"""libFuzzer feeds each decoder of bytes that a peer sends, guided by coverage (atheris). The bench counts findings.
 
     make fuzz                                          # all targets, 60 s each; installs atheris
     python bench/faults/fuzz.py --seconds 900 payload  # one target for a while

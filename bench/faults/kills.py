@@ -1,4 +1,4 @@
-"""`kill -9` of each process of a run in turn, in every mode that has a server: who ends how, what stalls, what is lost.
+"""The bench kills each process of a run in turn with `kill -9`, in each mode: exit codes, stalls, lost updates, loss.
 
     python bench/faults/kills.py  # the whole matrix
     python bench/faults/kills.py --modes ssp,async --roles worker,standby --jobs 1

@@ -1,4 +1,4 @@
-"""Run thousands of simulated clusters, every invariant checked after every event, and say how often each fault struck.
+"""Simulated clusters run under faults, and each invariant is checked after each event. The bench counts runs and failures.
 
     python bench/faults/simulate.py --campaign 100000 --jobs 2     of every kind its share
     python bench/faults/simulate.py --runs 10000 --trees 1000      so many of these kinds

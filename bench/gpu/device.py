@@ -1,4 +1,4 @@
-"""How long a worker's own work takes on a device, beside what the device's memory allows, and a step with it.
+"""A GPU codes, folds and composes updates, and trains. The bench compares these times with those of the script alone.
 
     python bench/gpu/device.py                                            # the first GPU: 1, 10 and 100 M values, then steps
     python bench/gpu/device.py --part codes --count 100000000 --spec topk:0.01

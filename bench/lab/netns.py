@@ -1,6 +1,6 @@
 """The network lab: hosts as network namespaces of this machine, joined by links with a rate, a delay, jitter and loss.
 
-    python bench/lab/netns.py --rate 100mbit --delay 20ms --loss 0.1%  # what TCP gets through such a link, as Markdown
+    python bench/lab/netns.py --rate 100mbit --delay 20ms --loss 0.1%  # what TCP gets through such a link
     python bench/lab/netns.py --table                                  # the same for the links of LINKS
     python bench/lab/netns.py --rate 20mbit --delay 60ms -- COMMAND    # COMMAND on one of two hosts; $LAB_NETNS is the other
 

@@ -1,4 +1,4 @@
-"""Every sync mode on every task against the same script alone in one process: its metric, seconds, bytes up and down.
+"""Each sync mode trains a task on loopback. The bench compares its loss or accuracy with that of one process.
 
     python bench/loss/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/loss/convergence.py --preset modes --task digits

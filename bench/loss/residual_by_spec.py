@@ -1,4 +1,4 @@
-"""How much each SPEC holds back of a recorded stream: AdamW's updates of the byte GPT, in one thread, with no server.
+"""Each SPEC codes the same updates of the byte GPT, with error feedback. The bench measures how much it holds back.
 
     python bench/loss/residual_by_spec.py  # all of SPECS
     python bench/loss/residual_by_spec.py --specs topk:0.05+int8,topk:0.11+sign  # these

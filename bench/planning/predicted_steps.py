@@ -1,4 +1,4 @@
-"""The step that ps-plan predicts, beside the one measured in the lab: its own plan, and ten that were made by hand.
+"""The lab runs the plan of ps-plan and ten plans made by hand. The bench compares each step with its prediction.
 
     python bench/planning/predicted_steps.py               # three networks, all plans; about 20 minutes of an idle machine
     python bench/planning/predicted_steps.py --networks cities --plans plan,1 --steps 20

@@ -1,4 +1,4 @@
-"""ps-probe in the lab: hosts around a switch, each with a link of its own; what was set beside what was found.
+"""ps-probe measures networks of the lab. The bench compares what it finds with what was set.
 
     python bench/planning/probe_accuracy.py            # three hosts, then eleven: at most 20 s a round
     python bench/planning/probe_accuracy.py --hosts 3  # three alone

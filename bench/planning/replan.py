@@ -1,4 +1,4 @@
-"""A link that gets narrow in the midst of a run: when that is noticed, what is proposed, and what a step takes then.
+"""A link gets narrow in the midst of a run: when the coordinator notices, what it proposes, and what a step takes then.
 
     python bench/planning/replan.py               # 100 to 5 Mbit/s after 40 steps, --replan change after 20 s
     python bench/planning/replan.py --replan say  # only said

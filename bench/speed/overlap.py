@@ -1,4 +1,4 @@
-"""Gradients that leave during backward: the step of bsp, dense, with overlap and clipping, beside that of DDP over gloo.
+"""Gradients leave during backward. The bench compares the step of bsp, dense and clipped, with that of DDP over gloo.
 
     python bench/speed/overlap.py        # in alternate blocks; claim: at most 1.10 times DDP's step
     python bench/speed/overlap.py --tcp  # over TCP, as DDP

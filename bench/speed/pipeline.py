@@ -1,4 +1,4 @@
-"""The byte GPT in stages across a link: step time, bytes at the interface and loss of each coding, beside the unsplit model.
+"""The byte GPT trains in stages across a link. The bench compares step, bytes and loss of each coding with the unsplit model.
 
     python bench/speed/pipeline.py  # step times: 4 stages, two in each of two cities, 100 Mbit/s and 20 ms
     python bench/speed/pipeline.py -- --rest 10  # the same, where each stage sleeps 30 ms a micro-batch beside

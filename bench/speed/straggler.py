@@ -1,4 +1,4 @@
-"""How much a worker's step costs while its partner is 4 times slower, against what it costs while both are alike.
+"""One of two workers becomes 4 times slower. The bench compares the other worker's step with its step before.
 
     python bench/speed/straggler.py                # every mode, 3 rounds of 40 + 40 steps of the fast worker
     python bench/speed/straggler.py --rows async --rounds 6

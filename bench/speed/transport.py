@@ -1,4 +1,4 @@
-"""Push and pull of dense models through a real ps-serve, beside a raw ZeroMQ echo of the same bytes and a memcpy.
+"""Workers push and pull dense models through ps-serve. The bench compares a step with a raw ZeroMQ echo and a memcpy.
 
     python bench/speed/transport.py                        # 1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
     python bench/speed/transport.py --sync ssp --sizes 25
