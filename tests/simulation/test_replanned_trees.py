@@ -24,7 +24,7 @@ from simulation.replanned_trees import Changing, fall_of
 from simulation.run_kinds import KINDS
 
 RUNS = 2
-LOST = 2  # machines of a root, at each moment of a change
+LOST = 1  # machines of a root, at each moment of a change
 PLANTED_SEEDS = 110  # within so many a planted bug is found
 
 
