@@ -28,7 +28,7 @@ from narrows.worker.sync import engine, overlap
 from narrows.worker.sync.engine import Engine
 from narrows.worker.sync.updates import UpdateStep
 
-STEPS = 50
+STEPS = 20
 At = Callable[[int, "Script"], None]
 
 

@@ -140,7 +140,7 @@ def test_no_root_no_server_no_way_and_no_cut_is_cheaper(seed: int) -> None:
         assert plan.cost == pytest.approx(costs[plan.groups, plan.above, plan.below])
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(24))
 def test_no_other_clusters_and_no_other_ways_are_cheaper(seed: int) -> None:
     """Every partition of 3 or 4 hosts with every two ways, each priced by itself."""
     network = drawn(100 + seed, 3 + seed % 2)
