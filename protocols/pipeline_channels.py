@@ -168,7 +168,7 @@ class Channels:
         if tensor.number == peer.received:
             if peer.received - peer.taken >= IN_FLIGHT_MAX:
                 raise RemoteProtocolError(
-                    f"{self.names[who]} sends more than {IN_FLIGHT_MAX} tensors that nobody has taken"
+                    f"{self.names[who]} sends more than {IN_FLIGHT_MAX} tensors that the script has not received"
                 )
             peer.received += 1
             return [TensorArrived(who, tensor)]
@@ -196,7 +196,7 @@ class Channels:
             return [
                 MemberFailed(
                     UnreachableError.exit_code,
-                    f"{late} was not there within {START_NS // NS} s: start ps-worker --plan on its host",
+                    f"{late} did not connect within {START_NS // NS} s: start ps-worker --plan on its host",
                 )
             ]
         for who, peer in self.peers.items():

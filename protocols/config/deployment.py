@@ -339,7 +339,7 @@ def _check(plan: Deployment) -> None:
         where, flags = f"{kind}s[{index}]", server.place.flags
         known = set(Settings.__slots__) - set(OURS) if server.children else {"shards"}
         if unknown := set(flags) - known:
-            raise UsageError(f"--plan: {where} has the flag {min(unknown)}, which is none of such a server")
+            raise UsageError(f"--plan: {where} has the flag {min(unknown)}, which such a server does not take")
         try:
             Settings(**plan.settings(server.place, max(1, len(server.children)))).validated()
         except TypeError as error:

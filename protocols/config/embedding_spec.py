@@ -93,7 +93,7 @@ def why_not(settings: Settings, mode: Mode, levels: bool) -> str:
             mode.rule in (FoldRule.MIX, FoldRule.OUTER),
             f"--sync {mode.name} pushes no gradient, and rows are pushed as gradients",
         ),
-        (levels, "a server above takes updates of keys alone: leave out --parent"),
+        (levels, "a parent takes updates of keys, not of rows: leave out --parent"),
         (bool(settings.robust), "--robust compares updates key by key, and rows are no keys"),
         (settings.max_update_norm > 0, "--max-update-norm looks at keys alone, and rows are no keys"),
         (settings.dp_clip > 0, "--dp-clip hides updates of keys alone, and which rows are touched shows the data"),

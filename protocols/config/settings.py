@@ -128,7 +128,7 @@ class Settings:
         if self.topology and self.topology not in (*TOPOLOGIES, RANDOM):
             raise UsageError(f"--topology {self.topology}: unknown; there are {', '.join(TOPOLOGIES)} and {RANDOM}")
         if self.topology == RANDOM and self.staleness not in (-1, row.bound):
-            raise UsageError(f"--staleness: under --topology {RANDOM} nobody waits, so there is no bound to set")
+            raise UsageError(f"--staleness: under --topology {RANDOM} no worker waits, so there is no bound to set")
         if mixes and self.compress.startswith("auto"):
             raise UsageError(
                 f"--compress {self.compress}: --sync gossip has no server that measures the link; name a SPEC"
@@ -188,7 +188,7 @@ class Settings:
         robust, mode = Robust.parse(self.robust), self.mode()
         if robust and self.workers < LEAST:
             raise UsageError(
-                f"--robust {self.robust}: of {self.workers} workers nobody can say which one lies; it takes {LEAST}"
+                f"--robust {self.robust}: {self.workers} workers are too few to tell which one lies; give at least {LEAST}"
             )
         if robust.cut and not (mode.barrier and mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)):
             raise UsageError(

@@ -133,7 +133,7 @@ class GossipDriver:
             return [e.RequestModel(self.elder)]
         self.asking_ns = now_ns if self.asking_ns < 0 else self.asking_ns
         if now_ns - self.asking_ns > MODEL_WAIT_LEASES * self.lease_ns:
-            self.trouble = "the run has begun, and nobody is left that could give its model: start it again"
+            self.trouble = "the run has begun, and no worker is left that has its model: start it again"
         return []
 
     # Events of peers.

@@ -164,7 +164,7 @@ class Mixing:
             try:
                 self.home.check(offer, finite=True)
             except ValueError as error:
-                raise RemoteProtocolError(f"{who} offers what is no part of a finite model: {error}") from None
+                raise RemoteProtocolError(f"{who} offers no part of a finite model: {error}") from None
 
     def mix(self, worker: int, peer: int, weight: float, offers: tuple[m.Offer, ...]) -> None:
         """Complete an exchange: move the model, and the reference of the pair.

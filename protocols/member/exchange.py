@@ -206,7 +206,7 @@ class Exchange(Generic[A]):
             try:
                 return self._take(event)
             except ValueError as error:
-                raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
+                raise RemoteProtocolError(f"the server sent an invalid payload: {error}") from None
         return []
 
     def _take(self, event: e.StatePart | e.MasterArrived | e.StateArrived) -> Says:

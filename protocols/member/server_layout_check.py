@@ -23,7 +23,7 @@ def welcomed(welcome: m.Welcome) -> Settings:
     """Check a Welcome. Returns the settings of the run."""
     settings, ports = Settings.unpacked(welcome.settings), welcome.ports
     if len(ports) != settings.shards or not are_addresses(welcome.hosts, ports):
-        text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
+        text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or an invalid port"
         raise RemoteProtocolError(text)
     return settings
 
@@ -32,7 +32,7 @@ def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
     """Check a Ready. Returns the keys of each shard."""
     ranges = _cut(ready.ranges, plan, shards)
     if ranges is None or not 0 <= ready.clock <= m.CLOCK_MAX:
-        text = "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
+        text = "the server sent an invalid place: it cuts the model elsewhere, or has no such clock"
         raise RemoteProtocolError(text)
     return ranges
 
@@ -51,5 +51,5 @@ def moved(move: m.Reshard, plan: bytes, before: Settings) -> tuple[Settings, tup
     settings, ranges = Settings.unpacked(move.settings), _cut(move.ranges, plan, len(move.ports))
     placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
     if ranges is None or not placed or not settings.follows(before):
-        raise RemoteProtocolError("the server sent a place that is none: it cuts the model elsewhere")
+        raise RemoteProtocolError("the server sent an invalid place: it cuts the model elsewhere")
     return settings, ranges

@@ -355,7 +355,7 @@ def read(
                 if only is None or name in only or name.startswith(BYTES):
                     array = file.get_tensor(name)
                     if zlib.crc32(named(array)[2]) != sums[name]:
-                        raise ValueError(f"{name} is not what was written")
+                        raise ValueError(f"{name} differs from what was written")
                     if name.startswith(BYTES):
                         facts[name.removeprefix(BYTES)] = array.tobytes()
                     elif array.dtype != embedding_rows.dtype_of(name) or (name in ("x", "p") and array.ndim != 1):

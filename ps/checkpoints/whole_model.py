@@ -69,7 +69,7 @@ class CheckpointBlocks:
                 yield block.reshape(-1).view(np.uint8).data
             for path, file, found in zip(self.paths, files, sums, strict=True):
                 if json.loads(file.metadata()["narrows"])["crc32"][name] != found:
-                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} is not what was written")
+                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} differs from what was written")
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

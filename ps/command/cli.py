@@ -22,55 +22,56 @@ from narrows.ps.command.serve import checked, serve
 
 @click.group(cls=BareGroup, context_settings=COMMAND, invoke_without_command=True)
 @click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
-              help="address of shard 0; shard i takes the port i above it")  # fmt: skip
+              help="address of shard 0; the port of shard i is i higher")  # fmt: skip
 @run_flags
 @click.option(
     "--parent",
     default="",
-    help="address of a ps-serve above: this cluster is one worker of it; it pushes updates, or mixes "
-    "where that one runs gossip",
+    help="address of the parent's ps-serve: this cluster is one worker of it; it pushes updates, or mixes "
+    "if the parent runs gossip",
 )
 @click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,
-              help="seconds of silence after which the server above is lost")  # fmt: skip
-@click.option("--keys", default="", help="folder of keys, made by ps-serve keys: who is not on its list is not let in")
-@click.option("--parent-key", default="", help="the file that ps-serve keys add made there, with --role cluster; a standby "
-              "of this server needs a copy")  # fmt: skip
-@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without keys")
-@click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
-              "[checkpoints/DATE-TIME]")  # fmt: skip
+              help="seconds of silence after which the parent counts as lost")  # fmt: skip
+@click.option("--keys", default="", help="folder made by ps-serve keys; machines whose key is not in it are refused")
+@click.option("--parent-key", default="", help="the key file that ps-serve keys add --role cluster made at the parent; a "
+              "standby of this server needs a copy")  # fmt: skip
+@click.option("--insecure", is_flag=True, help="allow addresses beyond loopback without keys")
+@click.option("--checkpoint-dir", default="", help="folder for checkpoints and the final model.safetensors; none: keep "
+              "neither [checkpoints/DATE-TIME]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
-@click.option("--run-id", default="", metavar="NAME", help="name of this run: with --resume a manager may start it again after "
-              "its end, and workers that come get its model; under another name an ended run is refused")  # fmt: skip
+@click.option("--run-id", default="", metavar="NAME", help="name of this run: --resume starts an ended run again under its "
+              "name, and its workers get the model; under another name an ended run is refused")  # fmt: skip
 @click.option("--steps", type=click.IntRange(0), default=0, metavar="N", help="with --resume: go on with a run that has ended "
               "after fewer than N steps")  # fmt: skip
-@click.option("--fresh-run", is_flag=True, help="begin anew in --checkpoint-dir: what an earlier run has left there is "
-              "moved to a folder in it")  # fmt: skip
+@click.option("--fresh-run", is_flag=True, help="begin a new run in --checkpoint-dir: files of an earlier run are moved to "
+              "a folder in it")  # fmt: skip
 @click.option("--journal/--no-journal", default=True, show_default=True,
-              help="keep in memory what a shard has handled, so that one that is killed goes on where it was; without, it goes "
-              "back to its newest checkpoint")  # fmt: skip
+              help="keep each shard's events in memory, so that a killed shard goes on where it was; without, it goes back "
+              "to its newest checkpoint")  # fmt: skip
 @click.option("--replicas", type=click.IntRange(0, 1), default=0, show_default=True,
-              help="standbys that may copy this server: ps-serve --standby on another machine")  # fmt: skip
+              help="number of standbys that may copy this server: ps-serve --standby on another machine")  # fmt: skip
 @click.option("--standby", default="", metavar="ADDR",
-              help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
+              help="copy the server at ADDR and take its place when its machine is lost; the run's flags come from "
+              "it")  # fmt: skip
 @click.option("--join", default="", metavar="ADDR",
-              help="have --shards shards of the server at ADDR on this machine; Ctrl-C moves their keys back")  # fmt: skip
+              help="run --shards shards of the server at ADDR on this machine; Ctrl-C moves their keys back")  # fmt: skip
 @click.option("--plan", default="", metavar="FILE", help="start the servers that this host has in the plan "
               "of ps-plan, with their flags")  # fmt: skip
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
-@click.option("--ready-file", default="", help="written, as JSON, once workers can join")
+@click.option("--ready-file", default="", help="JSON file that is written once workers can join")
 @click.option(
-    "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
+    "--record", default="", help="write events of the run and figures of its workers to this file, a JSON object a line"
 )
 @glance_flags
-@click.option("--print", default="", metavar="FORMAT", help="write what a manager takes, filled in from the other flags: "
+@click.option("--print", default="", metavar="FORMAT", help="print a job file for a manager, filled in from the other flags: "
               "slurm, jobset, kubeflow, dockerfile, sky, dstack, ray or compose")  # fmt: skip
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:
-    """Serve one cluster's model: N shards in N processes, one sync mode.
+    """Serve the model of one cluster: N shards in N processes, one sync mode.
 
-    Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. It ends with its last worker; Ctrl-C
-    writes a checkpoint and ends it; SIGUSR1 prints all levels of the run.
+    Each flag has an environment variable NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. The server ends with
+    its last worker. Ctrl-C writes a checkpoint and ends the server. SIGUSR1 prints all levels of the run.
     """
     if context.invoked_subcommand is not None:
         return 0
@@ -102,9 +103,9 @@ def command(context: click.Context, /, **flags: Any) -> int:
 
 @command.command()
 @click.argument("count", type=click.IntRange(1, SHARDS_MAX))
-@click.option("--at", default="tcp://127.0.0.1:5555", show_default=True, help="address of that ps-serve")
+@click.option("--at", default="tcp://127.0.0.1:5555", show_default=True, help="address of the ps-serve")
 def shards(count: int, at: str) -> None:
-    """Cut the keys of a ps-serve that runs on this machine over COUNT shards, and wait for it. Training goes on."""
+    """Cut the keys of a ps-serve on this machine over COUNT shards, and wait until that is done. Training goes on."""
     from narrows.protocols.addresses import parse_address
     from narrows.ps.command.reshard import ask
 
@@ -113,7 +114,7 @@ def shards(count: int, at: str) -> None:
 
 @command.group()
 def keys() -> None:
-    """Make keys, so that nobody else joins and nobody listens."""
+    """Make keys: only machines with a key can join, and all messages are encrypted."""
 
 
 FOLDER = click.option(
@@ -124,7 +125,7 @@ FOLDER = click.option(
 @keys.command()
 @click.argument("folder", metavar="DIR")
 def init(folder: str) -> None:
-    """Make the keys of a server, in a new folder DIR; ps-serve --keys DIR serves with them."""
+    """Make the keys of a server in a new folder DIR, for ps-serve --keys DIR."""
     from narrows.protocols.runtime.network.key_files import make
 
     make(folder)
@@ -137,11 +138,12 @@ def init(folder: str) -> None:
 @click.argument("name")
 @FOLDER
 @click.option("--role", type=click.Choice(["worker", "cluster"]), default="worker", show_default=True,
-              help="cluster: of a ps-serve below")  # fmt: skip
+              help="worker: for ps-worker --key; cluster: for ps-serve --parent-key")  # fmt: skip
 def add(name: str, folder: str, role: str) -> None:
-    """Let NAME in; print the name of the one file to hand over. A running server knows it at once.
+    """Make a key for the machine NAME, and print the path of its file. A running server accepts the key at once.
 
-    Where the output goes to a file (ps-serve keys add NAME > NAME.key), that file is the key.
+    Give NAME this file and no other. If the output goes to a file (ps-serve keys add NAME > NAME.key), that file is the
+    key.
     """
     from narrows.protocols.runtime.network.key_files import add as added
 
@@ -153,27 +155,27 @@ def add(name: str, folder: str, role: str) -> None:
             path = added(folder, name, role)
             click.echo(path.read_text(), nl=False)
             return click.echo(
-                f"{path} and this output are the key of {name}, for {flag}: hand it over by a safe way", err=True
+                f"{path} and this output are the key of {name}, for {flag}: send it over a safe channel", err=True
             )
     path = added(folder, name, role)
-    click.echo(f"{path}\nhand it to {name} by a safe way, for {flag} {path.name}; it is a secret")
+    click.echo(f"{path}\nsend this file to {name} over a safe channel, for {flag} {path.name}; it is a secret")
 
 
 @keys.command()
 @click.argument("name")
 @FOLDER
 def revoke(name: str, folder: str) -> None:
-    """Let NAME in no more; its connections to a running server are refused within a second."""
+    """Revoke the key of NAME. A running server refuses its connections within a second."""
     from narrows.protocols.runtime.network.key_files import revoke as revoked
 
     revoked(folder, name)
-    click.echo(f"{name} is not let in any more")
+    click.echo(f"the key of {name} is revoked")
 
 
 @keys.command("list")
 @FOLDER
 def names(folder: str) -> None:
-    """Print who is let in."""
+    """Print the names whose keys the server accepts."""
     from narrows.protocols.runtime.network.key_files import listed, server_key
 
     server_key(folder)

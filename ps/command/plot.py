@@ -13,14 +13,14 @@ from narrows.protocols.runtime.cli.flags import COMMAND, run
 @click.command(context_settings=COMMAND)
 @click.argument("records", metavar="FILE...", nargs=-1, required=True)
 @click.option(
-    "--out", default="", help="the picture; its ending says which kind [FILE with .png; of several, compared.png]"
+    "--out", default="", help="file of the picture; its suffix gives the format [FILE.png; of several, compared.png]"
 )
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 def command(records: tuple[str, ...], out: str) -> None:
-    """Draw the record FILE of ps-serve or of ps-worker: loss by steps, seconds and bytes, time of steps, links.
+    """Draw the record FILE of ps-serve or ps-worker: loss by steps, seconds and bytes, time of steps, links.
 
-    Several files are compared: one curve of the loss for each. The axis of the loss is logarithmic where all losses are
-    above 0.
+    Several files are compared, with a curve of the loss for each. If all losses are above 0, the axis of the loss is
+    logarithmic.
     """
     from narrows.ps.dashboard.record_reader import RecordReader
 
@@ -33,7 +33,7 @@ def command(records: tuple[str, ...], out: str) -> None:
         read = RecordReader(record)
         read.read()
         if not read.history.lanes:
-            raise UsageError(f"{record}: no member has said anything in it yet")
+            raise UsageError(f"{record}: the record has no event of a member yet")
         histories[record] = read.history
     path = Path(out or (Path(records[0]).with_suffix(".png") if len(records) == 1 else "compared.png"))
     figure = plot(histories[records[0]], records[0]) if len(records) == 1 else compared(histories)

@@ -44,57 +44,57 @@ PAIR_BYTES = 1 << 30  # the default of --bytes for each pair
 @click.argument("hosts", nargs=-1, metavar="[HOST... | FILE...]")
 @click.option("--bind", default="", metavar="ADDR", help=f"direct: wait for machines here [with HOST...: {BIND}]")
 @click.option(
-    "--machines", type=click.IntRange(2, MACHINES_MAX), help="how many, this one included [HOST... and this one]"
+    "--machines", type=click.IntRange(2, MACHINES_MAX), help="number of machines, with this one [HOST... and this one]"
 )
-@click.option("--only-others", is_flag=True, help="this machine directs and is none of them")
+@click.option("--only-others", is_flag=True, help="this machine directs, but is not measured")
 @click.option(
     "--join",
     default="",
     metavar="ADDR",
-    help="measure as the ps-probe at ADDR says; ssh:PORT: on the machine that started this by ssh",
+    help="measure as the ps-probe at ADDR directs; ssh:PORT: on the machine that started this by ssh",
 )
-@click.option("--out", default="network.json", show_default=True, help="where it writes what it has found")
-@click.option("--seconds", type=click.FloatRange(8, 600), default=20.0, show_default=True, help="at most, of a round")
-@click.option("--bytes", "bytes_max", type=float, help=f"at most, of all pairs [{PAIR_BYTES / 1e6:,.0f} MB a pair]")
+@click.option("--out", default="network.json", show_default=True, help="file for the measured network")
+@click.option("--seconds", type=click.FloatRange(8, 600), default=20.0, show_default=True, help="limit of a round")
+@click.option("--bytes", "bytes_max", type=float, help=f"limit of all pairs [{PAIR_BYTES / 1e6:,.0f} MB a pair]")
 @click.option(
-    "--wait", type=click.FloatRange(min=1), default=300.0, show_default=True, help="seconds, for machines to come"
+    "--wait", type=click.FloatRange(min=1), default=300.0, show_default=True, help="seconds to wait for the machines"
 )
-@click.option("--name", default="", help="of this machine in network.json [its host name]")
-@click.option("--host", default="", help="where others reach this machine [its address towards the director]")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="of this machine's streams [any that is free]")
-@click.option("--keys", default="", metavar="DIR", help="let in the machines that have a key of this folder (--bind)")
+@click.option("--name", default="", help="name of this machine in network.json [its host name]")
+@click.option("--host", default="", help="address at which others reach this machine [that towards the director]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="port of this machine's streams [any free port]")
+@click.option("--keys", default="", metavar="DIR", help="admit only machines that have a key in this folder (--bind)")
 @click.option("--key", default="", metavar="FILE", help="the key of this machine (--join); -: from stdin")
-@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without keys")
+@click.option("--insecure", is_flag=True, help="allow addresses beyond loopback without keys")
 @click.option(
     "--ssh", default="", metavar="COMMAND", help="starts {command} on {host} [ssh -o BatchMode=yes {host} {command}]"
 )
 @click.option(
-    "--run", "page", default="", metavar="HOST:PORT", help="take what a run has measured, from its page (--dashboard)"
+    "--run", "page", default="", metavar="HOST:PORT", help="take the measurements of a run from its page (--dashboard)"
 )
 @click.option(
     "--record",
     default="",
-    help="take the seconds of a step from this record of ps-worker; HOST... read their own, of this name",
+    help="take the seconds of a step from this record of ps-worker; each HOST reads its own record of this name",
 )
 @click.option(
     "--script",
     default="",
     metavar="'SCRIPT ARGS'",
-    help="take them from 20 steps of this script, alone; HOST... run it, too",
+    help="take the seconds of a step from 20 steps of this script, alone; each HOST runs it too",
 )
 @click.option(
-    "--merge", is_flag=True, help="read FILE..., and write one network.json: the newest of each link and host"
+    "--merge", is_flag=True, help="read FILE..., and write one network.json with the newest of each link and host"
 )
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 def command(hosts: tuple[str, ...], out: str, page: str, merge: bool, join: str, bind: str, **flags: Any) -> int:
-    """Measure what joins some machines: round trips, rates by size and number of streams, loss, cores.
+    """Measure the links between machines: round trips, rates by size and number of streams, loss, cores.
 
     \b
-    ps-probe HOST...                                   starts itself on each HOST by ssh
-    ps-probe --bind tcp://0.0.0.0:5600 --machines 3    waits for two machines, and
-    ps-probe --join tcp://HOST:5600                    is what each of them runs
-    ps-probe --run HOST:5550                           what a run has measured; nothing is sent
-    ps-probe --merge a.json b.json                     one file of several
+    ps-probe HOST...                                   starts ps-probe on each HOST by ssh
+    ps-probe --bind tcp://0.0.0.0:5600 --machines 3    waits for two machines; on each of them run
+    ps-probe --join tcp://HOST:5600                    this command
+    ps-probe --run HOST:5550                           takes the measurements of a run, and sends nothing
+    ps-probe --merge a.json b.json                     makes one file of several
     """
     if (join and (bind or hosts)) or (merge and (join or bind or page)):
         raise UsageError("give one of --join, --merge, and HOST... or --bind")

@@ -301,7 +301,7 @@ def by_ssh(address: str) -> str:
         return address
     client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     if not client:
-        raise UsageError(f"--join {address}: no SSH_CONNECTION says who has started this; give tcp://HOST:PORT")
+        raise UsageError(f"--join {address}: SSH_CONNECTION is not set; give tcp://HOST:PORT")
     return f"tcp://{bracketed(client)}:{address.removeprefix(BY_SSH)}"
 
 

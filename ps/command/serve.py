@@ -77,7 +77,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
             "--insecure goes without them"
         )
     if replicas and mixes:
-        raise UsageError(f"--replicas {replicas}: under --sync gossip the model is with the workers; leave it out")
+        raise UsageError(f"--replicas {replicas}: under --sync gossip the workers hold the model; leave it out")
     if parent:
         parse_address("--parent", parent)
         if mixes:
@@ -99,10 +99,10 @@ def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
         server_key(keys)
     if parent_key:
         if not parent:
-            raise UsageError("--parent-key: it is for the server above; give --parent too")
+            raise UsageError("--parent-key: this key is for the parent; give --parent too")
         if member_key(parent_key, "--parent-key").role != "cluster":
             raise UsageError(
-                f"--parent-key {parent_key}: this key is a worker's; its owner makes one with --role cluster"
+                f"--parent-key {parent_key}: this is the key of a worker; the owner of the parent makes one with --role cluster"
             )
 
 
@@ -237,7 +237,7 @@ def begin_anew(folder: str) -> None:
             f"--fresh-run: {folder}: {error.strerror}; name another folder with --checkpoint-dir"
         ) from None
     if kept:
-        say(f"what an earlier run has left in {folder} is in {kept}")
+        say(f"files of an earlier run in {folder} are now in {kept}")
 
 
 def ended(folder: Path, run_id: str, steps: int) -> str:
@@ -265,7 +265,7 @@ def ended(folder: Path, run_id: str, steps: int) -> str:
         else f"the run in {folder} has ended"
     )
     if run_id and end.get("run_id") == run_id:
-        return f"{after}; workers of run {run_id} that come again get its model"
+        return f"{after}; workers of run {run_id} that join again get its model"
     more = max(end["steps"], 0)
     raise UsageError(
         f"--resume: {after}: name another --checkpoint-dir for a new run, give --steps N with more than {more} to train on, or "
@@ -303,7 +303,7 @@ def original_of(
     told = ask("--standby", standby, keys)
     if told["has_parent_key"] and not parent_key:
         raise UsageError(
-            f"--standby {standby}: that cluster has a key above; give --parent-key with a copy of the file"
+            f"--standby {standby}: that cluster has a key for its parent; give --parent-key with a copy of the file"
         )
     if parent_key and not told["has_parent_key"]:
         raise UsageError(f"--parent-key {parent_key}: the server at {standby} has none; leave it out")
@@ -319,7 +319,7 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
     """
     (there, _), (host, _) = parse_address(flag, address), parse_address("--bind", bind, any_port=True)
     if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
-        text = "it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
+        text = "this machine must trust it; give --keys with a copy of its folder, or --insecure"
         raise UsageError(f"{flag} {address}: {text}")
     if is_loopback(host) and not is_loopback(there):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial {name}; give --bind tcp://HOST:PORT")

@@ -395,7 +395,7 @@ class ShardSupervisor:
             return "the model that the workers ended with"
         stopped = self.handed.get("stopped", 0)
         if not stopped:
-            return "no worker has handed over its model: what the run began with"
+            return "no worker has sent its model: the one with which the run began"
         return f"the mean of the models of {stopped} workers that were stopped" if stopped > 1 else ONE_STOPPED
 
     def kill(self) -> None:

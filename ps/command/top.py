@@ -18,20 +18,20 @@ WIDTH = 180  # characters of a line, where the output is no terminal
 
 @click.command(cls=Bare, context_settings=COMMAND)
 @click.argument("address", required=False, metavar="[HOST:PORT]")
-@click.option("--record", default="", help="read this record of ps-serve or of ps-worker instead, and follow it")
+@click.option("--record", default="", help="read this record of ps-serve or ps-worker instead, and follow it")
 @dashboard_flag
-@click.option("--insecure", is_flag=True, help="allow --dashboard on other than loopback addresses")
-@click.option("--once", is_flag=True, help="show it as it is now, and end; so it is where the output is no terminal")
+@click.option("--insecure", is_flag=True, help="allow --dashboard on addresses beyond loopback")
+@click.option("--once", is_flag=True, help="show the present state, and end; without a terminal this is the default")
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 def command(address: str | None, record: str, dashboard: str, insecure: bool, once: bool) -> int:
-    """Show the run whose page is at HOST:PORT (ps-serve --dashboard), or that of a record; Ctrl-C ends it.
+    """Show the run whose page is at HOST:PORT (ps-serve --dashboard), or the run of a record. Ctrl-C ends ps-top.
 
-    With --dashboard the record is shown as a page instead.
+    With --dashboard ps-top serves a page of the record instead.
     """
     if bool(address) and bool(record):
         raise UsageError(f"{address} and --record {record}: give one of the two")
     if dashboard and not record:
-        raise UsageError("--dashboard: the page of a run that goes on is that of its ps-serve; give --record too")
+        raise UsageError("--dashboard: ps-top serves the page of a record, ps-serve that of its run; give --record too")
     try:
         return _page(record, dashboard, insecure) if dashboard else _terminal(address or DASHBOARD, record, once)
     except KeyboardInterrupt:

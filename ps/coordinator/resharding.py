@@ -162,7 +162,7 @@ class Resharding(Decision):
         """Why this run can never reshard; "" if it can."""
         mode = self.run.mode
         if mode.rule is FoldRule.MIX:
-            return "under --sync gossip the model is with the workers"
+            return "under --sync gossip the workers hold the model"
         if mode.bound is None:
             return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
         if self.run.settings.quorum > 0 or mode.streams:
@@ -247,7 +247,7 @@ class Resharding(Decision):
         if self.run.over:
             return "the run is over"
         if self.holds and not self.run.declared:
-            return "nobody trains any more"
+            return "no worker trains any more"
         if self._levels and self.target != self.run.shards:
             return LEVELS
         late = (

@@ -43,7 +43,7 @@ AHEAD_MAX = 1 << 16  # folded at once: ranges of one worker whose updates are of
 OLDER = 2  # checkpoints kept before the newest shared one: the run goes back to one of them if the newest is damaged
 
 BELOW = (
-    "ranges() hands out the samples of a run to the workers of one server, and this one is a cluster below another: use "
+    "ranges() hands out the samples of a run to the workers of one server, and this one is a cluster with a parent: use "
     "sampler()"
 )
 OTHER = (

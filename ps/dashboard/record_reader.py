@@ -31,7 +31,7 @@ class RecordReader:
         """Take the new lines. Return False if there were none.
 
         Raises:
-            UsageError: the file cannot be read, or a line is none of a record.
+            UsageError: the file cannot be read, or a line is not one of a record.
         """
         try:
             with open(self.path, "rb") as file:
@@ -46,7 +46,7 @@ class RecordReader:
             try:
                 self.history.take(json.loads(line, parse_constant=_absent))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise UsageError(f"--record {self.path}: line {self.number} is none of a record ({error})") from None
+                raise UsageError(f"--record {self.path}: line {self.number} is not one of a record ({error})") from None
         return bool(lines)
 
 
@@ -96,9 +96,7 @@ def _instead(url: str) -> str:
     except (OSError, ValueError, http.client.HTTPException) as error:
         if _is_of_zeromq(url):
             return "that is where workers join a run, and the page has an address of its own"
-        return (
-            f"nobody answered within {FIRST_S:.0f} s" if isinstance(error, TimeoutError) else "that is no HTTP server"
-        )
+        return f"no answer within {FIRST_S:.0f} s" if isinstance(error, TimeoutError) else "that is no HTTP server"
 
 
 def _is_of_zeromq(url: str) -> bool:

@@ -91,7 +91,7 @@ class ParentSeat:
             where = (tuple(map(int, ports)), int(number), str(server))
             return ParentSeat(Settings.unpacked(settings), *numbers, *where, int(before), int(hold))
         except (TypeError, ValueError):
-            raise RemoteProtocolError("a place in the run above is ten values") from None
+            raise RemoteProtocolError("a place in the parent's run is ten values") from None
 
     def turned(self, before: ParentSeat | None) -> bool:
         """True if this is the seat `before` with another server, or another hold."""
@@ -238,7 +238,7 @@ class ParentLink:
 
     def hear(self, message: m.Message, now_ns: int) -> Asks:
         """Take a message of another cluster. Raises RemoteProtocolError for one that no cluster may send."""
-        raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
+        raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no parent")
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
         """Take the packed roster of the other clusters. `alone`: the parent is lost and will send no newer one."""

@@ -352,14 +352,14 @@ class ProbeDirector:
     def _lost(self, number: int, now_ns: int) -> Effects:
         if self.began_ns is None:  # another machine may join in its place
             machine = self.machines.pop(number)
-            return [PrintLine(f"{machine.join.name} is gone")]
+            return [PrintLine(f"{machine.join.name} has left")]
         self.gone.add(number)
         name = self.name(number)
         left = [pair for row in self.rounds[self.number :] for pair in row if number in pair]
         left = [pair for pair in left if not (self.gone - {number}).intersection(pair)]
         self.failed += [f"{self.name(a)} - {self.name(b)}: {name} is gone" for a, b in left]
         said: Effects = [
-            PrintLine(f"{name} has said nothing for {SILENT_NS // NS} s: it is gone, and its pairs are left out")
+            PrintLine(f"{name} was silent for {SILENT_NS // NS} s: it counts as dead, and its pairs are left out")
         ]
         for trial in [trial for trial in self.tries.values() if number in (trial.listener, trial.dialler)]:
             said += self._fail(trial, f"{name} is gone", now_ns)

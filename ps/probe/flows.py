@@ -103,7 +103,7 @@ def checked(rows: Any) -> list[Flow]:
         sound = type(row) is list and len(row) == 3 and type(row[2]) is dict
         sound = sound and row[0] in range(PINGED + 1) and row[1] in (0, 1) and row[2].keys() <= FIGURES
         if not sound or not all(type(v) in (int, float) and 0 <= v < math.inf for v in row[2].values()):
-            raise RemoteProtocolError(f"a report of ps-probe has a row that is none: {str(row)[:80]}")
+            raise RemoteProtocolError(f"a report of ps-probe has an invalid row: {str(row)[:80]}")
     return [Flow(*row) for row in rows]
 
 

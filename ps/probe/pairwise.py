@@ -241,7 +241,7 @@ def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
                     found[place] = stack.enter_context(made)
             pair = MeasuringEnd(found[line], 1, clock)
             if _exactly(pair.line, 1, MeasurementTime(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
-                raise ConnectionError("no ps-probe is there")
+                raise ConnectionError("no ps-probe answers there")
         except OSError as error:
             why = "nothing answers" if isinstance(error, TimeoutError) else error.strerror or str(error)
             raise MeasurementError(f"port {asked.port} of {host} cannot be dialled: {why}") from None

@@ -80,7 +80,7 @@ def checked(address: str, told: Any) -> dict[str, Any]:
         UnreachableError: the server has not started all of its shards.
     """
     if not isinstance(told, dict) or not told.keys() >= TOLD:
-        raise RemoteProtocolError(f"{address}: what the server tells of itself is not whole")
+        raise RemoteProtocolError(f"{address}: the server's description of itself is incomplete")
     if told["release"] != release():
         raise IncompatibleError(f"{address}: the server runs {told['release']}, and this machine {release()}")
     if not all(told["ports"]):

@@ -82,7 +82,7 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
     except NonFinitePayloadError:
         return math.inf
     except PayloadError as error:
-        raise RemoteProtocolError(f"a payload that is none: {error}") from None
+        raise RemoteProtocolError(f"an invalid payload: {error}") from None
 
 
 class PushAssembler:

@@ -169,7 +169,7 @@ class EmbeddingRows:
         try:
             found = rows.decode(payload)
         except PayloadError as error:
-            raise RemoteProtocolError(f"a payload that is none: {error}") from None
+            raise RemoteProtocolError(f"an invalid payload: {error}") from None
         if found.table >= len(self.tables):
             raise RemoteProtocolError(f"rows of table {found.table}: the model has {len(self.tables)} tables")
         table = self.tables[found.table]

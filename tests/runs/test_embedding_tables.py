@@ -209,7 +209,7 @@ BAD: dict[str, dict[str, Any]] = {
     "one map for each of 1 tables": {"part": 0, "hyper": pack([b"", [], pack([])])},
 }
 BAD_ASKS = {
-    "a payload that is none": payload(dim=0)[:-1],
+    "an invalid payload": payload(dim=0)[:-1],
     "the model has 1 tables": payload(table=1, dim=0),
     "2 of 31 rows of 5 values": payload(),
 }

@@ -759,7 +759,7 @@ def test_workers_go_on_when_their_server_is_killed(tmp_path: Path) -> None:
             server.kill()
             assert both_of_them.wait() == 0, str(both_of_them)
             assert len(ends(both_of_them.out)) == 1
-            assert "the server is gone; the workers go on among themselves" in both_of_them.err
+            assert "the server is lost; the workers go on without it" in both_of_them.err
 
 
 def test_the_server_keeps_the_model_that_the_workers_end_with(tmp_path: Path) -> None:

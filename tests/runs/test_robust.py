@@ -277,7 +277,7 @@ def test_what_it_may_be() -> None:
         with pytest.raises(UsageError, match="give cosine, median or trim:SHARE"):
             Robust.parse(wrong)
     wrongly: list[tuple[dict[str, Any], str]] = [
-        ({"robust": "median", "workers": 2, "sync": "bsp"}, "of 2 workers nobody can say which one lies"),
+        ({"robust": "median", "workers": 2, "sync": "bsp"}, "2 workers are too few to tell which one lies"),
         ({"robust": "median", "workers": 4, "sync": "ssp"}, "only a barrier has all updates of a clock"),
         ({"robust": "trim:0.1", "workers": 4, "sync": "bsp", "push": "update"}, "only a barrier has all updates"),
         ({"robust": "cosine", "workers": 4, "sync": "gossip"}, "--robust: under --sync gossip no update goes"),

@@ -373,7 +373,7 @@ def test_a_server_that_is_stopped_waits_for_no_worker_for_ever() -> None:
 
 def test_the_console_says_whose_model_it_is() -> None:
     of = ShardSupervisor(Settings(sync="gossip"))
-    assert of._whose(0).startswith("no worker has handed over its model: what the run began with")
+    assert of._whose(0).startswith("no worker has sent its model: the one with which the run began")
     of.handed = {"last": False, "stopped": 1}
     assert of._whose(0) == "the model of a worker that was stopped"
     of.handed = {"last": False, "stopped": 3}

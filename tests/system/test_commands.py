@@ -275,7 +275,7 @@ def test_keywords_that_are_no_flags(values: dict[str, Any], why: str) -> None:
     ({}, "^workers: give how many"),
     ({"clusters": [{"workers": 1}, {}]}, r"^clusters\[1\]: workers: give how many"),
     ({"workers": 1, "clusters": [{"labels": {}}, {"workers": 0}]}, r"^clusters\[1\]: workers=\(0, 0\)"),
-    ({"workers": 1, "clusters": [{"city": "jena"}]}, r"^clusters\[0\] has 'city': a cluster is told as"),
+    ({"workers": 1, "clusters": [{"city": "jena"}]}, r"^clusters\[0\] has 'city': write a cluster as"),
     ({"workers": 1, "room_s": 0}, "^room_s=0: give more than 0 s"),
     ({"workers": 1, "qourum": 2}, "^qourum: ps-serve has no such flag of a run; quorum is one"),
     ({"workers": 1, "sync": "sometimes"}, "^--sync sometimes: unknown mode"),

@@ -132,7 +132,7 @@ def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, scrip
         key_files.server_key(str(folder))
     for words, text in (
         (("ps-serve", "--bind", "tcp://0.0.0.0:0"), "ps-serve keys init DIR makes keys for --keys DIR"),
-        (("ps-serve", "--parent-key", "x"), "--parent-key: it is for the server above; give --parent too"),
+        (("ps-serve", "--parent-key", "x"), "--parent-key: this key is for the parent; give --parent too"),
         (("ps-worker", "--key", "x", script), "--key: the embedded server is on this machine alone"),
         (("ps-worker", "--server", "tcp://127.0.0.1:1", "--key", "x", script), "--key x: No such file"),
     ):
@@ -236,8 +236,8 @@ def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, 
         worker = Worker(server.address, key_of(folder))
         worker.train(3)
         strangers = Strangers(server, script)
-        assert "the server lets in keys only: give --key FILE" in strangers.refused()
-        assert "the server does not let in the key of city" in strangers.refused("--key", str(path))
+        assert "the server accepts keys only: give --key FILE" in strangers.refused()
+        assert "the server does not accept the key of city" in strangers.refused("--key", str(path))
         assert "is not the one that --key was made for" in strangers.refused("--key", str(foreign))
         other = Worker(server.address, gone)
         other.train(2)
@@ -497,7 +497,7 @@ def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> N
     with serving("--sync", "ssp", "--keys", str(folder)) as root:
         words = ("ps-serve", "--bind", "tcp://127.0.0.1:0", "--parent", root.address, "--parent-key", key_of(folder))
         code, _, err = finished(*words)
-        assert code == 2 and "this key is a worker's; its owner makes one with --role cluster" in err
+        assert code == 2 and "this is the key of a worker; the owner of the parent makes one with --role cluster" in err
         disguised = json.loads(Path(key_of(folder)).read_text()) | {"role": "cluster"}
         path = tmp_path / "disguised.key"
         path.write_text(json.dumps(disguised))

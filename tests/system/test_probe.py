@@ -205,7 +205,7 @@ def test_who_has_no_address_here_finds_the_director_by_its_connection(
     monkeypatch.setenv("SSH_CONNECTION", "fe80::1%eth0 40000 10.0.0.2 22")
     assert by_ssh("ssh:7") == "tcp://[fe80::1%eth0]:7" and by_ssh("tcp://a:1") == "tcp://a:1"
     monkeypatch.delenv("SSH_CONNECTION")
-    with pytest.raises(UsageError, match="no SSH_CONNECTION says who has started this; give tcp://HOST:PORT"):
+    with pytest.raises(UsageError, match="SSH_CONNECTION is not set; give tcp://HOST:PORT"):
         by_ssh("ssh:7")
 
 

@@ -170,7 +170,7 @@ def test_where_a_machine_that_joined_is_lost_the_run_goes_back_without_it(tmp_pa
 
 
 @pytest.mark.parametrize(("server_flags", "flags", "code", "sentence"), [
-    (("--sync", "gossip"), (), 5, "the model is with the workers"),
+    (("--sync", "gossip"), (), 5, "the workers hold the model"),
     (("--sync", "async"), (), 5, "has no bound"),
     ((*UPDATES, "--replicas", "1"), (), 5, "a server with a standby keeps its shards"),
     (UPDATES, ("--sync", "ssp"), 2, "leave out --sync"),

@@ -65,7 +65,10 @@ def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
     with serving(*flags) as server:
         worker = Worker(server.address)
         told = [f"shard {shard}: checkpoint of clock " for shard in range(2)]
-        until(stepped(worker, lambda: all(line in server.command.out for line in told)), "what the run began with")
+        until(
+            stepped(worker, lambda: all(line in server.command.out for line in told)),
+            "the one with which the run began",
+        )
         server.kill_shard(index)
         until(stepped(worker, lambda: server.command.out.count(" joined at clock ") > 1), "the second life")
         worker.train(5)
@@ -308,7 +311,7 @@ def test_an_ended_run_is_not_resumed_but_under_its_name_or_for_more_steps(tmp_pa
         assert code == 2 and f"the run in {folder} has ended, after 5 steps: name another" in err, (more, err)
         assert (folder / "model.safetensors").read_bytes() == first
     code, _, err = finished(*words, "--resume", "--run-id", "one", str(script), "5")  # a manager that starts it again
-    assert code == 0 and "workers of run one that come again get its model" in err, err
+    assert code == 0 and "workers of run one that join again get its model" in err, err
     code, _, err = finished(*words, "--resume", "--steps", "8", str(script), "8")
     assert code == 0 and whole_model.end_of(folder) == {"clock": 8, "steps": 8, "run_id": ""}, err
     code, _, err = finished(*words, "--fresh-run", str(script), "3")

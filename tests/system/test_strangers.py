@@ -103,7 +103,7 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         said = server.command.out + server.command.err
     assert distance(flat(worker.model), trained_alone(40, 0.001)) < 1e-5
     for text in (
-        "from which nothing was let in",
+        "without an accepted message",
         "too many messages that were refused",
         "does not speak the Narrows protocol",
     ):

@@ -152,8 +152,8 @@ def wrapped_steps(workers: Workers) -> str:
 def beside(workers: Workers) -> str:
     kind = _beside(workers, wrapped=False)
     return kind and (
-        f"{kind} steps outside of DistributedOptimizer, and what it trains is not shared: give DistributedOptimizer a list of "
-        "all optimizers, and a model that has all that they train"
+        f"{kind} steps outside of DistributedOptimizer, and its parameters are not shared: give DistributedOptimizer a list of "
+        "all optimizers, and a model with all their parameters"
     )
 
 
@@ -167,8 +167,8 @@ def unowned(workers: Workers) -> str:
 def late(workers: Workers) -> str:
     names = _names(next((told.done["late"] for told in workers if told.done.get("late")), []))
     return names and (
-        f"{names} came into the model after DistributedOptimizer was made, and no optimizer steps what is new: add and replace "
-        "modules before that"
+        f"{names} came into the model after DistributedOptimizer was made, and no optimizer steps its parameters: add and "
+        "replace modules before that"
     )
 
 
@@ -357,9 +357,7 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         lines.append(f"a push       {told}; {_bytes(coded['dense'][0])} as fp32")
     seconds = _compute_s(workers)
     if seconds is not None:
-        lines.append(
-            f"computing    {_ms(seconds)} a step, of the slower of {len(workers)} workers beside each other here"
-        )
+        lines.append(f"computing    {_ms(seconds)} a step, of the slower of {len(workers)} workers on this machine")
     return lines
 
 

@@ -13,42 +13,45 @@ from narrows.worker.command.options import checked
 
 
 @click.command(cls=Bare, context_settings=COMMAND | {"allow_interspersed_args": False})
-@click.option("--server", default=None, help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys; '' is an "
-              "embedded server [what a manager of several machines says, else embedded]")  # fmt: skip
+@click.option("--server", default=None, help="the tcp://HOST:PORT that ps-serve printed, and after commas its standbys; '' "
+              "embeds a server [the server that a manager of several machines names, else embedded]")  # fmt: skip
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
-@click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and a gradient is the "
-              "mean of theirs")  # fmt: skip
-@click.option("--restarts", type=int, default=0, help="how often a worker that failed is started again, with --group all "
+@click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and their mean "
+              "gradient is the worker's")  # fmt: skip
+@click.option("--restarts", type=int, default=0, help="how often a failed worker is started again; with --group, all "
               "copies [0]")  # fmt: skip
-@click.option("--device", default="auto", help="auto, cpu or cuda[:i]: what the script sees; by auto and cuda each copy has "
-              "one GPU [auto]")  # fmt: skip
-@click.option("--rank-variables", is_flag=True, help="set RANK, GLOBAL_RANK, LOCAL_RANK and WORLD_SIZE for the script: "
+@click.option("--device", default="auto", help="device of the script: auto, cpu or cuda[:i]; with auto and cuda each copy "
+              "has one GPU [auto]")  # fmt: skip
+@click.option("--rank-variables", is_flag=True, help="set RANK, GLOBAL_RANK, LOCAL_RANK and WORLD_SIZE for the script; "
               "libraries that find them may start torch.distributed")  # fmt: skip
-@click.option("--record", default="", help="write one JSON object a line to this file")
-@click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")
-@click.option("--plan", default="", metavar="FILE", help="start the stages and replicas that this host has in the plan")
+@click.option("--record", default="", help="write events and figures of the workers to this file, a JSON object a line")
+@click.option("--key", default="", help="the key file that ps-serve keys add made for this machine [none]")
+@click.option("--plan", default="", metavar="FILE", help="start the workers, or the stages and replicas, that the plan has for "
+              "this host")  # fmt: skip
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
-@click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")
-@click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
-@click.option("--skip-limit", type=int, default=50, help="a worker skips steps whose gradient is not finite, and ends after "
-              "so many in a row [50]")  # fmt: skip
-@click.option("--checkpoint-dir", default="", help="where workers keep their optimizers' states, and the embedded server its "
-              "checkpoints [none]")  # fmt: skip
+@click.option("--connect-timeout", type=float, default=30.0, help="seconds within which a server must answer [30]")
+@click.option(
+    "--server-timeout", type=float, default=30.0, help="seconds of silence after which a server counts as lost [30]"
+)
+@click.option("--skip-limit", type=int, default=50, help="skip steps whose gradient is not finite, and end the worker after "
+              "this many in a row [50]")  # fmt: skip
+@click.option("--checkpoint-dir", default="", help="folder for the optimizer states of workers and the checkpoints of an "
+              "embedded server [none]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
-@click.option("--run-id", default="", metavar="NAME", help="as of ps-serve, for the embedded server: with --resume a run that "
-              "has ended is given out again under its name alone")  # fmt: skip
+@click.option("--run-id", default="", metavar="NAME", help="for the embedded server, as in ps-serve: --resume starts an ended "
+              "run again under its name alone")  # fmt: skip
 @click.option("--steps", type=click.IntRange(0), default=0, metavar="N", help="with --resume: go on with a run that has ended "
               "after fewer than N steps")  # fmt: skip
-@click.option("--fresh-run", is_flag=True, help="begin anew in --checkpoint-dir: what an earlier run has left there is "
-              "moved to a folder in it")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
-              "has imported torch")  # fmt: skip
+@click.option("--fresh-run", is_flag=True, help="begin a new run in --checkpoint-dir: files of an earlier run are moved to "
+              "a folder in it")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="start each worker in a new interpreter; else workers are forked from a process "
+              "that has imported torch")  # fmt: skip
 @click.option(
     "--check",
     is_flag=True,
-    help="make two steps with two workers on this machine, and say what is wrong with the script",
+    help="run two steps of the script in two workers on this machine, and print its faults",
 )
-@click.option("--link", default=None, metavar="RATE,DELAY", help="with --check: say how long a step takes on such a link, e.g. "
+@click.option("--link", default=None, metavar="RATE,DELAY", help="with --check: predict the time of a step on this link, e.g. "
               "100mbit,20ms")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
 @glance_flags
@@ -58,10 +61,10 @@ from narrows.worker.command.options import checked
 def command(check: bool, link: str | None, **flags: Any) -> int:
     """Train SCRIPT.py ARGS... with N workers of a run.
 
-    Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_SERVER; the flag wins.
+    Each flag has an environment variable NARROWS_<FLAG>, for example NARROWS_SERVER; the flag wins.
     """
     if link and not check:
-        raise UsageError("--link says how long a step takes there: give --check too")
+        raise UsageError("--link: only --check predicts the time of a step; give --check too")
     if not check:
         return Launcher(checked(**flags)).run()
     from narrows.worker.command.script_check import (

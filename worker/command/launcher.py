@@ -323,7 +323,7 @@ class Launcher:
             if code == NotSavedError.exit_code:
                 self.errors[SERVER] = (code, "")  # the server has printed what is missing
             elif code and self.server and not self.signals:
-                text = f"the embedded server ended with exit code {code}; what it said is above"
+                text = f"the embedded server ended with exit code {code}; its message is above"
                 self._failed(SERVER, ServerLostError.exit_code, text)
                 self.broken = True
             return

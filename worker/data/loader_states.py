@@ -72,7 +72,7 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
         raise NotAWorkerError("resumable()")
     if ours.link is not None and ours.engine is None:
         raise UsageError(
-            "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"
+            "resumable was read before DistributedOptimizer was made: the run's step is not known until then"
         )
     step, states = ours.step_count, LoaderStates(folder)
     at = states.load(step, loader)

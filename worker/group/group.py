@@ -234,5 +234,5 @@ def _others() -> Iterator[None]:
     except RuntimeError as error:
         text = " ".join(str(error).partition("Exception raised from")[0].split())[:WHY_MAX]
         raise GroupEndedError(
-            f"another process of this group has ended, or they cannot do together what they are to ({text})"
+            f"another process of this group has ended, or a collective operation failed ({text})"
         ) from error

@@ -78,7 +78,7 @@ def cities_of(
     for index, cluster in enumerate(clusters):
         if unknown := sorted(cluster.keys() - {"labels", "workers"}):
             form = '{"labels": {"city": "jena"}, "workers": (1, 4)}'
-            raise UsageError(f"clusters[{index}] has {unknown[0]!r}: a cluster is told as {form}")
+            raise UsageError(f"clusters[{index}] has {unknown[0]!r}: write a cluster as {form}")
     return [
         _city(f"clusters[{index}]: ", each.get("workers", workers), each.get("labels"))
         for index, each in enumerate(clusters)

@@ -103,7 +103,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if not any(param_group is group for group in self.param_groups):
             raise UsageError(
                 f"add_param_group: {len(self.optimizers)} optimizers are wrapped, and the group may be for any of them: "
-                "call it on the one that is to step it"
+                "call it on the optimizer that will step it"
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -16,7 +16,7 @@ def enter(*args: Any, **values: Any) -> None:
     """Stop in the line of breakpoint(). Heartbeats go on, so the other workers wait for this one."""
     global _debugger
     if _debugger is None:
-        tell("say", text="a worker is in the debugger: progress is shown no more", quiet=True)
+        tell("say", text="a worker is in the debugger: no further progress is shown", quiet=True)
         # ps-worker keeps the terminal, and receives Ctrl-C.
         terminal = os.open(os.environ["NARROWS_TTY"], os.O_RDWR | os.O_NOCTTY)
         stdin, stdout = open(terminal), open(os.dup(terminal), "w")  # noqa: SIM115 - as long as the process

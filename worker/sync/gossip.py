@@ -137,7 +137,7 @@ class GossipStep:
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.ServerGone):
             self.server_gone = True
-            self._tell("the server is gone; the workers go on among themselves")
+            self._tell("the server is lost; the workers go on without it")
         if isinstance(event, e.ServerStops) and self._going():
             self._push(self._with_steps(), m.HandOver.STOPPED)
         if isinstance(event, e.GiveWeights) and event.round >= 0:

@@ -37,15 +37,15 @@ DASHBOARD = "127.0.0.1:5550"
 
 # name in Settings, type, default shown, help
 RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
-    ("shards", int, "1", "server processes that the model is cut over"),
-    ("workers", int, "1", "workers needed to start, and the script's world_size()"),
+    ("shards", int, "1", "server processes, each with one part of the model"),
+    ("workers", int, "1", "workers that the run needs to start; also the script's world_size()"),
     ("sync", str, "ssp", f"sync mode: {', '.join(MODES)}"),
     ("staleness", int, "1 for ssp and gossip, 0 for local", "staleness bound S, in clocks"),
     ("local_steps", int, "10", "inner steps between two pushes (local, gossip [1])"),
     ("fragments", int, "1", "parts of the model that are exchanged in turn, one every H/F inner steps (local)"),
-    ("merge_delay", int, "0; 1 with --fragments", "inner steps from a push until what came for it is merged (local)"),
+    ("merge_delay", int, "0; 1 with --fragments", "inner steps from a push until its answer is merged (local)"),
     ("merge_alpha", float, "0; 0.5 with a delay", "weight of the worker's own values in a merge (local)"),
-    ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
+    ("push", str, "bsp: gradient, else update", "kind of a push: gradient or update"),
     (
         "outer_lr",
         float,
@@ -53,38 +53,48 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "rate of the outer optimizer (local); 1 with momentum 0 is local SGD",
     ),
     ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
-    ("update_gain", float, "measured", "factor of a mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
+    ("update_gain", float, "measured", "factor on the mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
     (
         "look_ahead",
         float,
         "0.5 with a bound, 0 under SGD",
-        "clocks that a worker computes ahead of what is folded (ssp)",
+        "clocks that a worker computes ahead of the folded state (ssp)",
     ),
-    ("max_update_norm", float, "no limit", "an update is shortened to so many times the median of recent ones, e.g. 5"),
-    ("robust", str, "a mean", "against workers that lie: cosine leaves out who opposes the rest; trim:SHARE, median"),
-    ("dp_clip", float, "as it is", "L2 norm that each worker clips what it pushes to, over all shards"),
-    ("dp_noise", float, "none", "noise that each worker adds, in lengths of --dp-clip; epsilon is in the record"),
+    (
+        "max_update_norm",
+        float,
+        "no limit",
+        "shorten an update whose norm exceeds this many times the recent median, e.g. 5",
+    ),
+    (
+        "robust",
+        str,
+        "a mean",
+        "defence against lying workers: cosine (drops them), trim:SHARE or median (fold robustly)",
+    ),
+    ("dp_clip", float, "no clipping", "L2 norm to which each worker clips its pushes, over all shards"),
+    ("dp_noise", float, "none", "noise that each worker adds, as a multiple of --dp-clip; the record has epsilon"),
     (
         "quorum",
         int,
         "all live workers",
-        "pushes that close a round once --grace is over; later ones join the next (local)",
+        "pushes that close a round once --grace is over; later updates join the next round (local)",
     ),
     (
         "grace",
         float,
         "adaptive: a quarter of a round",
-        "seconds that a round waits for the rest once --quorum have pushed",
+        "seconds that a round waits for the other workers after --quorum pushes",
     ),
-    ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
-    ("compress_down", str, "as --compress; bsp, gossip: dense", "what published states are coded with"),
+    ("compress", str, "dense", "SPEC that codes pushes, e.g. topk:0.01+int8; auto: chosen for the link"),
+    ("compress_down", str, "as --compress; bsp, gossip: dense", "SPEC that codes published states"),
     (
         "topology",
         str,
         TOPOLOGY,
-        f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
+        f"pairs of workers that mix in a round (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, without waits",
     ),
-    ("lease", float, "10", "seconds of silence after which a worker is taken for dead; never under three of its steps"),
+    ("lease", float, "10", "seconds of silence after which a worker counts as dead; at least three of its steps"),
     (
         "checkpoint_every",
         float,
@@ -95,15 +105,15 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "checkpoint_clocks",
         int,
         "by time",
-        "of a run that is one stage of a model: clocks between two checkpoints",
+        "clocks between two checkpoints, for a run that trains one stage of a model",
     ),
     (
         "replan",
         str,
         "say",
-        "where another mode or SPEC would gain 20 %: off, say so, or change to it in the running run",
+        "if another mode or SPEC would be 20 % faster: off, say (print it), or change (switch while training)",
     ),
-    ("replan_after", float, "300", "seconds that it must have gained so much without a break"),
+    ("replan_after", float, "300", "seconds for which that gain must last without a break"),
 )
 
 
@@ -119,13 +129,13 @@ dashboard_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.optio
     "--dashboard",
     default="",
     metavar="[HOST:]PORT",
-    help=f"serve a page of the run there; alone: at {DASHBOARD}; elsewhere whoever reaches it reads it [off]",
+    help=f"serve a page of the run; without an address: at {DASHBOARD}; beyond loopback anyone can read it [off]",
 )
 
 
 def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --dashboard and --metrics to a click command. A flag that the user does not give arrives as ""."""
-    text = "serve figures of the run for Prometheus there, on loopback where no host is named; elsewhere as --dashboard [off]"
+    text = "serve figures of the run for Prometheus, without HOST on loopback; beyond loopback as --dashboard [off]"
     return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
 
 

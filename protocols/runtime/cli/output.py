@@ -166,7 +166,9 @@ def set_aside(path: str | os.PathLike[str], flag: str = "") -> str:
     free = (each for n in range(KEPT_MAX) if not os.path.lexists(each := f"{name}.{n + 1}"))
     if (kept := next(free, None)) is None:
         told = f"{flag} {name}".strip()
-        raise UsageError(f"{told}: {KEPT_MAX} older ones are beside it; move some away, or name another file")
+        raise UsageError(
+            f"{told}: {KEPT_MAX} older files of this name are beside it; move some away, or name another file"
+        )
     os.rename(name, kept)
     return kept
 

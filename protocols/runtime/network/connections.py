@@ -70,7 +70,7 @@ class Connections:
         with self.lock:
             self._take(descriptor)
             while len(self.strangers) > self.most:
-                self._end(next(iter(self.strangers.values())), "too many connections from which nothing was let in")
+                self._end(next(iter(self.strangers.values())), "too many connections without an accepted message")
 
     def gone(self, descriptor: int) -> bytes:
         """Note that a connection has ended.
@@ -94,7 +94,7 @@ class Connections:
                 if size <= self.bytes_most and total <= ALL_BYTES_TIMES * self.bytes_most:
                     break
                 total -= size
-                self._end(self.strangers[descriptor], "too many bytes without a word that was let in")
+                self._end(self.strangers[descriptor], "too many bytes without an accepted message")
 
     # Called by the thread that reads messages.
 

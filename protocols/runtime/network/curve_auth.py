@@ -120,9 +120,9 @@ class DiallerId(bytes):
 class HandshakeFailure(Enum):
     """Why a handshake has failed."""
 
-    REFUSED = "the key is not one of those that are let in"
+    REFUSED = "the key is not one of the accepted keys"
     KEYLESS = "one side has keys and the other has none"
-    STRANGE = "who is there has not the key that was expected"
+    STRANGE = "the peer does not have the expected key"
 
 
 class HandshakeMonitor:

@@ -59,7 +59,7 @@ def _write(path: Path, values: dict[str, str]) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(json.dumps(values, indent=1) + "\n")
     except FileExistsError:
-        raise UsageError(f"{path} is there already: remove it, or choose another name") from None
+        raise UsageError(f"{path} exists already: remove it, or choose another name") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
 
@@ -222,9 +222,9 @@ def keyed(address: str, own: SecretKeyFile | None) -> str:
 def refusal(why: HandshakeFailure, key: SecretKeyFile | None, flag: str) -> str:
     """Return a sentence for the user of a process that a server has refused; "" if the reason is not certain yet."""
     if why is HandshakeFailure.REFUSED and key is not None:
-        return f"the server does not let in the key of {key.name}: its owner lists it with ps-serve keys add"
+        return f"the server does not accept the key of {key.name}: its owner adds it with ps-serve keys add"
     if why is HandshakeFailure.KEYLESS and key is None:
-        return f"the server lets in keys only: give {flag} FILE, which its owner makes with ps-serve keys add"
+        return f"the server accepts keys only: give {flag} FILE, which its owner makes with ps-serve keys add"
     if why is HandshakeFailure.KEYLESS:
         return f"the server has no keys: leave {flag} out if everyone on the way to it is trusted"
-    return f"the server there is not the one that {flag} was made for: ask its owner for a new file" if key else ""
+    return f"{flag} was made for another server: ask the owner of this one for a new file" if key else ""

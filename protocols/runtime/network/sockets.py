@@ -147,7 +147,7 @@ class Drops:
     def refuse(self, text: str) -> None:
         if text not in self.refused and len(self.refused) < REFUSED_MAX:
             self.refused.add(text)
-            self.tell(f"{text}; more of them are not told")
+            self.tell(f"{text}; more of them are not shown")
 
     def note(self, name: str, receipt: Receipt) -> None:
         if receipt.dropped and receipt is not NOBODY:

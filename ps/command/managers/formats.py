@@ -202,5 +202,5 @@ def printed(form: str, told: Collection[str], check: Check, bind: str, keys: str
 def _site(name: str, address: str, trusted: bool) -> tuple[str, int]:
     host, port = site_address(f"--{name}", address, trusted)
     if not port:
-        raise UsageError(f"--{name} {address}: name a port, for who looks there must know it")
+        raise UsageError(f"--{name} {address}: name a port, so that others can find it")
     return host, port

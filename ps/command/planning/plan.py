@@ -67,68 +67,71 @@ class NumberOption(click.FloatRange):
 
 @click.command(context_settings=COMMAND)
 @click.argument("network", metavar="NETWORK.JSON")
-@click.option("--places", metavar="NAME", default="", help="NETWORK.JSON describes places: which of its networks")
-@click.option("--machines", metavar="COUNTS", default="",
-              help="in these places: in all, shared evenly, or of each, as in 8x4,32x1 [as many as it says]")  # fmt: skip
-@click.option("--parameters", type=NumberOption(1, 1e15), required=True, help="of the model: a number such as 1.3e6")
-@click.option("--step", "step_s", type=NumberOption(*STEP_S),
-              help="seconds of a step of one worker, its even share, on a host of speed 1 "
-              "[the least of step_seconds in the network]")  # fmt: skip
-@click.option("--batch", type=click.IntRange(min=0), default=0,
-              help="samples of a step, shared by speed; {samples} in the script is a worker's [shared evenly]")  # fmt: skip
-@click.option("--all-hosts", is_flag=True, help="leave no host out, though fewer may come to a loss sooner")
-@click.option("--script", default="SCRIPT.py ARGS", show_default=True, help="what each worker runs, as one word")
 @click.option(
-    "--shards", type=click.IntRange(1, SHARDS_MAX), default=1, show_default=True, help="of each server, on its host"
+    "--places", metavar="NAME", default="", help="name of the network to plan on, if NETWORK.JSON describes places"
+)
+@click.option("--machines", metavar="COUNTS", default="",
+              help="machines in these places: a total, shared evenly, or a number for each, as in 8x4,32x1 "
+              "[those of the file]")  # fmt: skip
+@click.option("--parameters", type=NumberOption(1, 1e15), required=True, help="parameters of the model, such as 1.3e6")
+@click.option("--step", "step_s", type=NumberOption(*STEP_S),
+              help="seconds of a step of one worker, with an even share of the samples, on a host of speed 1 "
+              "[the smallest step_seconds of the network]")  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=0), default=0,
+              help="samples of a step, shared by speed; {samples} in the script is a worker's share [even shares]")  # fmt: skip
+@click.option("--all-hosts", is_flag=True, help="use all hosts, though fewer may reach a loss sooner")
+@click.option("--script", default="SCRIPT.py ARGS", show_default=True, help="command of each worker, as one word")
+@click.option(
+    "--shards", type=click.IntRange(1, SHARDS_MAX), default=1, show_default=True, help="shards of each server"
 )
 @click.option(
     "--address",
     "addresses",
     multiple=True,
     metavar="HOST=ADDR",
-    help="where others reach a host [as the network says, else its name]",
+    help="address at which others reach a host [that of the network, else its name]",
 )
-@click.option("--insecure", is_flag=True, help="the commands go without keys")
+@click.option("--insecure", is_flag=True, help="print commands without keys")
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
-@click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
+@click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into this many stages")
 @click.option(
-    "--replicas", type=click.IntRange(min=1), help="of each stage [as many as make the most samples a second]"
+    "--replicas", type=click.IntRange(min=1), help="replicas of each stage [those with the most samples a second]"
 )
-@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
+@click.option("--layers", type=click.IntRange(min=1), help="equal layers of the model [--pipeline needs it]")
 @click.option("--activation-bytes", type=NumberOption(0, 1e15),
-              help="float32 values of one micro-batch at a cut, in bytes, before they are coded "
+              help="bytes of the float32 values of one micro-batch at a cut, before coding "
               "[--pipeline needs it]")  # fmt: skip
 @click.option(
     "--micro-batches",
     type=click.IntRange(1, MICRO_BATCHES_MAX),
     default=8,
     show_default=True,
-    help="of a step of a pipeline",
+    help="micro-batches of a step of a pipeline",
 )
 @click.option("--coding", type=click.Choice(("auto", *CODINGS)), default="auto", show_default=True,
-              help="of tensors between stages; auto: dense each way of an edge that is fast enough, "
+              help="coding of tensors between stages; auto: dense on each direction of an edge that is fast enough, "
               "else int8")  # fmt: skip
 @click.option("--layer-memory", type=NumberOption(0, 1e18),
-              help="bytes that a layer needs where it is trained [52 a parameter]")  # fmt: skip
+              help="memory of a host for training one layer, in bytes [52 a parameter]")  # fmt: skip
 @click.option("--money", type=NumberOption(0, 1e18), default=0.0,
               help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
-              "[0: it is shown alone]")  # fmt: skip
-@click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
-              "say so, or change to it [say]")  # fmt: skip
+              "[0: the cost is only shown]")  # fmt: skip
+@click.option("--replan", type=click.Choice(REPLAN), help="if another mode or SPEC would be 20 % faster in the running run: "
+              "off, say (print it), or change (switch to it) [say]")  # fmt: skip
 @click.option(
     "--replan-after",
     type=click.FloatRange(1, 86400),
-    help="seconds that it must have gained so much without a break [300]",
+    help="seconds for which that gain must last without a break [300]",
 )
 @click.option("--commands", "form", type=click.Choice(["short", "long"]), default="short", show_default=True,
-              help="short: each host reads the plan; long: what that does, in commands of their own")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="of the search for a pipeline")
-@click.option("--out", default="plan.json", show_default=True, help="where the plan is written")
+              help="short: commands with which each host reads the plan; long: a command for each process")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the search for a pipeline")
+@click.option("--out", default="plan.json", show_default=True, help="file of the plan")
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.pass_context
 def command(context: click.Context, /, network: str, places: str, machines: str, parameters: float, step_s: float | None,
             addresses: tuple[str, ...], out: str, script: str, form: str, **flags: Any) -> None:  # fmt: skip
-    """Plan a run on the hosts of NETWORK.JSON, as ps-probe writes it: the plan of least predicted seconds to a loss.
+    """Find the plan that reaches a loss soonest, by prediction, on the hosts of NETWORK.JSON, which ps-probe writes.
 
     \b
     ps-plan network.json --parameters 1.3e6 --step 0.1 --script 'train.py --lr 0.002'
@@ -232,8 +235,10 @@ def _taken_for(unknown: Sequence[str], hosts: int) -> str:
     if not unknown:
         return ""
     if len(unknown) == hosts:
-        return "nobody measured how fast the hosts are: all are taken for equally fast; ps-probe --script measures it"
-    return f"taken for as fast as the fastest host, for nobody measured it: {named(unknown)}; ps-probe --script measures it"
+        return "the speeds of the hosts are not measured: all count as equally fast; ps-probe --script measures them"
+    return (
+        f"no speed is measured, so these count as fast as the fastest: {named(unknown)}; ps-probe --script measures it"
+    )
 
 
 def _addresses(network: Network, given: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:

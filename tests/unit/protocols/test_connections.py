@@ -110,7 +110,7 @@ def test_what_a_stranger_may_send_has_an_end(kept: Connections, server: Sockets)
 
         until(said, "the end of it", LIMIT_S)
         assert not ended(second) and [frames for _, frames in heard(server)] == [[b"x"]]
-    assert list(kept.ended) == ["too many bytes without a word that was let in"]
+    assert list(kept.ended) == ["too many bytes without an accepted message"]
 
 
 def test_who_sends_nothing_but_nonsense_is_hung_up_on(kept: Connections, server: Sockets) -> None:

@@ -76,7 +76,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda p: p["processes"][0].update(port=99999), "write it as tcp://HOST:PORT"),
     (
         lambda p: p["stages"][0]["flags"].update(workers=3),
-        r"stages\[0\] has the flag workers, which is none of such a server",
+        r"stages\[0\] has the flag workers, which such a server does not take",
     ),
     (lambda p: p["stages"][0]["flags"].update(staleness="many"), "a flag of stages.0. has the wrong type"),
     (lambda p: p["stages"][0]["flags"].update(sync="fast"), "--sync fast: unknown mode"),

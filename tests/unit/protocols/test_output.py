@@ -22,7 +22,7 @@ def test_the_record_of_an_earlier_run_is_kept(tmp_path: Path, monkeypatch: pytes
     assert [(tmp_path / f"run.jsonl{end}").read_text() for end in (".1", ".2", "")] == ["run 0\n", "run 1\n", "run 2\n"]
     assert said == [f"the record of an earlier run is kept as {path}.{n}" for n in (1, 2)]
     monkeypatch.setattr(output, "KEPT_MAX", 2)
-    with pytest.raises(UsageError, match="2 older ones are beside it"):
+    with pytest.raises(UsageError, match="2 older files of this name are beside it"):
         output.open_record(str(path), said.append)
     assert path.read_text() == "run 2\n"
 

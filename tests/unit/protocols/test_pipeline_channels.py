@@ -131,7 +131,9 @@ def test_what_nobody_takes_is_bounded_at_the_receiver_too() -> None:
         pair.apply(0, pair.ends[0].send(1, 0, 0, b""))
     for _ in range(IN_FLIGHT_MAX):
         pair.deliver(1)
-    with pytest.raises(RemoteProtocolError, match="stage 0 sends more than 256 tensors that nobody has taken"):
+    with pytest.raises(
+        RemoteProtocolError, match="stage 0 sends more than 256 tensors that the script has not received"
+    ):
         pair.deliver(1)
     pair.apply(1, pair.ends[1].took(0, 0))
     assert pair.ends[1].receive(pair.ends[0].peers[1].kept[-1], 0) == [TensorArrived(0, pair.ends[0].peers[1].kept[-1])]
@@ -180,6 +182,6 @@ def test_another_life_another_plan_and_who_never_comes() -> None:
         (failed,) = pair.ends[0].receive(beat.message, 0)
         assert isinstance(failed, MemberFailed) and failed.text.startswith(text)
     (late,) = [e for e in again.tick(START_NS + 1) if isinstance(e, MemberFailed)]
-    assert late.code == 3 and "stage 0 was not there within 600 s" in late.text
+    assert late.code == 3 and "stage 0 did not connect within 600 s" in late.text
     with pytest.raises(RemoteProtocolError, match="Ping is not of a process of this pipeline"):
         again.receive(m.Ping(0, 1), 0)

@@ -600,7 +600,7 @@ def test_keys_stay_where_nobody_trains_any_more(phase: ReshardPhase) -> None:
     moves.members.left(seat, "expired")
     assert moves.decide(0) and not moves.holds and moves.clocks.stop == -1
     (log,) = moves.tell()
-    assert log.values["target"] == 2 and "nobody trains" in str(log.values["text"])
+    assert log.values["target"] == 2 and "no worker trains" in str(log.values["text"])
 
 
 def test_who_does_not_say_that_it_holds_is_waited_for_no_longer_than_two_leases() -> None:

@@ -329,7 +329,7 @@ def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
         '{"event": "step", "seconds": 1, "local_rank": 0}',
     ):
         file.write_text(json.dumps(RUN) + "\n" + line + "\n")
-        with pytest.raises(UsageError, match=r"record\.jsonl: line 2 is none of a record"):
+        with pytest.raises(UsageError, match=r"record\.jsonl: line 2 is not one of a record"):
             RecordReader(str(file)).read()
     with pytest.raises(UsageError, match="No such file"):
         RecordReader(str(tmp_path / "none")).read()
@@ -538,7 +538,7 @@ OTHERS = {
     b"SSH-2.0-OpenSSH_9.2\r\n": "that is no HTTP server",
     b"\xff\0\0\0\0\0\0\0\1\x7f": "that is where workers join a run",
     b"": "that is no HTTP server",  # it hangs up
-    None: "nobody answered within",
+    None: "no answer within",
 }
 
 

@@ -115,6 +115,6 @@ def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> 
     at = raw.index(wanted[999].tobytes())
     raw[at] ^= 1
     damaged.write_bytes(raw)
-    with pytest.raises(IncompatibleError, match="table 't' is not what was written"):
+    with pytest.raises(IncompatibleError, match="table 't' differs from what was written"):
         whole_model.merge(tmp_path, 9, {})
     assert not [*tmp_path.glob("*.tmp")]

@@ -580,12 +580,15 @@ def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> N
 
 def test_hosts_whose_speed_nobody_knows_are_named(tmp_path: Path) -> None:
     network = cities([2, 1], 20, 60)
-    assert "taken for" not in planned(tmp_path, network, "--insecure")[0]
+    assert "count as" not in planned(tmp_path, network, "--insecure")[0]
     document = json.loads((tmp_path / "network.json").read_text())
     for given, said in (
-        ({"step_seconds": [0.1, None, 0.2], "compute": None}, "nobody measured it: a-1; ps-probe --script measures it"),
-        ({"compute": [1.0, None, None]}, "nobody measured it: a-1, b-0; ps-probe"),
-        ({"step_seconds": None, "compute": None}, "all are taken for equally fast"),
+        (
+            {"step_seconds": [0.1, None, 0.2], "compute": None},
+            "count as fast as the fastest: a-1; ps-probe --script measures it",
+        ),
+        ({"compute": [1.0, None, None]}, "count as fast as the fastest: a-1, b-0; ps-probe"),
+        ({"step_seconds": None, "compute": None}, "all count as equally fast"),
     ):
         output, _ = planned(tmp_path, network, "--insecure", "--step", "0.1", document=document | given)
         assert said in output
@@ -616,7 +619,7 @@ def test_a_network_of_places_is_planned(tmp_path: Path) -> None:
         (("--places", "plain", "--machines", "3x1"), "place0-0 place1-0 place2-0"),
     ):
         output, plan = planned(tmp_path, cities([2], 20, 60), "--step", "1", "--insecure", *words, document=document)
-        assert " ".join(plan["hosts"]) == hosts and "all are taken for equally fast" in output
+        assert " ".join(plan["hosts"]) == hosts and "all count as equally fast" in output
     network = placed(document, "ranges")
     assert network.delay_s[0].tolist()[1:] == [0.001, 0.011, 0.011, 0.011]
     assert (8e-9 * network.rates[0, 2, 0], 8e-9 * network.rates[0, 2, 3]) == (1.12, 5.0)

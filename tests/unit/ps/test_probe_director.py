@@ -222,7 +222,7 @@ def test_a_machine_that_dies_is_named_and_the_others_are_measured() -> None:
     assert machines.probe.over
     assert {frozenset(each.names) for each in machines.probe.found} == {frozenset(p) for p in ("ab", "ac", "bc")}
     assert len(machines.probe.failed) == 3 and all("d" in each for each in machines.probe.failed)
-    assert sum("said nothing" in text for text in machines.said) == 1
+    assert sum("was silent for" in text for text in machines.said) == 1
 
 
 def test_a_pair_without_a_report_ends() -> None:
