@@ -46,7 +46,7 @@ def _some_with_rows(case: Case) -> Case:
 
 
 def _moved(seed: int, faults: tuple[bool, bool], kit: Kit, trace: Trace | None) -> Moved:
-    plans = seed % 12 == 7  # none of those that docs/simulation.md names
+    plans = seed % 12 == 7  # none of those that test_planted_bugs.py names
     return Replanned(drops_of(seed, *faults), kit, trace) if plans else Moved(moves_of(seed, *faults), kit, trace)
 
 

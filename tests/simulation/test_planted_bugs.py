@@ -1,24 +1,48 @@
-"""Bugs that are planted in a campaign: each is found by that one of its first thousand runs which docs/simulation.md names."""
+"""Bugs that are planted in a campaign: each is found by that one of its first thousand runs which `FOUND` names."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 
 from simulation.planted_bugs import WITHIN, says
 from simulation.run_kinds import mixed, shares
 
-PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
-ROWS = re.findall(r"^\| (.+) \| (\d+) \| (\d+) of (\w+) \|$", PAGE.read_text(), re.MULTILINE)
+# bug -> the run of the campaign that finds it first, its seed and kind
+FOUND = {
+    "an ack before the standby has the update": (107, 8, "standbys"),
+    "a dedupe entry not copied": (8, 0, "pairs"),
+    "a server that needs no votes": (107, 8, "standbys"),
+    "a standby that needs no votes": (968, 77, "standbys"),
+    "keys with two shards": (9, 0, "moves"),
+    "an update folded on both sides": (9, 0, "moves"),
+    "a replayed update folded twice": (3, 0, "kills"),
+    "an effect sent before its event is written": (3, 0, "kills"),
+    "an event of the journal lost": (3, 0, "kills"),
+    "an identity unchecked": (15, 1, "restarts"),
+    "an epoch unchecked": (19, 1, "moves"),
+    "an epoch reused by a new life of shard 0": (15, 1, "restarts"),
+    "a dedupe entry dropped": (1, 0, "runs"),
+    "the bound off by one": (1, 0, "runs"),
+    "a barrier closed one early": (1, 0, "runs"),
+    "an update taken in part": (1, 0, "runs"),
+    "a checkpoint that not all shards have": (2, 0, "restarts"),
+    "a checkpoint altered and not noticed": (78, 6, "restarts"),
+    "a jump of a clock taken for silence": (11, 2, "runs"),
+    "a cluster folds twice, in a tree": (22, 1, "felled"),
+    "updates go up twice, in a tree": (4, 0, "trees"),
+    "a range done when its update is held": (20, 5, "runs"),
+    "a dead worker's range kept": (20, 5, "runs"),
+    "a dead worker's range handed out at once": (35, 5, "kills"),
+    "ranges that a restart forgets": (69, 5, "moves"),
+}
 
 
-@pytest.mark.parametrize(("bug", "run", "seed", "kind"), ROWS, ids=[row[0] for row in ROWS])
-def test_a_campaign_finds_it(bug: str, run: str, seed: str, kind: str) -> None:
-    assert mixed(shares(WITHIN))[int(run) - 1][:2] == (kind, int(seed))
-    assert says(bug, kind, int(seed))
+@pytest.mark.parametrize("bug", FOUND)
+def test_a_campaign_finds_it(bug: str) -> None:
+    run, seed, kind = FOUND[bug]
+    assert mixed(shares(WITHIN))[run - 1][:2] == (kind, seed)
+    assert says(bug, kind, seed)
 
 
 def test_there_are_as_many_as_is_said() -> None:
-    assert len(ROWS) == 25
+    assert len(FOUND) == 25
