@@ -20,7 +20,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 
 
 def missing() -> str:
-    """Why no page can be driven here; "": one can."""
+    """Return the reason why no page can be driven on this machine; "" if one can."""
     if shutil.which("chromedriver") is None:
         return "chromedriver is not installed"
     found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
@@ -28,7 +28,7 @@ def missing() -> str:
 
 
 class Browser:
-    """One window."""
+    """One window of a browser."""
 
     def __init__(self, base: str) -> None:
         self.base = base

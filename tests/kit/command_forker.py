@@ -1,6 +1,6 @@
-"""Commands of tests, forked from one process that has imported torch and loaded the kernels, as ps-worker forks its own.
+"""Starts the commands of tests by forking one process that has imported torch and loaded the kernels.
 
-Each command of the suite would import torch anew. tests/system/test_launch.py starts commands as a shell does.
+Otherwise each command of the suite would import torch. tests/system/test_launch.py starts commands as a shell does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORK_S, TURN_S = 30.0, 0.05
 
 
 class Forked:
-    """A command, as subprocess.Popen has one."""
+    """A forked command, with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, forker: CommandForker, pid: int) -> None:
         self.forker, self.pid = forker, pid
@@ -64,7 +64,7 @@ class Forked:
 
 
 class CommandForker:
-    """The other end of it; it ends with this process."""
+    """The process that forks commands. It ends with the test's process."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.once = _once(env)
@@ -81,7 +81,14 @@ class CommandForker:
         assert self._answer(READY_S) == ["ready", ""]
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
-        """`files`: its stdout and stderr."""
+        """Fork a command.
+
+        Args:
+            words: the command and its arguments.
+            env: its environment.
+            cwd: its working folder; None: that of this process.
+            files: its stdout and stderr.
+        """
         folder = str(cwd or os.getcwd())
         name, nests = Path(words[0]).name, words[0].startswith("ps-")
         request = fork_server.ForkRequest([*FORKED[words[0]], *words[1:]], {**env}, folder, name, [], [], nests=nests)
@@ -98,7 +105,7 @@ class CommandForker:
         return self.answers.pop()
 
     def hear(self, done: Callable[[], bool], limit_s: float) -> None:
-        """Take what it says until that is done."""
+        """Take answers and exits until `done()`, at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while not done():
             with self.hearing:
@@ -124,8 +131,10 @@ _making = threading.Lock()  # tests have threads
 
 
 def forker_of(env: Mapping[str, str]) -> CommandForker | None:
-    """The one of this process in which a command finds what a fresh interpreter finds in this environment. None: few tests have
-    such a one."""
+    """Return the forker whose commands behave as a fresh interpreter does in this environment.
+
+    None: the environment is one of few tests, and no forker is made for it.
+    """
     from kit.fold_logs import HOOKED
     from kit.processes import environment
 

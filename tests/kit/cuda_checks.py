@@ -55,7 +55,7 @@ KINDS = ("normal", "zeros", "equal", "denormal", "wide")
 
 
 def on_device(array: Array, offset: int = 0) -> Any:
-    """A copy on the device; one with an offset starts where four values cannot be loaded at once."""
+    """Return a copy on the device. With an offset it begins where four values cannot be loaded at once."""
     room = np.zeros(array.size + offset, array.dtype)
     room[offset:] = array
     if not array.size:
@@ -64,7 +64,11 @@ def on_device(array: Array, offset: int = 0) -> Any:
 
 
 def compare(name: str, inputs: tuple[Any, ...], outputs: tuple[Array, ...], offset: int = 0) -> Any:
-    """Runs the kernel `name` on both, on equal outputs; they and what is returned must be equal. Returns that."""
+    """Run the kernel `name` on host and device, with equal outputs, and compare outputs and results.
+
+    Returns:
+        The result of the kernel.
+    """
     want = tuple(output.copy() for output in outputs)
     got = tuple(on_device(output, offset) for output in outputs)
     expected = getattr(host, name)(*inputs, *want)
@@ -81,7 +85,11 @@ def same(got: Any, want: Any, name: Any, size: int | None = None) -> None:
 
 
 def selected(name: str, source: Any, arguments: tuple[Any, ...], k: int, offset: int = 0) -> list[int]:
-    """The same of a selection of at most k pairs: what was kept is compared, and what the record tells, which is returned."""
+    """Run a selection of at most k values on host and device, and compare the kept values and the record.
+
+    Returns:
+        The first numbers of the record.
+    """
     room = np.zeros(k, np.uint32)
     want, want_record = (room.copy(), room.copy()), host.record()
     got, record = (on_device(room), on_device(room)), device.record()
@@ -165,7 +173,7 @@ def top_of_blocks() -> None:
 
 
 def section_of(kernels: Any, indices: Array, count: int, strided: bool, room: int) -> tuple[list[int], bytes]:
-    """(what the record tells, the section) of indices that have room for more."""
+    """Return the record and the section of coded indices, in arrays with room for more."""
     record, size = kernels.record(), RICE.bytes_max(room, count) // 8 * 8 + 16
     there = kernels.scratch("coded", room, np.uint32)
     kernels.load(np.append(indices, np.zeros(room - indices.size, np.uint32)), there)
@@ -180,7 +188,7 @@ def section_of(kernels: Any, indices: Array, count: int, strided: bool, room: in
 
 
 def index_codes() -> None:
-    """Chosen and written as the CPU does; what is read of them is what was there."""
+    """The device chooses and writes the coding that the CPU does, and decodes its section to the same indices."""
     rng, chosen = np.random.default_rng(1), set()
     for count, kept in (
         (1, 1),
@@ -251,7 +259,7 @@ def coded_as(name: str, values: Array, offset: int, stochastic: bool = False) ->
 
 
 def coded_sums(name: str, size: int, offset: int) -> None:
-    """Coded as they are summed, all of them, or every seventh."""
+    """Values are coded in the kernel that sums them: all, or every seventh."""
     residual, update, decay = values_of("normal", size), values_of("normal", size)[::-1].copy(), np.float32(0.9)
     for phase, stride in ((0, 1), (5, 7)):
         kept = stride_count(phase, stride, size)
@@ -304,7 +312,7 @@ def value_codings() -> None:
 def fused(
     name: str, coded: tuple[Array, ...], size: int, indices: Array, weight: np.float32, base: Array, offset: int
 ) -> None:
-    """Values that are decoded, and that are decoded and added at once."""
+    """Values are decoded, and decoded and added in one kernel."""
     parts = tuple(on_device(part, offset) for part in coded)
     for way, extra, count in (
         ("decode_as", (), size),
@@ -327,13 +335,13 @@ SPECS = (
 
 
 def updates_of(count: int, kind: str) -> list[Array]:
-    """Three steps; with few values that are not zero in the last, so that indices are clustered."""
+    """Make the updates of three steps. The last has few values other than zero, so its indices are clustered."""
     first, second = values_of(kind, count), values_of("normal", count)
     return [first, second, np.where(np.arange(count) // 64 % 7 == 3, second, np.float32(0.0)).astype(np.float32)]
 
 
 def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step: int = 0) -> None:
-    """Payloads and residuals equal over three steps; then what is decoded and accumulated."""
+    """Compare payloads and residuals over three steps, then decoded and accumulated values."""
     ours = DeviceErrorFeedback(device, parse(spec), count, decay=decay, seed=5)
     theirs = ErrorFeedback(parse(spec), count, decay=decay, seed=5)
     ours.memory.step = theirs.memory.step = first_step
@@ -365,7 +373,7 @@ def streams() -> None:
 
 
 def sampled() -> None:
-    """The selection that samples, which arrays of this size would not be."""
+    """Check the selection with a sample, which arrays of this size would not use."""
     top_selection.SAMPLE_COUNT_MIN = 2000
     same_stream("topk:0.02+int8", SAMPLED_COUNT, "normal")
     before = device.counts["misled"]
@@ -385,7 +393,7 @@ BESIDE_MAX = 1024  # bytes that cross PCIe beside the payload itself
 
 
 def launches() -> None:
-    """How much the host asks of a device, and what crosses to it: each encode is waited for once, and reads nothing else."""
+    """Count launches and bytes: the host waits once for each encode, and reads nothing else."""
     if not cuda_jit.SIMULATED:
         return  # where sizes are others
     top_selection.SAMPLE_COUNT_MIN = 2000
@@ -430,7 +438,7 @@ def odd_streams() -> None:
 
 
 def simulated_orders() -> None:
-    """Nothing that launches, copies and the host do with the same memory may happen at once."""
+    """No two launches, copies or accesses of the host may use the same memory at once."""
     if cuda_jit.SIMULATED:
         from kit.device_orders import orders
 

@@ -1,7 +1,7 @@
-"""How kernels run in numba-cuda's simulator here: faster than in its own blocks, and with shared memory that is one array.
+"""Runs kernels in numba-cuda's simulator faster than its own blocks do, and with shared memory that is one array.
 
-The simulator starts a thread for each thread of each block, polls them, and puts its module into place at each call of a
-device function. That was two thirds of what the checks cost.
+The simulator starts a thread for each thread of each block, polls the threads, and replaces its module at each call of
+a device function. These took two thirds of the time of the checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _order = random.Random(0)
 
 
 def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
-    """In place of the simulator's, in which two threads that are first at once get two arrays; this one holds garbage."""
+    """Return the shared array of this line, which begins with garbage.
+
+    It replaces the simulator's function, with which two threads that come first at once get two arrays.
+    """
     frame = sys._getframe(1)
     place = frame.f_code.co_filename, frame.f_lineno
     with _shared:
@@ -39,8 +42,10 @@ def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
 
 
 class Block:
-    """In place of the simulator's manager of a block: the threads of a block wait for each other at a barrier, and one that has
-    ended is waited for no more."""
+    """Runs the threads of one block, in place of the simulator's manager.
+
+    Threads wait for each other at a barrier. A thread that has ended is not waited for.
+    """
 
     def __init__(self, f: Callable[..., None], grid: Any, block: tuple[int, ...], debug: bool) -> None:
         self.f, self._block_dim = f, block
@@ -90,7 +95,7 @@ def in_any_order(lanes: list[Any]) -> list[Any]:
 
 
 def lane_at(point: tuple[int, ...], first: Block) -> Any:
-    """A thread that is the one at this point in all blocks, one after the other."""
+    """Make the thread that runs this point of all blocks, one after the other."""
     simulator: Any = import_module("numba.cuda.simulator.kernel")
 
     class Lane(simulator.BlockThread):  # type: ignore[misc]
@@ -122,7 +127,7 @@ def lane_at(point: tuple[int, ...], first: Block) -> Any:
 
 @contextmanager
 def swapped(kernel: Any, inside: Any) -> Iterator[None]:
-    """While a kernel runs, `cuda` is what is inside of one, in each module that has device functions."""
+    """While a kernel runs, set `cuda` in each module with device functions to the simulator's module for kernels."""
     outside = import_module("numba.cuda")
     if not _modules:
         _modules.extend(vars(module) for name, module in sys.modules.items() if name.startswith(FOLDER))
@@ -137,7 +142,7 @@ def swapped(kernel: Any, inside: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """From now on kernels run so."""
+    """Make all later kernels of this process run in these blocks."""
     simulator: Any = import_module("numba.cuda.simulator.kernel")
     kernel, launch = simulator.FakeCUDAKernel, simulator.FakeCUDAKernel.__call__
     import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared.array = shared_array

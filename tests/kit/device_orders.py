@@ -1,8 +1,9 @@
-"""Who may touch memory when: every launch, memset and copy of a queue with its stream, every event, and what the host reads and
-writes. Two accesses to the same bytes, one of them a write, are a race unless streams, events or waits order them.
+"""Finds races on a device: two accesses to the same bytes, one of them a write, that nothing orders.
 
-Vector clocks (Fidge 1988; Mattern 1989): streams and the host are the processes, events and waits the messages. The legacy
-default stream is taken for one like others: what it orders beyond that, no torch stream may count on.
+The trace has each launch, memset and copy of a queue with its stream, each event, and the reads and writes of the host.
+Streams, events and waits order accesses. The order comes from vector clocks (Fidge 1988; Mattern 1989): streams and the
+host are the processes, events and waits the messages. The legacy default stream counts as a stream like others, because
+no torch stream may rely on its further ordering.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Access(NamedTuple):
 
 
 class Trace:
-    """The accesses so far, and the races: accesses that may run at once though they must not."""
+    """The accesses so far, and the races among them."""
 
     def __init__(self) -> None:
         self.clocks: dict[Any, Counter[Any]] = {}
@@ -57,7 +58,7 @@ class Trace:
         self.clocks[who] = self.clock(who) | other
 
     def done(self, who: Any, what: str, reads: list[Range], writes: list[Range]) -> None:
-        """By a stream, which begins nothing before the host has asked for it; or by the host."""
+        """Record the accesses of a stream, which begins after the host's call, or of the host itself."""
         self.join(who, self.clock(HOST))
         clock = self.clock(who)
         clock[who] += 1
@@ -93,7 +94,7 @@ def arrays_in(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def written(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """As its annotations say."""
+    """Return the arguments that a kernel writes to, by its annotations."""
     found: list[Any] = []
     for hint, argument in zip(kernel.fn.__annotations__.values(), arguments, strict=False):
         if hint is jit.Written:
@@ -135,7 +136,7 @@ class Event:
 
 
 class Cuda:
-    """Stands for numba.cuda, with all that a queue asks of it."""
+    """Stands in for numba.cuda, with the functions that a queue calls."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.gpus = trace, jit.cuda.gpus
@@ -241,7 +242,10 @@ STREAMS = (7, 7, 9)  # of torch, at each clock
 
 
 def steps(spec: str, broken: str = "") -> Trace:
-    """A worker's, of two fragments: differences and whole states come, an update is not sent, the end is dense."""
+    """Run steps of a worker with two fragments, and return their trace.
+
+    Differences and whole states arrive, one update is not sent, and the last push is dense.
+    """
     now = [STREAMS[0]]
     with watched(lambda: 0 if broken == "launches go to the legacy stream" else now[0]) as (trace, kernels):
         trace.broken = broken

@@ -1,4 +1,4 @@
-"""A small model with an embedding table, its data, and what one process makes of it."""
+"""A small model with an embedding table, its data, and its training in one process."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.
 
 
 def slower(optimizer: torch.optim.Optimizer) -> None:
-    """A schedule."""
+    """Return a learning-rate schedule."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.95
 
 
 def alone(kind: str, steps: int, scheduled: bool = True, lost: int = -1) -> Bags:
-    """The model that one process ends with on the whole batch. At step `lost` it does all but update the parameters."""
+    """Train in one process on the whole batch, and return the model. Step `lost` does not update the parameters."""
     model = Bags()
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody says
         each = OPTIMIZERS[kind](model)

@@ -1,6 +1,7 @@
 """Compares acknowledged updates with those that the shards have folded: each update once, in its order, at its weight.
 
-Server processes write it down (tests/kit/fold_log_hook/sitecustomize.py). A worker of the test's own process is looked at here.
+Server processes write the log by a hook (tests/kit/fold_log_hook/sitecustomize.py). For a worker in the test's own
+process this module keeps the log.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ REST_S = 0.01
 
 
 def telling(folder: Path, planted: str = "") -> dict[str, str]:
-    """The environment of a command whose processes write into this folder what they fold, and what they are acknowledged."""
+    """Return the environment of a command whose processes log folds and acknowledgements in this folder."""
     folder.mkdir(exist_ok=True)
     return HOOKED | {"TOLD": str(folder), "PLANTED": planted}
 
 
 def folded(folder: Path) -> list[list[tuple[Update, float]]]:
-    """The updates that each shard has folded, with their weights; shards in the order of their keys."""
+    """Return the updates that each shard has folded, with their weights; shards in the order of their keys."""
     paths = sorted(folder.glob("folded-*.json"), key=lambda path: int(path.stem.split("-")[1]))
     return [[((row[0], row[1], row[2]), row[3]) for row in json.loads(path.read_text())] for path in paths]
 
 
 def settled(*folders: Path) -> list[tuple[int, Update]]:
-    """The updates acknowledged to members that wrote into these folders: the shard, and the update."""
+    """Return (shard, update) of each update acknowledged to a member that logs in these folders."""
     rows: list[tuple[int, Update]] = []
     for folder in folders:
         paths = [(int(path.stem.split("-")[1]), path) for path in folder.glob("settled-*.json")]
@@ -66,7 +67,7 @@ class Log:
 
 
 def whole_run(address: str, steps: int, begun: threading.Event, rate: float = 0.001) -> Log:
-    """The log of a worker in this process, from its first step to its last. Steps are slow: something may happen."""
+    """Train a worker in this process and return its log. The steps are slow, so that a test can interfere."""
     worker = Worker(address, rate=rate)
     log = Log(worker)
     for step in range(steps):

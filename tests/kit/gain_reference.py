@@ -1,4 +1,4 @@
-"""The gain of a mean of updates as docs/design/gain.md says it, in plain NumPy, over whole updates."""
+"""The gain of a mean of updates as docs/design/gain.md defines it, in plain NumPy, over whole updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = npt.NDArray[np.float64]
 
 
 def squared_agreement(shares: list[float], sums: list[Array]) -> float:
-    """|mean|^2 over the mean of |u|^2, weighted; no less than that of updates with nothing in common. 0: it cannot be told."""
+    """Return |mean|^2 over the weighted mean of |u|^2, at least that of unrelated updates; 0: it is not defined."""
     weights = [share / sum(shares) for share in shares]
     mean = sum(w * u for w, u in zip(weights, sums, strict=True))
     squares = sum(w * float(np.sum(u * u)) for w, u in zip(weights, sums, strict=True))
@@ -22,7 +22,7 @@ def squared_agreement(shares: list[float], sums: list[Array]) -> float:
 
 
 class TrueGain:
-    """Told of each update that is folded, and by whom."""
+    """The gain by definition; `saw` takes each folded update and its worker."""
 
     def __init__(self, degree: float) -> None:
         self.degree, self.factor, self.agreement = degree, 1.0, 0.0
@@ -31,12 +31,19 @@ class TrueGain:
         self.shares: dict[Hashable, float] = {}
 
     def forget(self, who: Hashable) -> None:
-        """Its update was left out: it begins a new window when it counts again."""
+        """Drop the window of a worker whose update was left out. It begins a new window when it counts again."""
         self.going.pop(who, None)
         self.over.pop(who, None)
 
     def saw(self, who: Hashable, live: Collection[Hashable], share: float, update: npt.NDArray[np.float32]) -> None:
-        """`live`: all who may fold, once this update has come."""
+        """Take a folded update.
+
+        Args:
+            who: the worker.
+            live: all workers whose updates count at this time.
+            share: the weight of the update.
+            update: the whole update.
+        """
         for gone in [each for each in self.going if each not in live]:
             del self.going[gone]
             self.over.pop(gone, None)

@@ -17,7 +17,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 def matrix(topology: str, number: int, count: int) -> Matrix:
-    """The mixing matrix of one round, float64[count, count]: the reference of all below."""
+    """Return the mixing matrix of one round, float64[count, count]. All references here use it."""
     w = np.eye(count)
     for a, b, weight in edges(topology, number, range(count)):
         w[a, a] -= weight
@@ -39,16 +39,16 @@ def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Gains:
-    """The gains of all workers, from what they tell their partners: the reference of protocols/gossip/gain.py."""
+    """The gains of all workers, from the sums that partners exchange: the reference of protocols/gossip/gain.py."""
 
     def __init__(self, count: int, size: int, degree: float) -> None:
         self.degree, self.at = degree, gossip_sample(size)
         self.made: list[Matrix] = []
         self.common: list[float | None] = [None] * count
-        self.knows: set[tuple[int, int]] = set()  # who has told whom of the newest window
+        self.knows: set[tuple[int, int]] = set()  # (sender, receiver) of sums of the newest window
 
     def factors(self) -> Matrix:
-        """float64[count, 1]."""
+        """Return the gain of each worker, float64[count, 1]."""
         count = len(self.common)
         share = [min(max(c, 0.0), 1.0) if c is not None else 1.0 for c in self.common]
         return np.array([[(c + (1 - c) / count) ** (-(1 - self.degree) / 2)] for c in share])
@@ -66,7 +66,7 @@ class Gains:
         return total
 
     def told(self, topology: str, number: int) -> dict[tuple[int, int], Matrix]:
-        """By who tells and who hears."""
+        """Return the sums that workers send in this round, by (sender, receiver)."""
         pairs = {pair for a, b, _ in edges(topology, number, range(len(self.common))) for pair in ((a, b), (b, a))}
         told = {pair: self.sums[pair[0]] for pair in pairs - self.knows if len(self.made) >= WINDOW}
         self.knows |= told.keys()
@@ -89,7 +89,10 @@ def reference(
     steps: int = STEPS,
     outer: tuple[float, float] = (1.0, 0.0),
 ) -> Array:
-    """All workers of D-SGD, or with another optimizer, in one loop; float32 models. `outer`: rate and momentum."""
+    """Train all workers of D-SGD, or with another optimizer, in one loop, with float32 models.
+
+    outer: rate and momentum of an outer optimizer.
+    """
     nets = [build() for _ in range(count)]
     optimizers = [make(net) for net in nets]
     x = np.stack([flat(net) for net in nets]).astype(np.float64)

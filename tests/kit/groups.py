@@ -1,4 +1,4 @@
-"""Groups whose ranks are threads of this process: each has a session of its own, and the first one's link is that of all."""
+"""Groups whose ranks are threads of this process. Each rank has a session, and all use the link of the first rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _here = scripts._here
 
 
 class Table:
-    """Where the ranks of one group meet."""
+    """The meeting point of the ranks of one group, for collective operations."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=LIMIT_S)
@@ -45,13 +45,13 @@ class Table:
 
 
 class ThreadGroup(Group):
-    """A group of threads: a table carries what torch.distributed carries else."""
+    """A group of threads. A `Table` replaces torch.distributed."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, len(table.slots)
 
     def close(self) -> None:
-        """There is no process group."""
+        """Do nothing: there is no process group."""
 
     def _all_reduce(self, tensor: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
         first, *others = self.table.exchange(self.rank, tensor.clone())
@@ -78,7 +78,7 @@ class ThreadGroup(Group):
 
 
 class Routed(deque[MemberEffect]):
-    """The events of the first rank's link: those of a shard go to the rank that has its keys."""
+    """The events of the first rank's link. An event of a shard goes to the rank that has its keys."""
 
     def __init__(self, ranks: Sequence[deque[MemberEffect]], shards: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Routed(deque[MemberEffect]):
 
 
 class RankLink(LinkCommands):
-    """As Spoke."""
+    """The link of a rank other than the first."""
 
     bytes_up = bytes_down = 0
 
@@ -108,13 +108,13 @@ class RankLink(LinkCommands):
         self.first.say(shard, messages)
 
     def call(self, command: Command) -> None:
-        """The first rank says it for all."""
+        """Do nothing: the link of the first rank sends the command for all ranks."""
 
     def take(self, timeout_s: float) -> MemberEffect | None:
         return self.first.next_of(self.events, timeout_s)
 
     def close(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread to end."""
 
 
 def _joined(group: ThreadGroup, let_in: Callable[[], tuple[Any, MemberWelcomed]]) -> tuple[Any, MemberWelcomed]:
@@ -141,7 +141,7 @@ class Groups:
             self.join(member)
 
     def join(self, member: int) -> None:
-        """This member, one after the other, joins. Its group meets at a table of its own."""
+        """Let the ranks of this member join, one after the other. Its group meets at its own table."""
         size = self.sizes[member]
         self.tables.append(Table(size))
 
@@ -153,11 +153,11 @@ class Groups:
 
     @property
     def here(self) -> tuple[int, int]:
-        """Member and rank of the calling thread."""
+        """Return member and rank of the calling thread."""
         return next(key for key, each in self.sessions.items() if each is _here.session)
 
     def together(self, script: Callable[[int, int], Any]) -> dict[tuple[int, int], Any]:
-        """script(member, rank) for each, in a thread of its own."""
+        """Run script(member, rank) for each rank, each in its own thread."""
 
         def work(index: int) -> Any:
             torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """A whole cluster in one process: the real machines and the real engine, joined by function calls instead of sockets.
 
-Each worker runs in a thread of its own, since an engine waits; one lock makes the machines take turns.
+Each worker runs in its own thread, because an engine waits. One lock makes the machines take turns.
 """
 
 from __future__ import annotations
@@ -44,44 +44,45 @@ from narrows.worker.runtime.member_link import LinkCommands
 FREEZE_EVERY = 97  # events
 THREAD = "in-process"  # the name of each thread that the kit starts
 
-warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
+warm_up()  # as ps-serve and ps-worker do: compiling a kernel in the middle of a run would stop all threads
 
 
 def store_of(server: Server) -> Store:
-    """The store of a server that knows its model."""
+    """Return the store of a server whose model has been declared."""
     assert server.shard.model_shard is not None
     return server.shard.model_shard.store
 
 
 def member_of(cluster: Cluster) -> Member:
-    """The member that this cluster is in the run above."""
+    """Return the member as which this cluster takes part in its parent's run."""
     membership = cluster.servers[0].membership
     assert membership is not None
     return membership.member
 
 
 class Cluster:
-    """Servers of one run, or of one cluster below `parent`, and the links to them."""
+    """The servers of one run, or of one cluster with a `parent`, and the links to them."""
 
-    applied = 0  # events
-    held_ns = 0  # how long all bytes together were on their way
+    applied = 0  # calls of `_apply`
+    held_ns = 0  # the time that all bytes together took on their links
 
     def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
         self.settings, self.parent, self.name = settings.validated(), parent, name
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
         self.workers: dict[str, Link] = {}  # by the address that peers know
-        self.lost: Callable[[SendToPeer], bool] = lambda tell: False  # of what peers tell each other
-        # By shard, what hears a message in the place of its machine. The machine is written: a test hangs nothing into it.
+        self.lost: Callable[[SendToPeer], bool] = lambda tell: False  # True: this message between peers is lost
+        # By shard, a function that takes messages in place of the shard's machine. Machines are saved, so a test must
+        # not attach anything to them.
         self.heard: dict[int, Callable[[bytes, Message, int], list[ServerEffect]]] = {}
         self.heard_above: dict[int, Callable[[Message, int], list[ServerEffect]]] = {}
         self.children: dict[bytes, tuple[Cluster, int]] = {}
-        self.told = deque[tuple[Cluster, int, bytes, list[bytes]]]()  # among them, in the order in which it was said
+        self.told = deque[tuple[Cluster, int, bytes, list[bytes]]]()  # messages among clusters, in the order of sending
         self.telling = False
-        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below, by the address that they know
-        self.bytes_above = [0, 0]  # of pushes up, of states down
+        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of child clusters, by their address
+        self.bytes_above = [0, 0]  # bytes of pushes up, of states down
         self.stopped: StopProcess | None = None
-        self.checkpoints: list[int] = []  # the clocks at which one was asked for
+        self.checkpoints: list[int] = []  # the clocks of requested checkpoints
         self.logs: list[Log] = []
         self.servers: list[Server] = []
         for index in range(self.settings.shards):
@@ -104,22 +105,25 @@ class Cluster:
         return time.monotonic_ns() + self.held_ns
 
     def hold(self, link: Link, frames: Sequence[Buffer]) -> None:
-        """Let the bytes of a message take their time on this link. Nobody waits: it is the clock that goes on."""
+        """Advance the clock by the time that a message takes on this link. No thread waits."""
         self.held_ns += int(sum(map(len, frames)) / link.rate * NS)
 
     def arrive(self, shard: int, peer: bytes, message: Message) -> None:
-        """A message at one of the shards."""
+        """Deliver a message to one of the shards."""
         hear = self.heard.get(shard, self.servers[shard].handle)
         self._apply(shard, hear(peer, message, self.now()))
 
     def arrive_above(self, shard: int, message: Message) -> None:
-        """A message of the shard above."""
+        """Deliver a message of the parent's shard."""
         hear = self.heard_above.get(shard, self.servers[shard].handle_above)
         self._apply(shard, hear(message, self.now()))
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
-        """Carry out a server's effects, and what follows from them inside it: first all of that, since what is sent here
-        arrives at once, and comes back. Now and then its machine is written, as for a journal or a standby."""
+        """Carry out the effects of a server.
+
+        All effects that follow inside the server are collected first, because a message that is sent arrives at once
+        and is answered at once. Every FREEZE_EVERY calls the machine is pickled, as for a journal or a standby.
+        """
         made = [*effects]
         self.applied += 1
         if self.applied % FREEZE_EVERY == 0:
@@ -129,7 +133,7 @@ class Cluster:
         self._carry_out(index, made)
 
     def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
-        """Shards know each other as b"shard-<index>"."""
+        """Carry out effects. Shards know each other as b"shard-<index>"."""
         for effect in made:
             if isinstance(effect, SendToPeer) and self.parent is not None and not self.parent.lost(effect):
                 frames = [bytes(frame) for frame in encode(effect.message)]
@@ -171,7 +175,7 @@ class Cluster:
             self.parent._pass_on()
 
     def _pass_on(self) -> None:
-        """Deliver what clusters below tell each other: as on a link, nothing overtakes what was said before it."""
+        """Deliver the messages among child clusters in the order of sending, as a link does."""
         if not self.telling:
             self.telling = True
             try:
@@ -189,7 +193,7 @@ class Cluster:
 
 
 class Link(LinkCommands):
-    """Stands for worker.runner.Link, with all that worker.engine needs of it."""
+    """Stands in for a worker's `MemberLink`, with the methods that the engine needs."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         self.clock = AwakeClock(lambda: 0)  # no lease runs out here
@@ -208,7 +212,7 @@ class Link(LinkCommands):
         self.joined = joined
 
     def listen(self) -> None:
-        """Peers reach it from the start."""
+        """Do nothing: peers reach this link from the start."""
 
     def call(self, command: Callable[[Member, int], list[MemberEffect]]) -> None:
         with self.cluster.changed:
@@ -235,7 +239,7 @@ class Link(LinkCommands):
         self.cluster.changed.notify_all()
 
     def end(self, error: str) -> None:
-        """Whoever waits for an event of this link raises this, and whoever will."""
+        """Make each present and later wait for an event of this link raise this error."""
         with self.cluster.changed:
             self.error = self.error or error
             self.cluster.changed.notify_all()
@@ -244,7 +248,7 @@ class Link(LinkCommands):
         return self.next_of(self.events, timeout_s)
 
     def next_of(self, events: deque[MemberEffect], timeout_s: float) -> MemberEffect | None:
-        """The next of these events, all of this link, or None after `timeout_s`."""
+        """Return the next of these events of the link; None after `timeout_s`."""
         with self.cluster.changed:
             if not events and not self.error:
                 self.cluster.changed.wait(timeout_s)

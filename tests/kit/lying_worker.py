@@ -1,5 +1,7 @@
-"""A run in one process, one of whose workers lies: it trains as the others do, and other values leave it. No check of its own
-sees them, as those of a member with other code would not."""
+"""A run in one process with a lying worker: it trains as the others do, but pushes other values.
+
+Its own checks do not see the false values, just as those of a member with other code would not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def linear() -> nn.Module:
 
 
 def taught(net: nn.Module, step: int, worker: int = 0, workers: int = 1) -> Tensor:
-    """How far `net` is from a linear teacher, with noise, on rows that nobody else has."""
+    """Return the loss of `net` against a linear teacher with noise, on rows that no other worker has."""
     rng = np.random.default_rng((step, worker))
     teacher = np.random.default_rng(0).standard_normal((INPUTS, OUTPUTS))
     x = rng.standard_normal((ROWS, INPUTS))
@@ -41,7 +43,11 @@ def taught(net: nn.Module, step: int, worker: int = 0, workers: int = 1) -> Tens
 
 
 class Problem(NamedTuple):
-    """`loss_of`: of a net at a step, of one worker's share of the rows. `held_out`: the steps that a model is judged at."""
+    """A training problem.
+
+    loss_of: the loss of a net at a step, on one worker's share of the rows. held_out: the steps on which a model is
+    evaluated.
+    """
 
     build: Callable[[], nn.Module]
     loss_of: Callable[..., Tensor]
@@ -64,7 +70,7 @@ TAUGHT = Problem(linear, taught, HELD_OUT)  # workers agree
 
 
 def lie(optimizer: DistributedOptimizer, times: float) -> None:
-    """From now on the updates of this worker leave it so many times as long."""
+    """Multiply all later pushes of this worker by `times`."""
     assert optimizer._engine is not None
     link: Any = cast(Any, optimizer._engine.link)
     say = link.say
@@ -98,8 +104,11 @@ def script(worker: int, problem: Problem, times: float, steps: int, samples: int
 def ended(
     settings: Settings, problem: Problem, times: float, steps: int = STEPS, samples: int = ROWS, since: int = 0
 ) -> tuple[Array, dict[int, int]]:
-    """The model of a run whose liar sends so many times its update, from a step on, and how many updates of each worker were
-    changed."""
+    """Run with a liar that pushes `times` its update from step `since` on.
+
+    Returns:
+        The model, and the number of updates of each worker that filters changed.
+    """
     with run(settings) as started:
         started.together(partial(script, problem=problem, times=times, steps=steps, samples=samples, since=since))
         struck: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""An in-process cluster whose servers have a checkpoint folder: the runner of each carries out what concerns the disk."""
+"""An in-process cluster whose servers have a checkpoint folder. A server's runner carries out its disk effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COORDINATORS = "tcp://coordinator:1"  # address
 
 
 class Carried:
-    """The port of a server process in an in-process cluster: what is sent goes to the cluster. Nothing is received by it."""
+    """The sockets of a server process in an in-process cluster: they send to the cluster, and receive nothing."""
 
     def __init__(self, cluster: OnDisk, index: int) -> None:
         self.cluster, self.index = cluster, index
@@ -84,13 +84,13 @@ class OnDisk(in_process.Cluster):
         runner.wrote()
 
     def checkpoint_soon(self) -> None:
-        """The time of a checkpoint has come: one is written at the next clock."""
+        """Advance the clock so that a checkpoint is due. It is written at the next clock of the run."""
         with self.changed:
             self.ahead_ns += int(self.settings.checkpoint_every * NS)
             self._apply(0, self.servers[0].tick(self.now() + self.ahead_ns))
 
     def move(self, shards: int) -> None:
-        """As ps-serve does it: the processes that are to come, and a word to process 0."""
+        """Cut the keys over `shards` shards, as ps-serve does: start the new processes, and notify process 0."""
         with self.changed:
             first = range(len(self.servers), shards)
             self.settings = replace(self.settings, shards=max(shards, len(self.servers)))
@@ -100,7 +100,7 @@ class OnDisk(in_process.Cluster):
                 self._apply(index, self.servers[index].start(self.now()))
 
     def change(self, **way: Any) -> None:
-        """As --replan change does it."""
+        """Change settings of the running run, as --replan change does."""
         coordinator = self.servers[0].coordinator
         assert coordinator is not None
         with self.changed:
@@ -108,6 +108,6 @@ class OnDisk(in_process.Cluster):
             self._apply(0, self.servers[0].tick(self.now()))
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Interrupt the servers, as Ctrl-C does."""
         with self.changed:
             self._apply(0, self.servers[0].stop(self.now()))

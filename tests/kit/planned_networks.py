@@ -1,4 +1,4 @@
-"""Networks of cities, and what ps-plan says of them."""
+"""Networks of cities, and the plans of ps-plan for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrows.ps.planner.network import Network, from_places
 
 
 def cities(hosts: list[int], mbits: float, ms: float) -> Network:
-    """1 Gbit/s and 0.1 ms in a city, this link between all."""
+    """Return a network of cities with 1 Gbit/s and 0.1 ms inside, and this link between any two."""
     one = np.eye(len(hosts), dtype=bool)
     return from_places(
         {
@@ -28,7 +28,7 @@ def cities(hosts: list[int], mbits: float, ms: float) -> Network:
 
 
 def drawn(seed: int, hosts: int, /, **given: Any) -> Network:
-    """A network of hosts that differ in everything; rates are of two sizes, links of two directions."""
+    """Draw a network of hosts that differ in everything. Rates are of two sizes, and differ by direction."""
     random = np.random.default_rng(seed)
     document = {
         "format": 1,

@@ -1,6 +1,7 @@
 """Real ps-serve and ps-worker commands on loopback, and a worker of theirs in this process.
 
-All that is started here is ended here, by its pid. Every wait has a limit; nothing sleeps to let something happen.
+Each process that is started here is ended here, by its pid. Each wait has a limit, and no test sleeps to let something
+happen.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def until(done: Callable[[], Any], what: object, limit_s: float = LIMIT_S) -> An
 
 
 class Command:
-    """A started command, with what it has said so far."""
+    """A started command, with its output so far."""
 
     def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None) -> None:
         self.words = words
@@ -119,7 +120,7 @@ class Command:
             raise AssertionError(f"{self} did not end within {limit_s:.0f} s") from None
 
     def end(self) -> None:
-        """Kill what is left of it. The second call does nothing."""
+        """Kill the command and its processes. A second call does nothing."""
         if self.files[0].closed:
             return
         if self.process.poll() is None:
@@ -143,19 +144,19 @@ def started(*words: str, env: dict[str, str] | None = None, cwd: Path | None = N
 
 
 def finished(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command, and return its exit code, stdout and stderr."""
     with started(*words, env=env, cwd=cwd) as command:
         code = command.wait()
         return code, command.out, command.err
 
 
 def sentences(said: str) -> list[str]:
-    """The lines of a command's stderr but those that say what it is doing."""
+    """Return the lines of a command's stderr, without those that end with "..."."""
     return [line for line in said.splitlines() if not (line.startswith("ps-worker: ") and line.endswith(" ..."))]
 
 
 def descendants(pid: int) -> list[int]:
-    """All that a process has started, and they in turn."""
+    """Return the pids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -168,8 +169,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(pid: int) -> None:
-    """Kill a process and its descendants. It is stopped first: a ps-serve would start its shards again, and these would
-    write down what they do a second time."""
+    """Kill a process and its descendants.
+
+    The process is stopped first: otherwise a ps-serve would start its shards again, and these would log a second time.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
     for each in (*descendants(pid), pid):
@@ -195,7 +198,7 @@ _looked_at = itertools.count(os.getpid())
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """Return the first of `count` consecutive free ports."""
     for _ in range(PLACE_SIZE):
         ports = [PLACE + next(_looked_at) % PLACE_SIZE for _ in range(count)]
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -217,18 +220,18 @@ class Server:
 
     @property
     def pids(self) -> list[int]:
-        """The pids of ps-serve, and of its shards as they are now."""
+        """The pids of ps-serve and of its present shards."""
         told = json.loads(self.ready.read_text())
         return [told["pid"], *told["shard_pids"]]
 
     def kill_shard(self, index: int) -> None:
-        """And wait until another is in its place."""
+        """Kill a shard, and wait until another process has replaced it."""
         old = self.pids[1 + index]
         os.kill(old, signal.SIGKILL)
         until(lambda: self.pids[1 + index] != old, f"another shard {index}")
 
     def kill(self) -> None:
-        """All of it at once, as when its machine loses power."""
+        """Kill all processes of the server at once, as if its machine lost power."""
         os.kill(self.pids[0], signal.SIGSTOP)  # it would start them again
         for pid in reversed(self.pids):  # shards first: one whose parent is gone says good-bye
             os.kill(pid, signal.SIGKILL)
@@ -246,7 +249,11 @@ def serving(
     into: str = "",
     host: str = "127.0.0.1",
 ) -> Iterator[Server]:
-    """`descriptors`: that each of its processes may have, 0: as many as this one. `into`: a command that reads what it says."""
+    """Start a ps-serve, and end it after the context.
+
+    descriptors: the file descriptors that each process may have; 0: as many as this one. into: a command that reads its
+    output.
+    """
     limited = ("/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', str(BIN / "ps-serve"))
     piped = ("/bin/sh", "-c", f'exec "$0" "$@" 2>&1 | {into}', str(BIN / "ps-serve"))
     serve = limited if descriptors else piped if into else ("ps-serve",)
@@ -292,7 +299,7 @@ def trained_alone(steps: int, rate: float = 0.05) -> npt.NDArray[np.float32]:
 
 
 class Worker:
-    """One worker, in this process: no import of torch to wait for."""
+    """A worker in this process, without a further import of torch."""
 
     def __init__(self, address: str, key: str = "", rate: float = 0.05) -> None:
         self.model = small_model()

@@ -1,4 +1,4 @@
-"""A run that never was, as the events of its record."""
+"""The events of the record of an invented run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summary(
     path: tuple[int, ...] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """An event: a worker at this clock that has taken `steps`, or as many, in all the seconds of its life."""
+    """Return the event of a worker at this clock. It has taken `steps` steps, by default `clock`, in its whole life."""
     life_s, steps = seconds if life_s is None else life_s, clock if steps is None else steps
     spent = {"compute_seconds": 0.6 * life_s, "encode_seconds": 0.2 * life_s, "wait_seconds": 0.2 * life_s}
     stale = (0, steps, *[0] * (len(STALE) - 1))
@@ -63,13 +63,13 @@ def history_of(*events: dict[str, Any]) -> RunHistory:
 
 
 def beats(until_s: float, rank: int, rate: float) -> list[dict[str, Any]]:
-    """The summaries of a worker that takes `rate` steps a second."""
+    """Return the summaries of a worker that takes `rate` steps a second."""
     times = [BEAT_S * beat for beat in range(1, int(until_s / BEAT_S) + 1)]
     return [summary(at, rank, int(at * rate)) for at in times]
 
 
 def figures(frame: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a frame that do not depend on when one looks."""
+    """Return the figures of a frame that do not depend on the time of reading."""
     of_member = ("path", "host", "clock", "step_seconds", "staleness", "bytes", "step_bytes", "loss")
     members = [{name: each[name] for name in of_member} for each in frame["members"]]
     names = ("clock", "loss", "bytes_up", "bytes_down", "ratio", "curve", "events", "over")

@@ -21,7 +21,7 @@ def float_of_bf16(patterns: Array) -> Array:
 
 
 def rounded(values: Array, dropped: int, largest: int) -> Array:
-    """Patterns without a sign of |values| (float32) to 32 - `dropped` bits: whichever neighbour is nearer, else the even."""
+    """Round the keys of float32 values to 32 - `dropped` bits: to the nearer neighbour, or at a tie to the even one."""
     low = keys_of(values.view(np.uint32)).astype(np.int64) >> dropped
     exact = np.abs(values.astype(np.float64))
     below, above = (
@@ -85,7 +85,7 @@ def compact_blocks(bits: Array, k: int, block: int, places: Array, keys: Array, 
 
 
 def philox(counter: int, key_low: int, key_high: int) -> list[int]:
-    """Philox4x32-10 of the counter (counter, 0, 0, 0)."""
+    """Return the four words of Philox4x32-10 for the counter (counter, 0, 0, 0)."""
     c, k = [counter, 0, 0, 0], [key_low, key_high]
     for _ in range(10):
         even, odd = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -273,7 +273,7 @@ def _codes(
     top: int,
     cap: int,
 ) -> Array:
-    """Codes from -top to top of every `block` values, and their scales."""
+    """Write codes from -top to top of every `block` values, and their scales."""
     codes = np.zeros(values.size, np.int64)
     for i in range(scales.size):
         part = values[i * block : (i + 1) * block]
@@ -319,7 +319,7 @@ def decode_int4(scales: Array, nibbles: Array, out: Array) -> None:
 
 
 def unit_of(part: Array, spare: int) -> float:
-    """The unit that a mean of `part` is counted in: 2**-(23 - spare) of the largest power of two in it."""
+    """Return the unit of the fixed-point mean of `part`: 2**-(23 - spare) of the largest power of two in it."""
     exponent = max(largest_key(part) >> 23, 1)
     return 2.0 ** (exponent - 150 + spare)
 
@@ -350,7 +350,7 @@ def decode_sign(scales: Array, plane: Array, out: Array) -> None:
 
 
 def two_levels(part: Array) -> tuple[int, int]:
-    """Patterns of the low and the high level of one block."""
+    """Return the patterns of the low and the high level of one block."""
     unit = unit_of(part, 1)
     fixed = fixed_of(part, unit)
     low = high = threshold = sum(fixed) // len(fixed)
@@ -429,7 +429,7 @@ KINDS = ("normal", "zeros", "equal", "ties", "denormal", "wide", "huge", "rows")
 
 
 def values_of(kind: str, count: int) -> Array:
-    """float32[count]: every kind is what some real update looks like, or what breaks a kernel."""
+    """Return float32[count] of a kind. Each kind resembles a real update, or breaks a careless kernel."""
     rng = np.random.default_rng(count)
     normal = rng.standard_normal(count, dtype=np.float32)
     values = {

@@ -41,7 +41,7 @@ def value_part(coding: str, values: Array, stochastic: bool = False, key: tuple[
 
 
 def values_in(coding: str, body: bytes, kept: int) -> tuple[Array, bytes]:
-    """(values, what follows them)."""
+    """Return (values, the rest of the body)."""
     arrays = []
     for dtype, items, per in SECTIONS[coding]:
         count = items * -(-kept // per)
@@ -59,7 +59,7 @@ def values_in(coding: str, body: bytes, kept: int) -> tuple[Array, bytes]:
 
 
 def rice_part(indices: Array, count: int) -> tuple[int, bytes]:
-    """(r, both streams)."""
+    """Return (r, both streams)."""
     gaps, kept = gaps_of(indices), indices.size
 
     def size(r: int, high_sum: int) -> int:
@@ -74,7 +74,7 @@ def rice_part(indices: Array, count: int) -> tuple[int, bytes]:
 
 
 def index_part(indices: Array, count: int) -> tuple[int, int, bytes]:
-    """(wire id, parameter, section) of the shortest of all, the lowest id among equal ones."""
+    """Return (wire id, parameter, section) of the shortest coding, of equal ones that with the lowest id."""
     gaps, kept = gaps_of(indices), indices.size
     ways = [(RICE, *rice_part(indices, count))]
     width = int(gaps.max()).bit_length()
@@ -124,7 +124,7 @@ def kept_of(density: float, count: int) -> int:
 
 
 def selected(stage: str, values: Array) -> Array:
-    """Rising indices that a sparsifier keeps: of the largest magnitudes the lowest indices first, zeros never."""
+    """Return the rising indices that a sparsifier keeps: of equal magnitudes the lowest indices, and never zeros."""
     name, _, argument = stage.partition(":")
     keys = keys_of(values.view(np.uint32))
     if name == "threshold":
@@ -148,9 +148,9 @@ def selected(stage: str, values: Array) -> Array:
 
 
 def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> bytes:
-    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked).
+    """Return the payload that parse(spec).encode(values) must equal byte for byte, except for lz4 (`unpacked`).
 
-    scaled: as randk stands alone; error feedback has it unscaled.
+    scaled: randk multiplies values, as it does without error feedback.
     """
     count, kept, index = values.size, values, (0, 0, b"")
     coding, stochastic = "fp32", False
@@ -189,7 +189,7 @@ def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> byte
 
 
 def unpacked(payload: bytes) -> bytes:
-    """The same payload without its lz4 stage."""
+    """Return the same payload without its lz4 stage."""
     if payload[3] == 0:
         return payload
     assert payload[3] == 1
@@ -197,7 +197,7 @@ def unpacked(payload: bytes) -> bytes:
 
 
 def decode(payload: bytes) -> tuple[Array, Array]:
-    """(indices, values) of a valid payload."""
+    """Return (indices, values) of a valid payload."""
     payload = unpacked(payload)
     _, wire_id, coding, _, count, kept, parameter = struct.unpack("<BBBBIII", payload[:16])
     values, part = values_in(CODINGS[coding], payload[16:], kept)

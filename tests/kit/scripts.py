@@ -1,6 +1,6 @@
-"""Training scripts as users write them, run in threads: each worker has a session of its own, on an in-process cluster.
+"""Runs training scripts as users write them, in threads: each worker has its own session on an in-process cluster.
 
-`session.current` is per process by design; here it is per thread. All else is the real thing, sockets aside.
+`session.current` is per process by design; here it is per thread. Everything else is the product, except sockets.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _seeding = threading.Lock()
 
 
 class Link(in_process.Link):
-    """An in-process link whose session has yet to see that it joined."""
+    """An in-process link whose session has not yet taken the event that it joined."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         super().__init__(cluster, token)
         self.events.appendleft(self.joined)
 
     def close(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread to end."""
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         self.before = set(threading.enumerate())
 
     def end(self) -> None:
-        """Wake whoever still waits, so that no thread outlives the run that it is of."""
+        """Wake all waiting threads, so that no thread outlives its run."""
         for each in self.sessions:
             cast(Link, each.link).end("the run of this test is over")
         threads = [each for each in threading.enumerate() if each.name == THREAD and each not in self.before]
@@ -60,7 +60,7 @@ class Run:
         assert not any(thread.is_alive() for thread in threads), f"a thread goes on {ENDS_S:.0f} s after its run"
 
     def join(self, cluster: int = 0) -> session.RunSession:
-        """A new worker, whose session is from now on that of the calling thread."""
+        """Join with a new worker. Its session becomes that of the calling thread."""
         joined = session.RunSession(f"tcp://in-process:{1 + cluster}")
         self.sessions.append(joined)
         _here.session = joined
@@ -71,7 +71,7 @@ class Run:
         _here.session = self.sessions[worker]
 
     def together(self, script: Callable[[int], Any]) -> list[Any]:
-        """Run script(worker) for every session, each in a thread of its own."""
+        """Run script(worker) for each session, each in its own thread."""
 
         def work(worker: int) -> Any:
             torch.set_num_threads(1)
@@ -107,7 +107,7 @@ class Run:
 
 @contextmanager
 def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
-    """A run with all its workers joined, in the order of their ranks."""
+    """Make a run whose workers have all joined, in the order of their ranks."""
     cluster = cluster or Cluster(settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "MemberLink", lambda address, token, *rest: Link(cluster, token))
@@ -123,7 +123,7 @@ def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
 
 @contextmanager
 def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run]:
-    """Clusters below `root` with all their workers joined, one of each cluster in turn: in the order of their ranks."""
+    """Make child clusters of `root` whose workers have all joined, one of each cluster in turn: by rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "MemberLink", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
         patch.setattr(session, "current", lambda: _here.session)
@@ -139,7 +139,7 @@ def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run
 
 @contextmanager
 def alone() -> Iterator[session.LocalSession]:
-    """The session of a script that runs as plain python."""
+    """Run with the session of a script that runs as plain python."""
     with pytest.MonkeyPatch.context() as patch:
         only = session.LocalSession()
         patch.setattr(session, "_session", only)
@@ -150,7 +150,7 @@ def alone() -> Iterator[session.LocalSession]:
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
-    """make() from a seed: torch's generator is one for all threads."""
+    """Call make() from a seed. All threads share torch's generator, so they take turns."""
     with _seeding:
         torch.manual_seed(seed)
         return make()
@@ -166,7 +166,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.Tensor:
-    """The loss of every `of`th row of the batch, from row `worker` on."""
+    """Return the loss of every `of`th row of the batch, from row `worker` on."""
     x, y = batch(step)
     return nn.functional.cross_entropy(model(x[worker::of]), y[worker::of])
 
@@ -177,7 +177,7 @@ def flat(model: nn.Module) -> Array:
 
 
 def mean_loss(weights: Array, steps: int) -> float:
-    """The mean loss of a model with these weights, over the batches of so many steps."""
+    """Return the mean loss of a model with these weights, over the batches of so many steps."""
     model = build()
     nn.utils.vector_to_parameters(torch.from_numpy(weights), model.parameters())
     with torch.no_grad():
@@ -191,7 +191,7 @@ def train(
     at: Callable[[int], None] = lambda step: None,
     finish: bool = True,
 ) -> Array:
-    """A user's script, which knows of no mode. `at` is called after each step. Returns the model that it ends with."""
+    """Train as a user's script does, whatever the mode. Call `at` after each step. Return the final model."""
     model = build(seed)
     optimizer = DistributedOptimizer(make(model), model)
     for step in range(steps):
@@ -207,7 +207,7 @@ def train(
 
 
 class Each:
-    """Several optimizers by hand, one after the other: the reference of those in one wrapper."""
+    """Several optimizers that step one after the other: the reference of several in one wrapper."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -226,5 +226,5 @@ class Each:
 
 
 def distance(a: Array, b: Array) -> float:
-    """Relative, in L2 norm."""
+    """Return the relative distance in L2 norm."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,4 +1,4 @@
-"""The seed of what is drawn at random in tests; NARROWS_TEST_SEED replays a run."""
+"""The seed of all random numbers of tests; NARROWS_TEST_SEED replays a run."""
 
 from __future__ import annotations
 

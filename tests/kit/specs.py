@@ -1,4 +1,4 @@
-"""Every SPEC that conformance is tested on, and what is asked of its payloads."""
+"""The SPECs of the conformance tests, and the properties that their payloads must have."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def held(payload: memoryview, count: int) -> Array:
-    """The indices of a sparse payload."""
+    """Return the indices of a sparse payload."""
     found = indices(payload, count)
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo as the paper has it (2501.18512, alg. 2), in one loop of NumPy, and runs of real workers beside it."""
+"""Streaming DiLoCo as in the paper (2501.18512, alg. 2), in one loop of NumPy, and runs of real workers to compare."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reference:
         self.waiting: list[tuple[int, int]] = []  # clock, and the step at which it is merged
 
     def keys(self, clock: int) -> list[tuple[int, slice]]:
-        """Shard and keys of what update `clock` carries."""
+        """Return shard and keys of each part of update `clock`."""
         ranges = enumerate(split(SIZE, self.settings.shards))
         turn = clock % self.settings.fragments
         return [(shard, slice(*fragment(*keys, self.settings.fragments, turn))) for shard, keys in ranges]
@@ -70,7 +70,7 @@ class Reference:
             self.merge(self.step)
 
     def exchange(self, dense: bool = False) -> None:
-        """Every worker pushes, the servers fold and publish."""
+        """Let each worker push, and the servers fold and publish."""
         settings = self.settings
         for shard, keys in self.keys(self.clock):
             size = keys.stop - keys.start
@@ -111,7 +111,7 @@ class Reference:
                     self.base[worker][keys] = shown
 
     def finish(self) -> None:
-        """Exchange the rest of every fragment, in turn, dense; not of the one pushed last, where it has none."""
+        """Exchange the rest of each fragment in turn, dense. The fragment pushed last is left out if it has no rest."""
         self.merge(1 << 30)
         last = [(worker, keys) for _, keys in self.keys(self.clock - 1) for worker in range(self.settings.workers)]
         left = any((self.local[worker][keys] != self.base[worker][keys]).any() for worker, keys in last)
@@ -120,7 +120,7 @@ class Reference:
             self.exchange(dense=True)
 
     def resume(self) -> None:
-        """All workers begin anew from what the servers have."""
+        """Let all workers begin anew from the published state of the servers."""
         self.waiting.clear()
         self.feedback.clear()
         self.memory.clear()
@@ -147,7 +147,10 @@ class Flat(nn.Module):
 
 
 def train(started: Run, steps: range, finish: bool = True, look: bool = False) -> list[tuple[list[Array], list[Array]]]:
-    """By worker: its parameters after each step, and the shared model, after each if it is to `look`, and at the end."""
+    """Train, and return by worker its parameters after each step, and the shared model at the end.
+
+    look: return the shared model after each step too.
+    """
     together = threading.Barrier(len(started.sessions))
 
     def script(worker: int) -> tuple[list[Array], list[Array]]:

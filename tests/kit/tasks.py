@@ -1,4 +1,4 @@
-"""The scripts under bench/tasks as modules: their data and models."""
+"""Loads the scripts of bench/tasks as modules, for their data and models."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clusters below a root in one process, and what one process makes of the same batches."""
+"""Clusters with a root in one process, and the training of one process on the same batches."""
 
 from __future__ import annotations
 

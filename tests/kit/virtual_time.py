@@ -1,4 +1,4 @@
-"""Scripts in threads while virtual time goes by: `pump` lets the clock of every machine run, and their timers with it."""
+"""Runs scripts in threads under virtual time: `pump` advances the clock of all machines, and so their timers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pump(
     virtual_s: float = 1e9,
     real_s: float = REAL_S,
 ) -> bool:
-    """Let virtual time go by until done(), at most so long; False where it did not come true."""
+    """Advance virtual time until done(), at most `virtual_s`. Return False if it did not become true."""
     deadline = time.monotonic() + real_s
     while not done():
         if virtual_s <= 0 or time.monotonic() > deadline:
@@ -90,7 +90,7 @@ def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script, real_s: fl
 
 
 class Held:
-    """Messages from above that come to one shard late, in their order, once `release` is called."""
+    """Holds messages of the parent to one shard, and delivers them in order once `release` is called."""
 
     def __init__(
         self, cluster: Cluster, shard: int, kinds: tuple[type, ...], those: Callable[[Any], bool] = lambda message: True
@@ -114,13 +114,13 @@ class Held:
 
 
 def expire(cluster: Cluster) -> None:
-    """End the lease that a cluster has above."""
+    """Let the lease of a cluster expire at its parent."""
     assert cluster.parent is not None
     expire_member(cluster.parent, member_of(cluster).worker)
 
 
 def expire_member(cluster: Cluster, worker: int) -> None:
-    """End the lease of this member of a cluster, and no other one."""
+    """Let the lease of this one member of a cluster expire."""
     coordinator = cluster.servers[0].coordinator
     assert coordinator is not None
     with cluster.changed:
@@ -136,7 +136,7 @@ def clock_of(cluster: Cluster) -> int:
 
 
 class Faults:
-    """Between two levels, both ways: messages lost, twice, or late and out of order."""
+    """Faults between two levels, both ways: messages are lost, doubled, or delivered late and out of order."""
 
     def __init__(self, rng: random.Random, share: float) -> None:
         self.rng, self.share = rng, share

@@ -26,7 +26,7 @@ replaying = False
 
 
 def _folder() -> Path:
-    """A process that forks commands has imported this before there is one."""
+    """Return the folder of the log. A process that forks commands imports this module before the folder exists."""
     return Path(os.environ["TOLD"])
 
 
@@ -66,13 +66,13 @@ def _replay(journal: Any, *words: Any, replay: Any = Journal.replay) -> Any:
 
 
 def _go_on(planned: Any, before: Any, go_on: Any = ModelShard.go_on) -> None:
-    """Under another plan the store is another one."""
+    """Carry the log over to the store that a new plan makes."""
     go_on(planned, before)
     planned.store.told = getattr(before.store, "told", [])
 
 
 def _goes_on(exchange: Any, *words: Any, go_on: Any = Exchange.go_on) -> Any:
-    """And so is the exchange."""
+    """Carry the log over to the exchange that a new plan makes."""
     says = go_on(exchange, *words)
     here = [each for each in words[-1] if each.replica.begin == exchange.replica.begin]
     exchange.told = getattr(here[0], "told", []) if here else []
