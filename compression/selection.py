@@ -14,7 +14,7 @@ from narrows.compression.kernels import cpu
 from narrows.compression.kernels.select import COUNTS, SAMPLE_LINE
 
 SAMPLE_COUNT_MIN = 1 << 16  # below this, three passes over values in cache cost less than the sampling saves
-SAMPLE_RANK = 2048  # sampled values above the threshold: the threshold's rank is then off by about 2 %
+SAMPLE_RANK = 2048  # values of the sample above the threshold; its rank then has a relative error of 1/sqrt(2048), 2 %
 GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128  # one cache line of so many is sampled
 
 

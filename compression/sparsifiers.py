@@ -68,8 +68,9 @@ class _Selecting(ABC):
 class TopK(_Selecting):
     """The k = max(1, round(density * count)) largest values of all.
 
-    With 13 of the 23 mantissa bits dropped this is MSTopK (Shi et al., 2010.10458, alg. 1): a histogram of the
-    shortened keys gives the two thresholds, 2**-10 apart, for which MSTopK's samplings bisect. All values above the
+    With 13 of the 23 mantissa bits dropped this is MSTopK (Shi et al., 2010.10458, alg. 1). MSTopK finds two
+    thresholds by a bisection that reads the values many times; here one histogram of the shortened keys gives them, 2**-10
+    apart. All values above the
     upper one are kept, and values between the two fill up to k in the order of their indices. Denormals below 2**-136
     then count as zeros.
 

@@ -132,7 +132,7 @@ def count_above(bits: IndexArray, above: int) -> int:
 
 @kernel
 def _block_threshold(keys: IndexArray, k: int, lowest: np.uint32) -> tuple[np.uint32, int]:
-    """Return (threshold, ties): the k largest keys are all above the threshold, and `ties` equal to it.
+    """Return (threshold, ties): the k largest keys are those above the threshold, and `ties` of those equal to it.
 
     1 <= k < keys.size, and all keys >= lowest. The bisection of [lowest, largest key] ends once a threshold has exactly
     k keys above it.

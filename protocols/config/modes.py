@@ -68,7 +68,7 @@ class Mode:
 
     @property
     def streams(self) -> bool:
-        """True in streaming: a worker computes on more than the last state and its inner steps since that state."""
+        """True in streaming: a worker blends an older state into weights that it has trained further meanwhile."""
         return self.fragments > 1 or self.merge_delay > 0 or self.merge_alpha > 0
 
     def fragment(self, clock: int) -> int:
@@ -90,10 +90,11 @@ class Mode:
         return WINDOW if self.bound is None else self.bound + 1
 
     def ahead(self, clock: int, settled: int) -> int:
-        """Return for which clock, counted from `clock`, a child asks for a whole state after a push: 0 or 1.
+        """Return the offset, 0 or 1, of the clock whose whole state a child asks for after a push.
 
-        1 if the child may compute `clock` on the state that it has: the child can wait for the state of the next clock.
-        0 otherwise: a state for the next clock would wait for a min clock that `clock` does not need.
+        A shard answers once its min clock allows the clock that is asked for. If the child may compute `clock` on the
+        state that it has, it asks for the state of the next clock: 1. Otherwise the child needs a state for `clock`
+        itself: 0. A state for the next clock would come later.
 
         Args:
             clock: the child's clock after the push.

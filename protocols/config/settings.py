@@ -259,7 +259,8 @@ class Settings:
         """Return the resolved mode. Call on validated settings. `local` with a staleness bound folds at once.
 
         With h inner steps in a clock, clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later.
-        So a worker that begins clock c has merged all clocks up to c - 1 - ceil(merge_delay / h): this is its bound.
+        So a worker that begins clock c has merged all clocks up to c - 1 - ceil(merge_delay / h). Its staleness bound is
+        ceil(merge_delay / h).
         """
         row = MODES[self.sync]
         barrier = row.barrier and self.staleness == 0

@@ -17,7 +17,8 @@ How it works
 
 Rules
 - One clock is one update. With staleness s the child computes clock c on a state to which all updates below c - s are
-  settled. A quorum goes on without late members: then the child's own updates below c - s are settled.
+  settled. With --quorum a clock closes without late members, so only the child's own updates below c - s are sure to be
+  in that state.
 - The replica rule is read-my-writes (Ho et al. 2013, sec. 3), defined in protocols/member/replica.py. `base` alone
   applies it.
 """
@@ -145,7 +146,7 @@ class Exchange(Generic[A]):
             index, count: number of the part, from 0 on; number of parts.
             piece: keys and payload of the part.
             samples: that the update was computed on.
-            hyper: hyper-parameters of the step, a msgpack map; part 0 carries them.
+            hyper: the packed hyper-parameters of the step (`unpack_hyper`, ps/shard/folding.py); part 0 carries them.
         """
         self.in_flight.add(self.clock)
         where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
@@ -165,7 +166,7 @@ class Exchange(Generic[A]):
             pieces: the update, as the replica encoded it.
             samples: that the update was computed on.
             coding: the SPEC that suits this child's link (`auto`); "": none measured.
-            hyper: hyper-parameters of the step, a msgpack map.
+            hyper: the packed hyper-parameters of the step.
             rows: of embedding tables. They travel as further parts, and are in no replica.
 
         Returns:

@@ -415,7 +415,7 @@ class Coordinator:
     # Decisions, and the ledgers that carry them.
 
     def _decide(self, now_ns: int) -> None:
-        """Ask the decisions in their order, from the first again after each one taken, until none is left to take."""
+        """Let each `Decision` decide, in order. After one that did, begin with the first again, until none decides."""
         while any(decision.decide(now_ns) for decision in self.decisions):
             self.version += 1
 

@@ -8,7 +8,7 @@ How it works
     Declare model spec ───────────> `refusal` checks it; the first worker's spec becomes that of the run
            <───────────────── Ready once every shard has reported the epoch of the new member
     Heartbeat, any message ───────> renews the lease
-    silent for longer than `lease_ns`, or not connected for a shorter time: `expired`
+    silent for longer than `lease_ns`, or without a connection for longer than a limit below it: `expired`
     Leave after the last step ────> the seat ends once every shard has reported the worker's last update (`done`)
     Leave before it ──────────────> the seat ends at once
 
@@ -268,12 +268,18 @@ class Members(Decision):
         return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
 
     def expired(self, now_ns: int) -> list[Seat]:
-        """Seats whose worker has been silent for longer than its lease, or not connected for longer than `cut_ns`."""
-        cut_ns = max(RECONNECT_LEAST_NS, int(self.run.settings.lease * RECONNECT_LEASES * NS))
+        """Return the seats of members that are lost.
+
+        A member is lost after a silence longer than its lease. It is also lost after a time without a connection, the
+        time to connect again: RECONNECT_LEASES leases and RECONNECT_ROUND_TRIPS round trips, at most its lease.
+        """
+        reconnect_ns = max(RECONNECT_LEAST_NS, int(self.run.settings.lease * RECONNECT_LEASES * NS))
 
         def gone(seat: Seat) -> bool:
             lease_ns = self.lease_ns(seat)
-            if seat.cut_ns and now_ns - seat.cut_ns > min(lease_ns, cut_ns + RECONNECT_ROUND_TRIPS * seat.road_ns):
+            if seat.cut_ns and now_ns - seat.cut_ns > min(
+                lease_ns, reconnect_ns + RECONNECT_ROUND_TRIPS * seat.road_ns
+            ):
                 return True
             return now_ns - seat.seen_ns > lease_ns
 

@@ -18,8 +18,8 @@ ParentSlot (parent_slot.py) chooses between them. ModelShard calls the link in t
 
 Rules
 - A seat is taken between two clocks. Changes from the parent are applied there too.
-- A clock is published once what is owed for it has been pushed and the next may be computed; updates that are folded
-  meanwhile are kept.
+- The shard publishes a clock after two events: the push to the parent for that clock has left, and the parent's
+  staleness bound allows the next clock. Updates that the shard folds meanwhile stay in the model.
 - All shards push at the same clocks of the cluster, counted from the clock at which their seat begins, and once more
   when all workers are done. So their clocks in the parent's run are equal.
 """

@@ -16,7 +16,8 @@ Rules
 - The files have no name and lie in memory: memfd_create(2), elsewhere temporary files. ps-serve holds them too, so they
   outlive the process and end with ps-serve.
 - A machine that is not whole does not count. A last event that is not whole has not happened.
-- The memory is the machine once, twice while it is written anew, and as much again of events. A machine that is
+- The journal takes at most three times the memory of the machine: the newest copy, a new copy while it is written, and
+  events as large as a copy (64 MiB for a smaller machine). A machine that is
   larger than the bound has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """

@@ -83,7 +83,7 @@ class ServerRunner:
         process: the arguments of the process.
         port: its sockets.
         number: the TCP port that it listens on.
-        gate: its access control; None: without keys.
+        access_control: which peers it serves; None: without keys.
         both: file descriptors for the journal; None: there is no journal.
         copy: the standby that takes over, with the machine; None: the machine comes from the journal or is new.
 

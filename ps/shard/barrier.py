@@ -45,11 +45,11 @@ class FoldAtBarrier:
 
         Args:
             mode: The mode of the run.
-            inbox: The assembler, which knows the members.
+            assembler: The assembler, which knows the members.
             turn: Gives the keys [begin, end) that are exchanged at a clock.
             mean: The store's mean, whose sums `early` may take before the clock closes.
             gain: The gain of the shard.
-            screen: The filters that each update of a set passes.
+            filters: The filters that each update of a set passes.
         """
         self.mode, self.assembler, self.turn, self.mean, self.gain, self.filters = (
             mode,

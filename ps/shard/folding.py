@@ -94,7 +94,8 @@ class Folding(Protocol):
     def weight(self, seat: PushSequence, clock: int) -> float | None:
         """Return the weight that accepted update `clock` was folded with.
 
-        None while the update is held at the barrier. 0 if it was left out, is too old to be known, or is settled.
+        None while the barrier holds the update; without a barrier never. 0 if the update has no weight of its own here:
+        it was left out, or it is so old that this list no longer has it.
         """
 
     def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:

@@ -118,7 +118,7 @@ class ModelShard:
             index: The number of this shard, from 0.
             settings: The settings of the run in this generation.
             plan: The model spec of the whole model.
-            inbox: The assembler of the members' pushes.
+            assembler: The assembler of the members' pushes.
             clock: The clock at which this generation begins.
             means: What only the runner can give.
 
@@ -201,7 +201,8 @@ class ModelShard:
 
         Args:
             load: The arrays of the checkpoint.
-            recut: True if its files are of other shards. Then the files of this shard count as written already.
+            recut: True if the checkpoint was cut for another number of shards. Its files then serve as this shard's
+                checkpoint of that clock, and the shard does not write it again.
 
         Raises:
             NarrowsError: The checkpoint holds another number of keys.

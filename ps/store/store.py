@@ -225,7 +225,7 @@ class Store:
             before = x[self.gain.at]
             for piece in update:
                 codecs.add(piece, weight, x, self.begin)
-            # The update counts with the length that it has after a filter.
+            # A filter may have shortened the update: the gain measures how far x really moved.
             self.gain.saw(worker, share, share * gain, before, x[self.gain.at])
         shares = [share for _, share in change.of]
         self._fold_rows(shares, change.terms, change.rates)
