@@ -43,7 +43,7 @@ from narrows.ps.planner.codec_costs import coded
 from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import ServerOptimizer
 
@@ -225,7 +225,7 @@ def machine(
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
             expect = pack({"plan_digest": settings.plan_digest})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
-    means = MeanFactory(
+    resources = ShardResources(
         optimizer=_optimizers() if settings.mode().rule is FoldRule.OPTIMIZER else None,
         lent=lent,
         child=child,
@@ -233,7 +233,7 @@ def machine(
         coordinator=coordinator,
         host=process.host,
     )
-    shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
+    shard = Shard(process.index, settings, time.time_ns(), port, kept, resources)
     host = reached(process.bind, process.parent) if member else ""
     public = own.public if own is not None else ""
     return Server(shard, coordinator, member, process.parent, host, public, process.replicas > 0)

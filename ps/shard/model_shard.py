@@ -83,7 +83,7 @@ NEXT = dict(zip(ClockStage, [*list(ClockStage)[1:], ClockStage.FOLD], strict=Tru
 
 
 @dataclass(frozen=True)
-class MeanFactory:
+class ShardResources:
     """What only the runner of a shard can give it.
 
     Attributes:
@@ -110,7 +110,13 @@ class ModelShard:
     """Shard `index` in one generation."""
 
     def __init__(
-        self, index: int, settings: Settings, plan: ModelSpec, assembler: PushAssembler, clock: int, means: MeanFactory
+        self,
+        index: int,
+        settings: Settings,
+        plan: ModelSpec,
+        assembler: PushAssembler,
+        clock: int,
+        resources: ShardResources,
     ) -> None:
         """A shard at `clock` without weights.
 
@@ -120,16 +126,16 @@ class ModelShard:
             plan: The model spec of the whole model.
             assembler: The assembler of the members' pushes.
             clock: The clock at which this generation begins.
-            means: What only the runner can give.
+            resources: What only the runner can give.
 
         Raises:
             LocalProtocolError: Workers push gradients and the runner gives no optimizer.
         """
-        self.plan, self.assembler, self.means = plan, assembler, means
+        self.plan, self.assembler, self.resources = plan, assembler, resources
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
         down = ladder(settings.compress_down, sparse=mode.rule is not FoldRule.OPTIMIZER)
-        if mode.rule is FoldRule.OPTIMIZER and means.optimizer is None:
+        if mode.rule is FoldRule.OPTIMIZER and resources.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
         self.finite = not down.lossless  # a lossy downlink can only code first weights that are finite
         gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
@@ -139,10 +145,10 @@ class ModelShard:
             barrier=mode.barrier,
             codings=down,
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
-            optimizer=means.optimizer(plan, begin, end)
-            if means.optimizer and mode.rule is FoldRule.OPTIMIZER
+            optimizer=resources.optimizer(plan, begin, end)
+            if resources.optimizer and mode.rule is FoldRule.OPTIMIZER
             else None,
-            lent=means.lent,
+            lent=resources.lent,
             gain=gain,
             cut=robust.cut,
             tables=EmbeddingRows(plan.tables, index, settings.shards),
@@ -161,9 +167,9 @@ class ModelShard:
             if mode.barrier
             else FoldAtOnce(mode, assembler, store.whole, gain, filters)
         )
-        self.publications = Publications(index, mode, store, assembler, self.folding, down.specs, means.timing)
+        self.publications = Publications(index, mode, store, assembler, self.folding, down.specs, resources.timing)
         self.publications.begin(clock)
-        self.upward = ParentSlot(index, store.whole, means.child, means.member, means.timing, plan.degree)
+        self.upward = ParentSlot(index, store.whole, resources.child, resources.member, resources.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
         self.weights_from = -1  # the ledger's initialiser once all first weights are here, -1 before
         # gossip: worker -> how many models the mean of the first weights had once its own was in

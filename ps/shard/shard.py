@@ -34,7 +34,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import LoadCheckpoint, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.parent.parent_link import ParentLink
-from narrows.ps.shard.model_shard import MeanFactory, ModelShard, pairs
+from narrows.ps.shard.model_shard import ModelShard, ShardResources, pairs
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.reports import Reports
 from narrows.ps.shard.shard_requests import OfWorkers, ShardRequests
@@ -53,7 +53,7 @@ class Shard:
         incarnation: int,
         port: int,
         checkpoints: tuple[int, ...],
-        means: MeanFactory,
+        resources: ShardResources,
     ) -> None:
         """A shard without members and without a model.
 
@@ -63,9 +63,9 @@ class Shard:
             incarnation: The number of this life of the shard's machine.
             port: The TCP port that members reach this shard at.
             checkpoints: Clocks of the checkpoints on this shard's disk.
-            means: What only the runner can give, such as the server's optimizer.
+            resources: What only the runner can give, such as the server's optimizer.
         """
-        self.index, self.settings, self.mode, self.means = index, settings, settings.mode(), means
+        self.index, self.settings, self.mode, self.resources = index, settings, settings.mode(), resources
         self.incarnation, self.port = incarnation, port
         self.checkpoints = list(checkpoints)
         # clock of the newest checkpoint that the runner finished, written or failed; and how long the write took, in ns
@@ -164,7 +164,7 @@ class Shard:
 
     def _plan(self, plan: ModelSpec, clock: int) -> ModelShard:
         """Make the ModelShard of this model spec, and its ShardRequests."""
-        self.model_shard = ModelShard(self.index, self.settings, plan, self.assembler, clock, self.means)
+        self.model_shard = ModelShard(self.index, self.settings, plan, self.assembler, clock, self.resources)
         self.service = ShardRequests(self.model_shard)
         return self.model_shard
 
@@ -222,7 +222,7 @@ class Shard:
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Take a message of another cluster (gossip). Raises RemoteProtocolError for one that no cluster may send."""
-        if self.model_shard is None or not self.means.child:
+        if self.model_shard is None or not self.resources.child:
             return self.above.hear(message, now_ns)  # raises: this cluster has no parent
         return self._went_on(self.model_shard.upward.hear(message, self.ledger, now_ns), now_ns)
 
@@ -313,7 +313,7 @@ class Shard:
             wrote_ns=self.wrote_ns,
             bytes_up=self.moved[0],
             bytes_down=self.moved[1],
-            host=self.means.host,
+            host=self.resources.host,
             saved=model_shard.saved if model_shard is not None and news else (),
             saved_at=begun if news else -1,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,

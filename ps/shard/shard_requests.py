@@ -34,7 +34,7 @@ class ShardRequests:
     """Answers the members of one shard in one generation."""
 
     def __init__(self, model_shard: ModelShard) -> None:
-        self.model_shard, self.means = model_shard, model_shard.means
+        self.model_shard, self.resources = model_shard, model_shard.resources
         self.assembler, self.store, self.publications = (
             model_shard.assembler,
             model_shard.store,
@@ -83,7 +83,7 @@ class ShardRequests:
 
     def _last(self) -> FloatArray | None:
         """Return the model that all workers end with, or None while it is not known."""
-        if self.means.child:
+        if self.resources.child:
             return self.model_shard.above.master
         return self.store.x if self.model_shard.upward.finishes else None
 
@@ -91,7 +91,7 @@ class ShardRequests:
         """Take one part of first weights, if they are wanted from this worker. True if they are complete."""
         if ledger.started or self.model_shard.next_source(ledger) != seat.worker:
             return False
-        if self.means.child and not self.model_shard.above.wants_weights:
+        if self.resources.child and not self.model_shard.above.wants_weights:
             return False  # another cluster has already given the parent its first weights
         return self.model_shard.first_weights(message, ledger)
 
@@ -176,7 +176,7 @@ class ShardRequests:
         """Acknowledge an accepted update, with its weight if it is folded."""
         weight = self.model_shard.folding.weight(seat, clock)
         status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
-        coordinator = self.means.coordinator
+        coordinator = self.resources.coordinator
         wants = coordinator is not None and coordinator.buffers.wanted(seat.worker, now_ns)
         return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
 
@@ -184,7 +184,7 @@ class ShardRequests:
         """Return what this member has asked for and may get now: publications, rows, the master copy."""
         model_shard, store, child = self.model_shard, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
-            wanted = not self.means.child or model_shard.above.wants_weights
+            wanted = not self.resources.child or model_shard.above.wants_weights
             asks = (child.follow.credit or child.pull) and model_shard.next_source(ledger) == seat.worker
             if not (wanted and asks) or child.asked:
                 return []

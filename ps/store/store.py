@@ -205,7 +205,7 @@ class Store:
             codecs.put(piece, 1.0, x, self.begin)
         self._begin(x, x, 0)
 
-    def _joined(self, change: MergeStoppedModels) -> None:
+    def _merge_stopped(self, change: MergeStoppedModels) -> None:
         """Take the model of one more stopped worker into the mean."""
         x = np.zeros(self.size, np.float32)
         for piece in change.pieces:
@@ -364,7 +364,7 @@ class Store:
 
 APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
     SetFirstWeights: Store._first_weights,
-    MergeStoppedModels: Store._joined,
+    MergeStoppedModels: Store._merge_stopped,
     Fold: Store._fold,
     OuterStep: Store._outer,
     Step: Store._step,

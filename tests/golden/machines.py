@@ -36,7 +36,7 @@ from narrows.ps.process import machine_factory
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
 
 SEEDS = range(12)  # of each kind of runs: in run 7 the plan changes, where a kind has such runs
@@ -106,7 +106,7 @@ def _server(name: str) -> Server:
     index = int(port[-1])
     coordinator = Coordinator(settings, 1 << 20, -1, child=child) if not index else None
     member = Member(f"{port}.0", "here", timing=TIMING, below=coordinator.tree) if child and coordinator else None
-    means = MeanFactory(optimizer=PlainSGD, child=child, member=member, coordinator=coordinator, timing=TIMING)
+    means = ShardResources(optimizer=PlainSGD, child=child, member=member, coordinator=coordinator, timing=TIMING)
     shard = Shard(index, settings, 1, 1 + index, (), means)
     return Server(shard, coordinator, member, "s0" if child else "")
 

@@ -34,7 +34,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import Store, assume_lent
@@ -97,7 +97,7 @@ class Cluster:
         child = self.parent is not None
         coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
         member = Member(self.name, "here", below=coordinator.tree) if child and coordinator is not None else None
-        means = MeanFactory(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
+        means = ShardResources(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
         shard = Shard(index, self.settings, 1, 1 + index, (), means)
         return Server(shard, coordinator, member, "tcp://parent:1", self.name)
 

@@ -43,7 +43,7 @@ from narrows.ps.process import machine_pickling
 from narrows.ps.process.journal import JournalReplay
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import ClockStage, MeanFactory
+from narrows.ps.shard.model_shard import ClockStage, ShardResources
 from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.changes import LoadArrays
@@ -347,7 +347,7 @@ class Process:
                 coordinator.members.adopt(disk.files[0, clock][2])
                 saved = [dict(disk.facts[each, clock][1]) for each in range(disk.shards(clock))]
                 coordinator.ranges.load(disk.facts[0, clock][0], clock, saved)
-        means = MeanFactory(
+        means = ShardResources(
             optimizer=PlainSGD,
             child=bool(above),
             member=member,

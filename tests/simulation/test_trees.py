@@ -142,7 +142,7 @@ def test_a_medium_tree() -> None:
 
 def folds_twice(service: ShardRequests, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster's server takes a repeated push for a new one."""
-    if service.means.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
+    if service.resources.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
         seat.clock = push.clock
     return push_of(service, seat, push, ledger, now_ns)
 

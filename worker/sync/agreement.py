@@ -16,7 +16,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.worker.runtime.launcher_pipe import say
-from narrows.worker.sync.step import RunEngine
+from narrows.worker.sync.sync_step import RunEngine
 
 DOUBLE = struct.Struct("<d")
 

@@ -45,7 +45,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.model.embedding import Embedding
 from narrows.worker.model.flat import FloatArray, dtype_of
 from narrows.worker.model.optimizers import as_one, each_of
-from narrows.worker.sync.shards import ShardExchanges, ShardWait
+from narrows.worker.sync.shard_exchanges import ShardExchanges, ShardWait
 
 Numbers = npt.NDArray[np.int64]  # row numbers of a table, int64[n]
 

@@ -54,8 +54,8 @@ from narrows.worker.sync.embedding_tables import EmbeddingTables, dense_of
 from narrows.worker.sync.gossip import GossipStep
 from narrows.worker.sync.gradients import GradientStep, rebuilt_by
 from narrows.worker.sync.shared_model import SharedModel
-from narrows.worker.sync.step import SyncStep
 from narrows.worker.sync.streaming import StreamingStep
+from narrows.worker.sync.sync_step import SyncStep
 from narrows.worker.sync.tuning import CodecTuning
 from narrows.worker.sync.updates import UpdateStep, clipped_step, evaluated
 

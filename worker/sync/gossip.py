@@ -48,8 +48,8 @@ from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.runtime.launcher_pipe import complain
-from narrows.worker.sync.shards import ShardExchanges
-from narrows.worker.sync.step import StepEngine
+from narrows.worker.sync.shard_exchanges import ShardExchanges
+from narrows.worker.sync.sync_step import StepEngine
 
 HAND_OVER_LIMIT_S = 60.0  # wait for the server to take the last model
 STOPPED_LIMIT_S = 8.0  # the same for a worker that is stopped: ps-worker kills it after twice this time

@@ -41,7 +41,7 @@ from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
 from narrows.worker.runtime.launcher_pipe import complain
 from narrows.worker.sync.overlap import GradientOverlap
-from narrows.worker.sync.step import StepEngine
+from narrows.worker.sync.sync_step import StepEngine
 from narrows.worker.sync.updates import UpdateStep, evaluated
 
 PLAIN = (bool, int, float, str, type(None))

@@ -24,8 +24,8 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
-from narrows.worker.sync.shards import ShardExchanges
-from narrows.worker.sync.step import StepEngine
+from narrows.worker.sync.shard_exchanges import ShardExchanges
+from narrows.worker.sync.sync_step import StepEngine
 
 
 class SamplingStep(Protocol):

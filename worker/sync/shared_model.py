@@ -10,7 +10,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.worker.model.flat import Array
 from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import complain as say
-from narrows.worker.sync.step import RunEngine
+from narrows.worker.sync.sync_step import RunEngine
 
 BUFFERS_LIMIT_S = 10  # after this wait for the run's module buffers a worker shows its own
 ASK_S = 1.0  # between two requests for them: this worker may be the one with the lowest rank by now

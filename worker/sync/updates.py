@@ -42,8 +42,8 @@ from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
 from narrows.worker.sync.sample_client import SampleClient
-from narrows.worker.sync.shards import ShardExchanges
-from narrows.worker.sync.step import StepEngine
+from narrows.worker.sync.shard_exchanges import ShardExchanges
+from narrows.worker.sync.sync_step import StepEngine
 
 IDLE_S = 0.1  # between two requests for samples, if none are left and no worker waits for this one
 

@@ -16,7 +16,7 @@ from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import assume_lent
 
@@ -25,7 +25,7 @@ HELLO = m.Hello("a token", "here", b"")
 
 def server() -> Server:
     settings = Settings().validated()
-    means = MeanFactory(coordinator=Coordinator(settings, 7))
+    means = ShardResources(coordinator=Coordinator(settings, 7))
     return Server(Shard(0, settings, 1, 5, (), means), means.coordinator)
 
 
@@ -134,7 +134,7 @@ def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
         nbytes = 1_000_001
 
     settings = Settings().validated()
-    large = Server(Large(0, settings, 1, 5, (), MeanFactory()), Coordinator(settings, 7))
+    large = Server(Large(0, settings, 1, 5, (), ShardResources()), Coordinator(settings, 7))
     journal = Journal(both, assume_lent, 1_000_000)
     journal.begin(large)
     assert journal.trouble == "it would take 1,000,001 bytes, and may take 1,000,000"

@@ -16,7 +16,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import REQUEST_RETRY
 from narrows.protocols.effects import NS, WriteCheckpoint
 from narrows.protocols.wire import pack
-from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, MeanFactory, ModelShard
+from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, ModelShard, ShardResources
 from narrows.ps.shard.publications import PublicationChild, SentPublication
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.shard import UNDECIDED
@@ -31,7 +31,7 @@ def planned_of(**flags: Any) -> ModelShard:
     inbox = PushAssembler(0, settings.mode())
     ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True)
     inbox.members(ledger, 0)
-    means = MeanFactory(optimizer=PlainSGD)
+    means = ShardResources(optimizer=PlainSGD)
     planned = ModelShard(0, settings, ModelSpec.unpacked(PLANS[0.0]), inbox, 0, means)
     planned.apply([SetFirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
     return planned

@@ -12,14 +12,14 @@ from narrows.protocols.member.member import Member, MemberPhase
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory
+from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
 
 
 def cluster(stands: bool = False) -> tuple[Server, Coordinator, Member]:
     settings = Settings(sync="bsp").validated()
     coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
-    means = MeanFactory(child=True, member=member, coordinator=coordinator)
+    means = ShardResources(child=True, member=member, coordinator=coordinator)
     server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1", stands=stands)
     server.happen(MachineEvent(EventKind.START, NS))
     return server, coordinator, member
@@ -60,7 +60,7 @@ def test_one_that_may_have_a_standby_does_not_gossip(stands: bool) -> None:
 def test_a_cluster_does_not_join_a_server_with_shards_on_other_machines() -> None:
     settings = Settings(sync="bsp", push="update", shards=2).validated()
     coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
-    means = MeanFactory(child=True, member=member, coordinator=coordinator)
+    means = ShardResources(child=True, member=member, coordinator=coordinator)
     server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1")
     server.happen(MachineEvent(EventKind.START, NS))
     welcome = m.Welcome("token", 0, 0, 1, 3, settings.packed(), (1, 2), ("", "10.0.0.2"))

@@ -44,7 +44,7 @@ from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.shard.model_shard import MeanFactory, ModelShard
+from narrows.ps.shard.model_shard import ModelShard, ShardResources
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import assume_lent
@@ -114,7 +114,7 @@ class Life:
         settings = Settings(shards=2).validated()
         index = self.follower.process.index
         coordinator = Coordinator(settings, 7) if not index else None
-        server = Server(Shard(index, settings, 1, 5, (), MeanFactory(coordinator=coordinator)), coordinator)
+        server = Server(Shard(index, settings, 1, 5, (), ShardResources(coordinator=coordinator)), coordinator)
         server.view, server.standby = 1, self.standby.address if stands_by else ""
         return frozen(server, assume_lent)
 
@@ -238,10 +238,10 @@ def test_a_machine_whose_arrays_do_not_fit_its_keys_is_refused(name: str, wrong:
     """Kernels would read and write beyond them."""
     settings = Settings().validated()
     server = Server(
-        Shard(0, settings, 1, 5, (), MeanFactory(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7)
+        Shard(0, settings, 1, 5, (), ShardResources(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7)
     )
     server.shard.model_shard = ModelShard(
-        0, settings, ModelSpec.unpacked(PLANS[0.0]), PushAssembler(0, settings.mode()), 0, MeanFactory()
+        0, settings, ModelSpec.unpacked(PLANS[0.0]), PushAssembler(0, settings.mode()), 0, ShardResources()
     )
     setattr(server.shard.model_shard.store, name, wrong)
     life = Life()

@@ -21,7 +21,7 @@ from narrows.worker.model.not_finite import Named, SkippedSteps
 from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.embedding_tables import EmbeddingTables
-from narrows.worker.sync.shards import ShardExchanges
+from narrows.worker.sync.shard_exchanges import ShardExchanges
 from narrows.worker.sync.tuning import CodecTuning
 
 
