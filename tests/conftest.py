@@ -47,6 +47,7 @@ LONG = {
     "test_under_bounds_checks",
 }  # half a minute each, in other folders
 SHARED = {"attacked", "refusals", "forks", "children"}  # fixtures of a module that start processes: made once
+TOGETHER = {"test_cuda_ptx.py"}  # a test compiles what the others need too
 
 
 def _rank(item: pytest.Item) -> int:
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     groups: dict[object, list[pytest.Item]] = {}
     for item in sorted(items, key=_rank):
-        shared = SHARED & {*getattr(item, "fixturenames", ())}
+        shared = SHARED & {*getattr(item, "fixturenames", ())} | TOGETHER & {item.path.name}
         groups.setdefault((item.path, *shared) if shared else item, []).append(item)
     dealt = [*groups.values()]
     items[:] = [item for first in range(processes) for group in dealt[first::processes] for item in group]
