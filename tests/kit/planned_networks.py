@@ -27,6 +27,24 @@ def cities(hosts: list[int], mbits: float, ms: float) -> Network:
     )
 
 
+def drawn_cities(seed: int, hosts: int) -> Network:
+    """Draw hosts of other speeds in up to three cities, whose links differ a little."""
+    random = np.random.default_rng(seed)
+    city = random.integers(0, 3, hosts)
+    far = city[:, None] != city
+    rate = np.where(far, 3e7, 1e9) * random.uniform(0.5, 2, (hosts, hosts))
+    delay_s = np.where(far, 0.03, 0.0002) * random.uniform(0.5, 2, (hosts, hosts))
+    return Network.parse(
+        {
+            "format": 1,
+            "hosts": [f"h{number}" for number in range(hosts)],
+            "delay_s": delay_s.tolist(),
+            "rates": [{"message_bytes": 1e6, "bits_per_second": rate.tolist()}],
+            "compute": random.choice([0.5, 1.0, 1.5], hosts).tolist(),
+        }
+    )
+
+
 def drawn(seed: int, hosts: int, /, **given: Any) -> Network:
     """Draw a network of hosts that differ in everything. Rates are of two sizes, and differ by direction."""
     random = np.random.default_rng(seed)

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from click import BadParameter
 from click.testing import CliRunner
-from kit.planned_networks import cities, planned, told
+from kit.planned_networks import cities, drawn_cities, planned, told
 from planning.pipeline_layouts import worldwide
-from planning.predicted_steps import drawn
 from simulation.actors import Kit
 from simulation.closed_forms import measured_s
 from simulation.trees import Road, Tree, tree_of
@@ -129,7 +128,7 @@ def plainly(network: Network, groups: Groups, above: ModeAndSpec, below: ModeAnd
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_root_no_server_no_way_and_no_cut_is_cheaper(seed: int) -> None:
-    network = drawn(seed, 4 + seed % 2)
+    network = drawn_cities(seed, 4 + seed % 2)
     plan = choose(network, WORK)
     alone: Groups = tuple((host,) for host in range(len(network.hosts)))
     tried = [(alone, above, BELOW[0]) for above in WAYS]
@@ -143,7 +142,7 @@ def test_no_root_no_server_no_way_and_no_cut_is_cheaper(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_no_other_clusters_and_no_other_ways_are_cheaper(seed: int) -> None:
     """Every partition of 3 or 4 hosts with every two ways, each priced by itself."""
-    network = drawn(100 + seed, 3 + seed % 2)
+    network = drawn_cities(100 + seed, 3 + seed % 2)
     work = replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
     plan, chooser = choose(network, work), Chooser(network, work)
     every = [groups for groups in partitions([*range(len(network.hosts))]) if len(groups) > 1]
@@ -156,7 +155,7 @@ def test_no_other_clusters_and_no_other_ways_are_cheaper(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_moves_come_near_to_the_cheapest_of_all_plans(seed: int) -> None:
     """On 6 and 7 hosts, all of whose plans are priced too."""
-    network = drawn(seed, 6 + seed % 2)
+    network = drawn_cities(seed, 6 + seed % 2)
     work = replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
     moved, every = Chooser(network, work), Chooser(network, work)
     moved.nearby()
