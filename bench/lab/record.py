@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -176,8 +177,9 @@ class Recorder:
         self.added: list[Line] = []
 
     def add(self, run: str, figures: Figures, **more: Any) -> Line:
-        """Append a line. Figures: value and unit; those without a value are left out. `more`: other fields of Line."""
-        known = {name: Figure(float(value), unit) for name, (value, unit) in figures.items() if value is not None}
+        """Append a line. A figure is a value and a unit; None and NaN are left out. `more`: other fields of Line."""
+        known = {name: Figure(float(f"{value:.9g}"), unit) for name, (value, unit) in figures.items()
+                 if value is not None and math.isfinite(value)}  # fmt: skip
         now = {"date": date()}
         line = Line(self.bench, run, known, **(self.facts | now | more))
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -334,4 +336,4 @@ def markdown(lines: Sequence[Line]) -> str:
 
 def over(own: list[Line], beside: list[Line]) -> str:
     """The first figure of one row over that of another, in percent."""
-    return "" if own is beside else f"{100 * (first(own) / first(beside) - 1):+.1f} %"
+    return "" if own is beside else f"{round(100 * (first(own) / first(beside) - 1), 1) + 0.0:+.1f} %"

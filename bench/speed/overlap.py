@@ -112,9 +112,6 @@ def ddp() -> Iterator[Team]:
         yield side
 
 
-# The step against DDP's.
-
-
 def step_ms(block: Block) -> float:
     slower: list[float] = [max(step) for step in zip(*(worker["seconds"] for worker in block), strict=True)]
     return 1000 * statistics.median(slower[SETTLE_STEPS:])

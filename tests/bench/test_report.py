@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ def rows(table: str) -> list[list[str]]:
 def test_a_line_that_is_recorded_is_read_as_it_was(tmp_path: Path) -> None:
     recorder = Recorder("speed/compressors", tmp_path / "compressors.jsonl")
     link = {"mbit_per_s": 20.0, "delay_ms": 60.0}
-    told = recorder.add("int8", {"ratio": (4.0, ""), "encode": (17.7, "GB/s"), "decode": (None, "GB/s")},
-                        seed=3, link=link, arguments={"values": 100, "spec": None, "both": True}, table="one")  # fmt: skip
+    figures: record.Figures = {"ratio": (4.0, ""), "encode": (17.70000000004, "GB/s"), "decode": (None, "GB/s")}
+    figures["fold"] = (math.nan, "GB/s")
+    told = recorder.add(
+        "int8", figures, seed=3, link=link, arguments={"values": 100, "spec": None, "both": True}, table="one"
+    )
     recorder.add("fp16", {"ratio": (2, "")})
     first, second = record.read(recorder.path)
     assert first == told and first.figures == {"ratio": Figure(4.0), "encode": Figure(17.7, "GB/s")}
