@@ -281,7 +281,9 @@ def main() -> int:
     parser.add_argument("--local-steps", type=int, default=4, help="with --tree: of local")
     parser.add_argument("--rounds", type=int, default=20, help="with --tree: of the root; with --gossip")
     parser.add_argument("--topology", choices=[*TOPOLOGIES, "all"], default="all", help="with --gossip")
-    parser.add_argument("--compress", choices=gossip.SPECS, default="dense", help="with --gossip: payloads of one size")
+    parser.add_argument(
+        "--compress", choices=gossip.OF_ONE_SIZE, default="dense", help="with --gossip: payloads of one size"
+    )
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     default = record.RESULTS / "simulate.jsonl"
     parser.add_argument("--out", type=Path, default=default, help="JSON lines of a campaign")

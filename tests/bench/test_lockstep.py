@@ -175,7 +175,7 @@ def whole(coding: str) -> Callable[[np.ndarray, int], np.ndarray]:
     return lambda x, clock: rounded(x, np.ones(len(x), bool), coding, 256)
 
 
-SPECS = {
+CODES = {
     "dense": whole(""),
     "int8": whole("int8"),
     "sign": whole("sign"),
@@ -187,12 +187,12 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", CODES)
 @pytest.mark.parametrize("size", [300, 12_345])
 def test_a_code_sends_what_the_loops_send(spec: str, size: int) -> None:
     x = random(2, size)
     for clock in (0, 3, 8):
-        wanted = np.stack([SPECS[spec](row, clock) for row in x.numpy().astype(np.float64)])
+        wanted = np.stack([CODES[spec](row, clock) for row in x.numpy().astype(np.float64)])
         np.testing.assert_allclose(replicas.code(spec)(x, clock).numpy(), wanted, rtol=1e-4, atol=1e-6)
 
 

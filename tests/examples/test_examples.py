@@ -18,7 +18,7 @@ for library in ("accelerate", "lightning", "litdata", "peft", "sklearn", "torcht
 
 pytestmark = pytest.mark.timeout(900)
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODES = {"bsp": ["--sync", "bsp"], "ssp": ["--sync", "ssp", "--compress", "topk:0.05+int8"]}
+FLAGS = {"bsp": ["--sync", "bsp"], "ssp": ["--sync", "ssp", "--compress", "topk:0.05+int8"]}
 STEPS = 60
 LIMIT_S = 300.0
 LOSS_MAX = 1.02  # of that alone
@@ -55,7 +55,7 @@ def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
 @pytest.mark.parametrize("name", BATCHES)
 def test_two_workers_end_where_one_ends(name: str) -> None:
     (alone,), _ = ends([sys.executable], 1, name)
-    for mode in MODES.values():
+    for mode in FLAGS.values():
         command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", *mode, *MORE.get(name, [])]
         told, err = ends(command, 2, name)
         print(name, *mode, "alone", alone, "two workers", *told)  # with pytest -s
@@ -88,7 +88,7 @@ def test_the_check_says_fine_of_each_example(name: str) -> None:
 
 @pytest.mark.parametrize("flags", [["--dtype", "float16"], ["--compile"]], ids=" ".join)
 def test_the_gpt_trains_with_a_scaler_and_compiled(flags: list[str]) -> None:
-    command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", *MODES["ssp"]]
+    command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", *FLAGS["ssp"]]
     script = [str(EXAMPLES / "gpt.py"), "--steps", "10", *flags]
     done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=LIMIT_S)
     losses = [float(value) for value in re.findall(r"^loss ([0-9.]+)", done.stdout, re.M)]
@@ -98,7 +98,7 @@ def test_the_gpt_trains_with_a_scaler_and_compiled(flags: list[str]) -> None:
 def test_torchtitans_containers_train_a_sharded_model() -> None:
     """FSDP2 shards the model over the two processes of one worker."""
     (alone,), _ = ends([sys.executable], 1, "titan")
-    command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", "--group", *MODES["ssp"]]
+    command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", "--group", *FLAGS["ssp"]]
     told, _ = ends(command, 2, "titan")
     assert len(told) == 2 and max(told) <= LOSS_MAX * alone, (alone, told)
 

@@ -51,7 +51,7 @@ EXAMPLES: tuple[Any, ...] = (
 )
 SIZES = (0, 1, 1000, 100_003)
 STAGES = ("fp16", "bf16", "int8", "int8:stochastic", "int4", "int4:stochastic", "2bit", "sign", "uint8minmax")
-SPECS = (
+RECORDED_SPECS = (
     *("dense", "lz4", "int8+lz4", "topk:0.05+lz4", "topk:0.05+int8+lz4", "cycle:1.0/0.01+int8+lz4", "topk:1.0"),
     *STAGES,
     *(f"topk:0.05+{stage}" for stage in STAGES),
@@ -173,7 +173,7 @@ def values_of(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def payloads_part() -> Entries:
-    return {f"{spec} {count}": partial(_payloads, spec, count) for spec in SPECS for count in SIZES}
+    return {f"{spec} {count}": partial(_payloads, spec, count) for spec in RECORDED_SPECS for count in SIZES}
 
 
 def _payloads(spec: str, count: int) -> str:

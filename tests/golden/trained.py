@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda net: torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
 }
 # --compress, --compress-down
-SPECS: dict[str, dict[str, Any]] = {
+RECORDED_SPECS: dict[str, dict[str, Any]] = {
     "default": {},
     "dense": {"compress": "dense", "compress_down": "dense"},
     "topk:0.2+int8": {"compress": "topk:0.2+int8"},
@@ -37,7 +37,7 @@ WHERE = {"server": "gradient", "worker": "update"}  # steps: --push
 def bsp_part() -> Entries:
     """Each final model, by mode, SPEC, optimizer, where it steps, and shards."""
     found: Entries = {}
-    for spec, flags in SPECS.items():
+    for spec, flags in RECORDED_SPECS.items():
         for where, push in WHERE.items():
             for name in OPTIMIZERS:
                 for shards in (1, 3):

@@ -21,6 +21,7 @@ from numba import cuda
 from kit import cuda_simulator
 from kit.reference import values_of
 from kit.reference_payload import SECTIONS
+from kit.specs import EACH_STAGE
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse
 from narrows.compression import device as device_compression
 from narrows.compression import selection as top_selection
@@ -328,13 +329,6 @@ def fused(
         same((got,), (want,), (way, name))
 
 
-SPECS = (
-    "dense", "int8", "int4:stochastic", "2bit", "sign+lz4", "uint8minmax", "topk:0.01+int8", "topk:4/100+2bit",
-    "topk:0.02+int8:stochastic+lz4", "mstopk:0.02+int4", "randk:0.05+bf16", "cycle:0.1+sign", "threshold:1.5", "topk:0.5+fp16",
-    "cycle:0.3/0.2+sign",
-)  # fmt: skip
-
-
 def updates_of(count: int, kind: str) -> list[Array]:
     """Make the updates of three steps. The last has few values other than zero, so its indices are clustered."""
     first, second = values_of(kind, count), values_of("normal", count)
@@ -362,7 +356,7 @@ def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step
 
 
 def streams() -> None:
-    for spec in SPECS:
+    for spec in EACH_STAGE:
         same_stream(spec, STREAM_COUNT, "normal")
     for count in (0, 1, 64, 65):
         for spec in ("dense", "topk:0.02", "topk:0.02+int8"):

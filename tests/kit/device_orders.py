@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 
+from kit.specs import EACH_STAGE
 from narrows.compression import parse
 from narrows.compression.codecs import coded_piece, raw_pieces
 from narrows.compression.cuda import jit
@@ -237,7 +238,6 @@ def watched(current: Callable[[], int]) -> Iterator[tuple[Trace, CudaKernels]]:
 
 
 COUNT = 140
-SPECS = ("topk:0.05+int8", "cycle:0.15+sign", "topk:4/100+2bit", "cycle:0.3/0.2+sign", "dense")
 STREAMS = (7, 7, 9)  # of torch, at each clock
 
 
@@ -290,8 +290,8 @@ BROKEN = (
 
 
 def orders() -> None:
-    for spec in SPECS:
+    for spec in EACH_STAGE:
         trace = steps(spec)
         assert trace.count > 30 and not trace.races, (spec, trace.races[:3])
     for broken in BROKEN:
-        assert steps(SPECS[0], broken).races, broken
+        assert steps("topk:0.05+int8", broken).races, broken

@@ -13,15 +13,10 @@ import torch
 from kit.in_process import Cluster, member_of
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
-from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
 
 TICK_S = 0.25  # of virtual time
 REAL_S = 40.0  # after which a run counts as stuck
-
-
-def like(base: Settings, **more: Any) -> Settings:
-    return Settings(**{name: getattr(base, name) for name in Settings.__slots__} | more)
 
 
 def steps(count: int, seed: int = 7, finish: bool = True, at: Callable[[int], None] = lambda step: None) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kit.scripts import BATCH, Array, Each, alone, batch, build, distance, flat, loss_of, mean_loss, run, seeded
+from kit.specs import like_one_process, modes, steps_on_worker
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
@@ -531,19 +532,13 @@ def test_a_group_is_added_to_one_of_them() -> None:
 
 # Runs.
 
-MODES = {
-    "bsp": Settings(sync="bsp", push="update", shards=3),
-    "ssp": SSP1,
-    "async": Settings(sync="async", shards=2),
-    "local": Settings(sync="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
-    "gossip": Settings(sync="gossip"),
-}
+ON_WORKERS = modes(lambda settings: steps_on_worker(settings) and like_one_process(settings))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_worker_takes_the_steps_of_its_own_optimizers_where_updates_are_pushed(mode: str) -> None:
-    assert distance(trained(MODES[mode], muon_adamw), by_hand(muon_adamw)) < CLOSE
-    assert distance(trained(MODES[mode], sgd_adamw), by_hand(sgd_adamw)) < EQUAL
+@pytest.mark.parametrize("flags", ON_WORKERS.values(), ids=ON_WORKERS)
+def test_one_worker_takes_the_steps_of_its_own_optimizers_where_updates_are_pushed(flags: dict[str, Any]) -> None:
+    assert distance(trained(Settings(**flags), muon_adamw), by_hand(muon_adamw)) < CLOSE
+    assert distance(trained(Settings(**flags), sgd_adamw), by_hand(sgd_adamw)) < EQUAL
     assert distance(flat(build()), by_hand(muon_adamw)) > 100 * CLOSE, "it does train"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.in_process import Cluster, store_of
 from kit.scripts import Run, build, flat, loss_of, run, seeded, tree
-from kit.specs import MODES, MODES_WITH_SPECS, OF_README
+from kit.specs import MODES, MODES_WITH_SPECS, OF_README, WITH_SERVER_NO_QUORUM
 from torch import nn
 
 from narrows.compression import parse
@@ -122,7 +122,7 @@ def test_gossip_is_the_same_on_a_device(steps: dict[str, Any], spec: str, monkey
     same_on_a_device(monkeypatch, Settings(sync="gossip", staleness=0, compress=spec, workers=3, **steps))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", WITH_SERVER_NO_QUORUM)
 def test_below_another_server_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same_on_a_device(monkeypatch, Settings(**MODES[mode], compress="topk:0.05+int8", workers=2, shards=1), levels=2)
 

@@ -1,4 +1,4 @@
-"""The kit of these tests ends what it started."""
+"""The kit of these tests ends what it started, and leaves out no mode and no stage of a SPEC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 import torch
 from kit import scripts
 from kit.scripts import run, train
+from kit.specs import EACH_STAGE, MODES, SPECS
 
+from narrows.compression.spec import STAGES
+from narrows.protocols.config import modes
 from narrows.protocols.config.settings import Settings
 
 
@@ -44,3 +47,9 @@ def test_a_thread_that_outlives_its_run_fails_the_test(monkeypatch: pytest.Monke
     over.set()
     thread.join(30.0)
     assert not thread.is_alive()
+
+
+def test_every_mode_and_every_stage_is_tried() -> None:
+    assert {flags["sync"] for flags in MODES.values()} == modes.MODES.keys()
+    for specs in (SPECS, EACH_STAGE):
+        assert {stage.partition(":")[0] for spec in specs for stage in spec.split("+")} == STAGES.keys()

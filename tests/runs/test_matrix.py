@@ -7,12 +7,12 @@ import pytest
 import torch
 from kit.in_process import Cluster
 from kit.scripts import Array, build, flat, mean_loss, run, train, tree
+from kit.specs import SMALL_MODEL_SPECS
 
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 
 STEPS = 8
-SPECS = ("dense", "int8", "topk:0.2+int8", "cycle:0.25+sign", "topk:8/64+2bit", "cycle:0.5/0.3+sign")
 # The server above a cluster has these modes: what the cities of the README run, and a barrier.
 ABOVE = {"ssp": {"staleness": 1}, "bsp": {"push": "update"}}
 
@@ -32,7 +32,7 @@ def check(models: list[Array]) -> None:
     assert mean_loss(models[0], STEPS) < mean_loss(flat(build()), STEPS) - 0.02
 
 
-@pytest.mark.parametrize("compress", SPECS)
+@pytest.mark.parametrize("compress", SMALL_MODEL_SPECS)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_level(mode: str, compress: str) -> None:
     with run(settings(mode, compress)) as started:
@@ -40,7 +40,7 @@ def test_one_level(mode: str, compress: str) -> None:
 
 
 @pytest.mark.parametrize("above", ABOVE)
-@pytest.mark.parametrize("compress", SPECS[::2])
+@pytest.mark.parametrize("compress", SMALL_MODEL_SPECS[::2])
 @pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.update_rule is not FoldRule.MIX])
 def test_two_levels(mode: str, compress: str, above: str) -> None:
     """Compressed above, where the link is narrow."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from kit.lying_worker import LIAR, NOISY, ended
+from kit.specs import VALUE_STAGES, WITH_SERVER
 
 from narrows.compression import PayloadError, codecs, parse
 from narrows.compression.codecs import VOID, Piece, raw_pieces
@@ -22,33 +23,20 @@ from narrows.ps.store.changes import PushedUpdate
 
 WORKERS, STEPS = 4, 8
 KNOWN_AFTER = 4  # steps: updates that are folded as they come are held against some before them
-MODES: list[dict[str, Any]] = [
-    {"sync": "bsp", "shards": 2},
-    {"sync": "bsp", "push": "update"},
-    {"sync": "ssp"},
-    {"sync": "ssp", "push": "gradient", "compress_down": "int8"},
-    {"sync": "async"},
-    {"sync": "local", "local_steps": 2},
-    {"sync": "local", "local_steps": 2, "quorum": 3, "grace": 5.0},
-    {"sync": "local", "local_steps": 2, "fragments": 2},
-    {"sync": "local", "local_steps": 2, "staleness": 1},
-]
 
 
-@pytest.mark.parametrize("flags", MODES, ids=str)
+@pytest.mark.parametrize("mode", WITH_SERVER)
 @pytest.mark.parametrize(("times", "since"), [(float("nan"), 0), (1e30, KNOWN_AFTER)])
-def test_it_costs_its_own_share(flags: dict[str, Any], times: float, since: int) -> None:
-    settings = Settings(workers=WORKERS, **flags)
+def test_it_costs_its_own_share(mode: str, times: float, since: int) -> None:
+    late = {"quorum": 3, "grace": 5.0} if "quorum" in WITH_SERVER[mode] else {}
+    settings = Settings(workers=WORKERS, shards=2, **WITH_SERVER[mode] | late)
     x, struck = ended(settings, NOISY, times, STEPS, since=since)
     assert np.isfinite(x).all() and NOISY.loss(x) < NOISY.begun
     assert set(struck) == {LIAR}
 
 
-SPECS = ["int8", "int4", "2bit", "sign", "uint8minmax", "fp16", "bf16", "topk:0.5+lz4", "topk:0.5+int8"]
-
-
 @pytest.mark.parametrize("times", [1.0, 1e30])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*VALUE_STAGES, "topk:0.5+lz4", "topk:0.5+int8"])
 def test_a_length_is_known_of_whatever_carries_it(spec: str, times: float) -> None:
     """Or a bound on it. fp16 carries nothing beyond 65504."""
     values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * np.float32(times)

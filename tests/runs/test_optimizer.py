@@ -19,6 +19,7 @@ import pytest
 import torch
 from kit.in_process import store_of
 from kit.scripts import BATCH, Array, Run, alone, batch, build, distance, flat, loss_of, run, seeded
+from kit.specs import LIKE_ONE_PROCESS
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
@@ -42,15 +43,6 @@ BSP = Settings(sync="bsp", workers=2, shards=2)
 BSP1 = Settings(sync="bsp")
 SSP1 = Settings(sync="ssp", staleness=2)
 TOPK1 = Settings(sync="ssp", compress="topk:0.1", shards=2)
-MODES = {
-    "bsp": BSP1,
-    "bsp update": Settings(sync="bsp", push="update", shards=3),
-    "ssp": SSP1,
-    "ssp 0": Settings(sync="ssp", staleness=0, shards=2),
-    "async": Settings(sync="async", shards=2),
-    "local": Settings(sync="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
-    "local ssp": Settings(sync="local", local_steps=3, staleness=2, outer_lr=1.0, outer_momentum=0.0),
-}
 
 
 def each_step(model: nn.Module, optimizer: Any, worker: int, of: int) -> None:
@@ -131,7 +123,7 @@ def test_what_an_optimizer_says_of_its_run() -> None:
         assert (optimizer.clock, optimizer.staleness, optimizer.bytes_up, optimizer.bytes_down) == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKE_ONE_PROCESS)
 def test_one_worker_takes_the_steps_of_its_own_optimizer_in_every_mode(mode: str) -> None:
     """Ho et al. 2013, sec. 3: a replica that reads its own writes is never behind itself, whatever the staleness."""
 
@@ -145,7 +137,7 @@ def test_one_worker_takes_the_steps_of_its_own_optimizer_in_every_mode(mode: str
     seen: list[Array] = []
     plain(ADAMW, loop)
     expected, seen = seen, []
-    final = trained(MODES[mode], ADAMW, loop)
+    final = trained(Settings(**LIKE_ONE_PROCESS[mode]), ADAMW, loop)
     assert max(distance(a, b) for a, b in zip(seen, expected, strict=True)) < 1e-6
     assert distance(final, expected[-1]) < 1e-6
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit.groups import groups
 from kit.scripts import Array, alone, build, distance, flat, loss_of, run
+from kit.specs import LIKE_ONE_PROCESS, MODES, modes, steps_on_worker
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -23,19 +24,7 @@ from narrows.worker import DistributedOptimizer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, EQUAL = 6, 1e-5
-PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp of 2 shards": {"sync": "bsp", "shards": 2},
-    "bsp int8": {"sync": "bsp", "compress": "int8", "compress_down": "dense"},
-    "bsp update": {"sync": "bsp", "push": "update"},
-    "ssp": {"sync": "ssp", "staleness": 2},
-    "ssp gradient": {"sync": "ssp", "push": "gradient", "staleness": 0},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 2, **PLAIN},
-    "gossip": {"sync": "gossip"},
-}
-ON_SERVERS = ("bsp", "bsp of 2 shards", "bsp int8", "ssp gradient")
+ON_SERVERS = modes(lambda settings: not steps_on_worker(settings))
 
 
 def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -84,16 +73,16 @@ OURS, THEIRS = "DistributedOptimizer", "AdamW"
 A_STEP = [(OURS, "before"), (THEIRS, "before"), (THEIRS, "after"), (OURS, "after")]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKE_ONE_PROCESS)
 def test_hooks_of_a_step_are_called_around_it_and_may_change_gradients(mode: str) -> None:
-    with run(Settings(**MODES[mode])):
+    with run(Settings(**LIKE_ONE_PROCESS[mode])):
         net = build()
         inner = adamw(net)
         optimizer = DistributedOptimizer(inner, net)
         hooks = Hooks(net, inner, optimizer)
         train(net, optimizer)
         assert hooks.told == A_STEP * STEPS
-        assert distance(flat(net), hooked()) < (2e-2 if "int8" in mode else EQUAL)
+        assert distance(flat(net), hooked()) < EQUAL
 
 
 @pytest.mark.parametrize("push", ["gradient", "update"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit.in_process import store_of
 from kit.scripts import Array, build, flat, loss_of, run
+from kit.specs import WITH_SERVER, steps_on_worker
 from torch import nn
 
 from narrows.compression import NonFiniteError
@@ -159,24 +160,16 @@ def test_a_barrier_gets_it_too_and_gradients_of_the_script_stay(
     assert np.linalg.norm(gradients) > 2 * CLIP and not np.isclose(gradients, told).any()
 
 
-MODES: list[tuple[dict[str, Any], int]] = [
-    ({"sync": "bsp"}, 4),
-    ({"sync": "ssp", "shards": 2, **PLAIN}, 4),
-    ({"sync": "ssp", "push": "gradient"}, 4),
-    ({"sync": "async", "update_gain": 1.0}, 4),
-    ({"sync": "local", "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}, 2),
-    ({"sync": "local", "local_steps": 2, "fragments": 2, "outer_lr": 1.0, "outer_momentum": 0.0}, 4),
-]
-
-
-@pytest.mark.parametrize(("flags", "pushes"), MODES, ids=str)
-def test_no_push_is_longer_in_any_mode(flags: dict[str, Any], pushes: int, hidden: list[list[Array]]) -> None:
+@pytest.mark.parametrize("mode", WITH_SERVER)
+def test_no_push_is_longer_in_any_mode(mode: str, hidden: list[list[Array]]) -> None:
     """Without noise, a run of one worker goes exactly where its clipped updates lead."""
-    before, after, _ = trained(Settings(dp_clip=CLIP, **flags), 4)
+    settings = Settings(dp_clip=CLIP, **WITH_SERVER[mode]).validated()
+    before, after, _ = trained(settings, 12)
+    pushes = 12 * settings.fragments // settings.local_steps
     assert len(hidden) == pushes
     for update in hidden:
         assert np.linalg.norm(np.concatenate(update)) == pytest.approx(CLIP, rel=1e-5)
-    rate = RATE if flags.get("push") == "gradient" or flags["sync"] == "bsp" else 1.0
+    rate = 1.0 if steps_on_worker(settings) else RATE
     assert 0 < np.linalg.norm(after - before) <= rate * CLIP * pushes * 1.001
 
 

@@ -21,7 +21,7 @@ from kit.scripts import Array, build, flat, loss_of, run, tree
 from kit.virtual_time import Faults as LinkFaults
 from kit.virtual_time import Script, pump, steps
 from simulation.actors import PLANS, update_of
-from simulation.campaigns import MODES, Run, case_of
+from simulation.campaigns import DRAWN_MODES, Run, case_of
 from simulation.simulator import MS, Faults, Random
 
 import narrows.worker as narrows
@@ -324,7 +324,7 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
 
 
 def test_in_the_simulator_a_slow_worker_costs_no_more_than_the_grace() -> None:
-    case = next(c for c in map(case_of, range(len(MODES) - 1, 200, len(MODES))) if c.settings.workers == 4)
+    case = next(c for c in map(case_of, range(len(DRAWN_MODES) - 1, 200, len(DRAWN_MODES))) if c.settings.workers == 4)
     settings = replace(case.settings, quorum=3, grace=0.01, checkpoint_every=0.0)
     step_ns = (40 * MS, 40 * MS, 40 * MS, 400 * MS)
     case = replace(case, settings=settings, faults=Faults(delay_ns=(MS, MS)), step_ns=step_ns, crash=None, cut=None)

@@ -201,7 +201,7 @@ def test_where_honest_updates_cancel_out_nobody_is_left_out() -> None:
         assert all(own < -AGREE for own, _ in check.cosines().values())
 
 
-MODES: list[dict[str, Any]] = [
+DEFENCES: list[dict[str, Any]] = [
     {"sync": "bsp", "robust": "cosine"},
     {"sync": "bsp", "robust": "trim:0.1"},
     {"sync": "bsp", "robust": "median", "shards": 2},
@@ -221,7 +221,7 @@ def _losses(plain: Settings) -> dict[str, float]:
     return {name: TAUGHT.loss(ended(plain, TAUGHT, times, STEPS)[0]) for name, times in runs}
 
 
-@pytest.mark.parametrize("flags", MODES, ids=str)
+@pytest.mark.parametrize("flags", DEFENCES, ids=str)
 def test_who_sends_the_negative_is_kept_out(flags: dict[str, Any]) -> None:
     """By its cosine soon and wholly. Key by key only where workers agree on the sign: there noise is as large as the rest."""
     plain = Settings(workers=WORKERS, **{name: value for name, value in flags.items() if name != "robust"})
@@ -253,7 +253,7 @@ def test_the_gain_of_the_others_is_measured_on(
     assert len(measured) >= STEPS // WINDOW - 2 and measured[-3:] == [WORKERS - 1] * 3
 
 
-@pytest.mark.parametrize("flags", MODES, ids=str)
+@pytest.mark.parametrize("flags", DEFENCES, ids=str)
 def test_honest_workers_are_let_alone(flags: dict[str, Any]) -> None:
     x, struck = ended(Settings(workers=WORKERS, **flags), TAUGHT, 1.0, STEPS)
     assert not struck and np.isfinite(x).all()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit.in_process import Cluster, store_of
 from kit.scripts import Array, alone, build, flat, loss_of, run, seeded, tree
+from kit.specs import MODES, NO_QUORUM, WITH_SERVER
 from torch import nn
 
 from narrows.protocols import messages as m
@@ -26,18 +27,6 @@ from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_
 from narrows.worker.checkpoint import gossip_checkpoints
 from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
 from narrows.worker.sync.gossip import GossipStep
-
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp, updates": {"sync": "bsp", "push": "update", "compress": "topk:0.2+int8"},
-    "ssp": {"sync": "ssp", "staleness": 2, "compress": "topk:0.2+int8"},
-    "async": {"sync": "async", "compress": "topk:0.2+int8"},
-    "async, gradients": {"sync": "async", "push": "gradient"},
-    "local": {"sync": "local", "local_steps": 3},
-    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2},
-    "quorum": {"sync": "local", "local_steps": 2, "quorum": 1},
-    "two shards": {"sync": "ssp", "staleness": 1, "shards": 2},
-}
 
 
 def steps(model: nn.Module, optimizer: DistributedOptimizer, count: int) -> None:
@@ -56,7 +45,7 @@ def of_the_server(cluster: Cluster) -> Array:
     return np.concatenate([store_of(server).x for server in cluster.servers])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", WITH_SERVER)
 def test_workers_with_fewer_steps_wait_and_all_end_with_one_model(mode: str) -> None:
     last = threading.Event()  # worker 1 has taken its last step
     halted = threading.Event()
@@ -116,7 +105,7 @@ def test_module_buffers_are_one_too_where_the_lowest_rank_ends_first() -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", WITH_SERVER)
 def test_leave_waits_for_no_other_worker_to_end(mode: str) -> None:
     left = threading.Event()
     with run(Settings(**MODES[mode], workers=2)) as started:
@@ -193,14 +182,9 @@ def test_a_worker_that_dies_is_not_waited_for_and_none_joins_once_all_have_ended
 # Agreeing on a number, as early stopping does.
 
 
-# With a quorum the steps of workers depend on who is late.
-AGREE: dict[str, dict[str, Any]] = {name: flags for name, flags in MODES.items() if name != "quorum"}
-AGREE["gossip"] = {"sync": "gossip"}
-
-
-@pytest.mark.parametrize("mode", AGREE)
+@pytest.mark.parametrize("mode", NO_QUORUM)
 def test_all_workers_stop_at_the_same_step(mode: str) -> None:
-    with run(Settings(**AGREE[mode], workers=3)) as started:
+    with run(Settings(**MODES[mode], workers=3)) as started:
 
         def work(worker: int) -> tuple[int, list[float], Array]:
             model, optimizer = begun()

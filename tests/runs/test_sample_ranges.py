@@ -12,6 +12,7 @@ import torch
 from kit.groups import groups
 from kit.in_process import Cluster
 from kit.scripts import Run, alone, build, distance, flat, loss_of, run, tree
+from kit.specs import MODES, modes
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
@@ -20,16 +21,7 @@ from narrows.worker import DistributedOptimizer, ranges
 
 SAMPLES, SIZE = 103, 8
 PER_EPOCH = -(-SAMPLES // SIZE)
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp, updates": {"sync": "bsp", "push": "update"},
-    "ssp": {"sync": "ssp", "staleness": 2, "compress": "topk:0.1+int8"},
-    "ssp, gradients": {"sync": "ssp", "push": "gradient"},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 4},
-    "local, stale": {"sync": "local", "local_steps": 3, "staleness": 1},
-    "quorum": {"sync": "local", "local_steps": 2, "quorum": 2, "grace": 0.01},
-}
+STREAMLESS = modes(lambda settings: settings.sync != "gossip" and not settings.mode().streams)
 
 
 def train(started: Run, worker: int, epochs: int = 2, accumulate: int = 1, leave: int = -1, **more: Any) -> list[int]:
@@ -72,7 +64,7 @@ def flat_of(told: list[list[int]]) -> list[int]:
 EACH_ONCE = [f"epoch {epoch}: 103 samples in 13 ranges, 0 ranges done twice" for epoch in range(2)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", STREAMLESS)
 def test_each_sample_is_taken_once(mode: str) -> None:
     with run(Settings(workers=3, shards=2, **MODES[mode])) as started:
         told = started.together(lambda worker: train(started, worker))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit.in_process import Cluster, store_of
 from kit.scripts import Run, alone, batch, flat, loss_of, run, seeded, tree
+from kit.specs import MODES, NO_QUORUM
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,14 +20,6 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.worker import DistributedOptimizer, rank, sampler, world_size
 from narrows.worker.sync.gossip import GossipStep
-
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "ssp": {"sync": "ssp", "staleness": 2, "compress": "topk:0.2+int8"},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 3},
-    "gossip": {"sync": "gossip"},
-}
 
 
 def build() -> nn.Module:
@@ -75,7 +68,7 @@ def test_every_worker_evaluates_the_same_model(mode: str) -> None:
             assert loss == first and same == those and own != those
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", NO_QUORUM)
 def test_all_end_with_one_model_and_its_buffers(mode: str) -> None:
     with run(Settings(**MODES[mode], workers=3)) as started:
 
@@ -112,7 +105,7 @@ def ends(started: Run, steps: int, scaler: torch.amp.GradScaler | None = None, m
     return shown
 
 
-SPARSE = Settings(**MODES["ssp"], workers=1)
+SPARSE = Settings(sync="ssp", staleness=2, compress="topk:0.2+int8")
 
 
 def test_after_the_last_step_of_a_loader_the_module_shows_the_shared_model() -> None:
@@ -190,7 +183,7 @@ def test_a_cluster_shows_the_buffers_of_its_lowest_rank() -> None:
 
 
 def test_it_is_shown_and_hidden_as_often_as_one_likes() -> None:
-    with run(Settings(**MODES["ssp"])) as started:
+    with run(SPARSE) as started:
         model, optimizer = script(started)
         own = flat(model).tobytes()
         optimizer.train()

@@ -15,6 +15,7 @@ import torch
 from kit import embedding_model
 from kit.groups import groups
 from kit.scripts import Array, batch, build, distance, flat, loss_of, run, seeded
+from kit.specs import LIKE_ONE_PROCESS, MODES, like_one_process
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError
@@ -28,21 +29,12 @@ Spoils = Callable[[int, int], float | None]  # what one value of the gradient be
 ADAMW: Make = lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1)  # noqa: E731
 SGD: Make = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)  # noqa: E731
 LBFGS: Make = lambda p: torch.optim.LBFGS(p, lr=0.3, max_iter=4)  # noqa: E731
-PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp int8": {"sync": "bsp", "compress": "int8"},
-    "bsp update": {"sync": "bsp", "push": "update"},
-    "ssp": {"sync": "ssp", "staleness": 2},
-    "ssp topk": {"sync": "ssp", "compress": "topk:0.1+int8", "compress_down": "dense"},
-    "ssp gradient": {"sync": "ssp", "push": "gradient", "staleness": 0},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 2, **PLAIN},
-    "local ssp": {"sync": "local", "local_steps": 3, "staleness": 1, **PLAIN},
-    "local fragments": {"sync": "local", "local_steps": 2, "fragments": 2, **PLAIN},
-    "gossip": {"sync": "gossip"},
-    "gossip topk": {"sync": "gossip", "compress": "topk:0.1+sign"},
+SPARSE: dict[str, dict[str, Any]] = {
+    "bsp, int8": {"sync": "bsp", "compress": "int8"},
+    "ssp, topk": {"sync": "ssp", "compress": "topk:0.1+int8", "compress_down": "dense"},
+    "gossip, topk": {"sync": "gossip", "compress": "topk:0.1+sign"},
 }
+FLAGS = {**MODES, **LIKE_ONE_PROCESS, **SPARSE}
 
 
 def spoil(net: torch.nn.Module, value: float = math.nan) -> None:
@@ -91,15 +83,15 @@ def reference(make: Make, spoils: Spoils, of: int = 1) -> Array:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FLAGS)
 def test_one_worker_takes_all_its_other_steps(mode: str, value: float) -> None:
     spoils: Spoils = lambda step, worker: value if step in SPOILED else None  # noqa: E731
-    settings = Settings(**MODES[mode], shards=1 if mode.startswith("gossip") else 2).validated()
+    settings = Settings(**FLAGS[mode], shards=1 if mode.startswith("gossip") else 2).validated()
     with run(settings) as started:
         ((model, own, steps),) = started.together(script(ADAMW, spoils, 1))
         assert steps == STEPS // settings.mode().local_steps, "each clock is closed"
     expected = reference(ADAMW, spoils)
-    far = 0.05 if mode in ("bsp int8", "local fragments") else EQUAL  # which take other steps than one process
+    far = EQUAL if like_one_process(settings) and mode != "bsp, int8" else 0.05
     assert distance(model, expected) < far and distance(own, expected) < far
     assert distance(expected, reference(ADAMW, lambda *_: None)) > 0.01
 
@@ -208,7 +200,7 @@ def test_a_closure_that_makes_one_changes_nothing(mode: str, make: Make) -> None
                 optimizer.step(closure)
             assert step != 2 or np.allclose(flat(net), before, atol=1e-6)
 
-    with run(Settings(**MODES[mode])) as started:
+    with run(Settings(**FLAGS[mode])) as started:
         net = build()
         optimizer = DistributedOptimizer(make(net.parameters()), net)
         work(net, optimizer, True)
@@ -265,7 +257,7 @@ def test_running_statistics_stay_finite(mode: str) -> None:
             optimizer.step()
         return net.get_buffer("1.running_mean").clone()
 
-    with run(Settings(**MODES[mode])):
+    with run(Settings(**FLAGS[mode])):
         net = seeded(make)
         optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net)
         found = trained(net, optimizer)
@@ -308,12 +300,12 @@ def test_it_is_counted_and_said_with_its_rank(capsys: pytest.CaptureFixture[str]
     ]
 
 
-@pytest.mark.parametrize("mode", ["bsp", "ssp topk", "local", "gossip"])
+@pytest.mark.parametrize("mode", ["bsp", "ssp, topk", "local", "gossip"])
 def test_too_many_in_a_row_end_the_worker_with_its_rank(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("NARROWS_SKIP_LIMIT", "4")
     spoils: Spoils = lambda step, worker: math.nan if step in (0, 1, 2) or step > 5 else None  # noqa: E731
     text = r"^rank 0: the gradients of 4 steps in a row were not finite, the newest first in '3.bias': .*--skip-limit"
-    with run(Settings(**MODES[mode])) as started:
+    with run(Settings(**FLAGS[mode])) as started:
         with pytest.raises(NarrowsError, match=text) as error:
             started.together(script(ADAMW, spoils, 1))
         assert "\n" not in str(error.value) and started.sessions[0].step_count == 10

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.in_process import store_of
 from kit.scripts import Run, build, distance, flat, loss_of, run
+from kit.specs import SMALL_MODEL_SPECS
 from kit.streaming_reference import DENSE, OUTER, RATE, SIZE, Array, Flat, Reference, compare, first, target, train
 
 from narrows.compression import ErrorFeedback, accumulate, parse
@@ -93,11 +94,8 @@ def test_one_fragment_merged_at_once_is_local_as_ever() -> None:
         np.testing.assert_array_equal(shared[-1], x)
 
 
-SPECS = ("topk:0.05+int8", "2bit", "cycle:0.5/0.4+2bit", "topk:0.2")
-
-
 @pytest.mark.parametrize("down", ["", "dense"], ids=["coded down", "dense down"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SMALL_MODEL_SPECS[1:])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 5), (4, 3)])
 def test_each_fragment_has_a_residual_of_its_own_both_ways(fragments: int, delay: int, spec: str, down: str) -> None:
     """Sparse and quantized pseudo-gradients with error feedback (2508.15706), against the same loop."""

@@ -28,7 +28,6 @@ from kit.virtual_time import (
     expire,
     expire_member,
     finished,
-    like,
     pump,
     steps,
     waits,
@@ -54,7 +53,7 @@ BARRIER = Settings(sync="bsp", push="update")
 @pytest.mark.parametrize("below", ["bsp", "ssp"])
 def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) -> None:
     """Who is done waits for the last model, and nobody waits for it."""
-    root, (cluster,) = family(BARRIER, like(BELOW[below], workers=2), 1)
+    root, (cluster,) = family(BARRIER, replace(BELOW[below], workers=2), 1)
     with tree(root, cluster) as run:
         first, second = Script(run, 0, lambda: steps(4)), Script(run, 1, lambda: steps(7))
         a, b = finished(run, [root, cluster], first, second)
@@ -128,7 +127,7 @@ def test_a_cluster_counts_above_once_it_can_train() -> None:
 
 def test_the_first_weights_are_those_of_one_worker() -> None:
     """Also where the shards of a cluster learn at different times that weights are wanted, and of whom."""
-    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="bsp", workers=2, shards=2), 1)
+    root, (cluster,) = family(replace(BARRIER, shards=2), Settings(sync="bsp", workers=2, shards=2), 1)
     held = Held(cluster, 1, (m.NeedWeights,))
     with tree(root, cluster) as run:
         second = Script(run, 1, lambda: steps(0, seed=11, finish=False))
@@ -162,7 +161,7 @@ def test_the_first_weights_are_asked_for_once() -> None:
 
 def test_shards_begin_a_new_place_at_one_clock() -> None:
     """The state for one shard is late when the cluster is lost above: it has folded less than the other."""
-    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="ssp", staleness=1, shards=2), 1)
+    root, (cluster,) = family(replace(BARRIER, shards=2), Settings(sync="ssp", staleness=1, shards=2), 1)
     held: list[Held] = []
     go = threading.Event()
 
@@ -205,7 +204,7 @@ def waits_above(cluster: Cluster) -> bool:
 
 
 def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None:
-    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    root, (one, other) = family(replace(BARRIER, workers=2), Settings(sync="bsp"))
     go = threading.Event()
     with tree(root, one, other) as run:
         first = Script(run, 0, lambda: steps(3))
@@ -220,7 +219,7 @@ def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None
 @pytest.mark.parametrize("above", ["bsp", "async", "local"])
 def test_no_worker_joins_a_cluster_that_has_done_its_last_step(above: str) -> None:
     """The run above may end before it has an update of that worker, and it would be in one model and not in another."""
-    root, (one, other) = family(like(ABOVE[above], workers=2), Settings(sync="bsp"))
+    root, (one, other) = family(replace(ABOVE[above], workers=2), Settings(sync="bsp"))
     go, late_go = threading.Event(), threading.Event()
     with tree(root, one, other) as run:
         first = Script(run, 0, lambda: steps(3))
@@ -243,7 +242,7 @@ def test_no_worker_joins_a_cluster_that_has_done_its_last_step(above: str) -> No
 
 
 def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_for_it() -> None:
-    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp", workers=2))
+    root, (one, other) = family(replace(BARRIER, workers=2), Settings(sync="bsp", workers=2))
     go = threading.Event()
     with tree(root, one, other) as run:
         done = [Script(run, session, lambda: steps(3)) for session in (0, 2)]
@@ -260,7 +259,7 @@ def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_
 
 
 def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> None:
-    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    root, (one, other) = family(replace(BARRIER, workers=2), Settings(sync="bsp"))
     go = threading.Event()
     with tree(root, one, other) as run:
         first = Script(run, 0, lambda: steps(20, finish=False, at=lambda step: waits(go, step == 1)))
@@ -287,7 +286,7 @@ def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> Non
 
 
 def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
-    above = like(BARRIER, shards=2, compress_down="topk:0.2")
+    above = replace(BARRIER, shards=2, compress_down="topk:0.2")
     root, (cluster,) = family(above, Settings(sync="bsp", shards=2), 1)
 
     def refused() -> None:
@@ -366,14 +365,17 @@ def test_a_cluster_that_is_resumed_owes_what_it_owed(tmp_path: Path) -> None:
 def test_it_owes_nothing_where_the_run_above_begins_with_its_weights(tmp_path: Path) -> None:
     """Over other shards too."""
     _, had = stopped_with_a_debt(Cluster(SPARSE), tmp_path)
-    root, below = Cluster(like(SPARSE, shards=3)), Settings(sync="bsp", push="update", shards=3)
+    root, below = Cluster(replace(SPARSE, shards=3)), Settings(sync="bsp", push="update", shards=3)
     assert distance(ended(root, OnDisk(below, tmp_path, resume=True, parent=root)), had) < 1e-5
 
 
 def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
     """Another one failed. This one's pushes since then are in the model above, so an older debt would count twice."""
     root = Cluster(SPARSE)
-    cluster, go = OnDisk(like(Settings(sync="bsp", push="update"), shards=2), tmp_path, parent=root), threading.Event()
+    cluster, go = (
+        OnDisk(replace(Settings(sync="bsp", push="update"), shards=2), tmp_path, parent=root),
+        threading.Event(),
+    )
     with tree(root, cluster) as run:
         script = Script(run, 0, lambda: steps(1000, at=lambda step: go.set() if step == 7 else None))
         assert pump(run, [root, cluster], go.is_set)
@@ -404,10 +406,10 @@ def test_a_bad_link_between_levels_loses_nothing(number: int) -> None:
     above, below = rng.choice(list(ABOVE)), rng.choice(list(BELOW))
     shards, clusters, deep = rng.choice([1, 2]), rng.choice([1, 2]), rng.random() < 0.3
     told = f"seed {SEED}: {below} below {above}, {shards} shards, {clusters} clusters, {3 if deep else 2} levels"
-    root = Cluster(like(ABOVE[above], shards=shards, workers=1 if deep else clusters))
-    middle = [Cluster(like(ABOVE[above], shards=shards, workers=clusters), root, "middle")] if deep else []
+    root = Cluster(replace(ABOVE[above], shards=shards, workers=1 if deep else clusters))
+    middle = [Cluster(replace(ABOVE[above], shards=shards, workers=clusters), root, "middle")] if deep else []
     parent = middle[0] if deep else root
-    leaves = [Cluster(like(BELOW[below], shards=shards, workers=2), parent, f"leaf{i}") for i in range(clusters)]
+    leaves = [Cluster(replace(BELOW[below], shards=shards, workers=2), parent, f"leaf{i}") for i in range(clusters)]
     everyone = [root, *middle, *leaves]
     faults = Faults(rng, 0.05)
     for child in (*middle, *leaves):

@@ -23,7 +23,7 @@ FIRST: dict[str, int] = {
     "a door left open": 5,
     "a jump of a clock taken for silence": 2,
     "a range done when its update is held": 5,
-    "a state is sent too early, in a tree": 29,
+    "a state is sent too early, in a tree": 17,
     "an epoch unchecked": 3,
     "an event handled twice": 3,
     "an event left out": 2,

@@ -46,7 +46,7 @@ STREAMS: tuple[dict[str, Any], ...] = (
     {"local_steps": 4, "fragments": 4, "merge_delay": 3},
 )
 # The modes, in turn. `staleness` -1 stands for 0 to 3 in turn, `quorum` -1 for some of the workers.
-MODES: tuple[dict[str, Any], ...] = (
+DRAWN_MODES: tuple[dict[str, Any], ...] = (
     {"sync": "bsp"},
     {"sync": "ssp", "staleness": -1},
     {"sync": "async"},
@@ -160,11 +160,11 @@ def _leap(random: Random, settings: Settings) -> Leap:
 def _case_of(seed: int, restart: bool) -> Case:
     random = Random(seed * 2 + restart)
     between, chance = random.between, random.chance
-    row = dict(MODES[seed % len(MODES)])
+    row = dict(DRAWN_MODES[seed % len(DRAWN_MODES)])
     if "staleness" in row:
-        row["staleness"] = seed // len(MODES) % 4
-    elif row["sync"] == "local" and "quorum" not in row and seed // len(MODES) % 2:
-        row |= STREAMS[seed // len(MODES) // 2 % len(STREAMS)]
+        row["staleness"] = seed // len(DRAWN_MODES) % 4
+    elif row["sync"] == "local" and "quorum" not in row and seed // len(DRAWN_MODES) % 2:
+        row |= STREAMS[seed // len(DRAWN_MODES) // 2 % len(STREAMS)]
     workers, shards = between(4, 6), between(2, 3)
     if "quorum" in row:
         row["quorum"] = between(1, workers - 1)
@@ -206,7 +206,7 @@ def _case_of(seed: int, restart: bool) -> Case:
         if restart
         else None,
         seed % WIRE_EVERY == WIRE_EVERY - 1,
-        settings.mode().rule is FoldRule.ADD and seed // len(MODES) % 2 == 0,
+        settings.mode().rule is FoldRule.ADD and seed // len(DRAWN_MODES) % 2 == 0,
     )
 
 

@@ -42,7 +42,7 @@ from simulation.trees import STILL, Road
 
 TICK_NS = NS  # none of the repeats that a tick looks after is needed here
 EPOCH = 1  # of the only roster
-SPECS = ("dense", "int8")  # whose payloads are all of one size
+OF_ONE_SIZE = ("dense", "int8")  # whose payloads are all of one size
 
 
 @dataclass(frozen=True, slots=True)

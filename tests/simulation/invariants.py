@@ -39,11 +39,13 @@ from narrows.ps.coordinator.clock_quorum import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.replication.events import MachineEvent
+from narrows.ps.store.store import Store
 from simulation.mirror import BOTH, FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:
     from simulation.actors import Process, Worker
     from simulation.campaigns import Run
+    from simulation.trees import Node
 
 SLACK_NS = NS  # ticks and a step of the protocol or two
 COST_NS = NS  # what a message that is lost costs on top of its delay: its repeat
@@ -59,7 +61,7 @@ def bound_of(settings: Settings) -> int | None:
 class Checker:
     """Told of everything by the run; raises Violation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | Node) -> None:
         self.run = run
         self.quorum = run.case.settings.quorum
         self.given = Given()
@@ -88,7 +90,7 @@ class Checker:
     # Events of workers.
 
     def worker_started(self, worker: Worker) -> None:
-        self.made[worker.worker, worker.epoch] = worker.clock
+        self.made[worker.worker, worker.epoch] = self.given.starts[worker.worker, worker.epoch] = worker.clock
 
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None:
         bound = bound_of(worker.settings)
@@ -168,8 +170,11 @@ class Checker:
         if planned is not None:
             mirror = self.mirrors.get(process.index)
             if mirror is None or mirror.store is not planned.store:
-                mirror = self.mirrors[process.index] = Mirror(process, planned.store, self.run.case, given)
+                mirror = self.mirrors[process.index] = self.mirror_of(process, planned.store)
             mirror.follow()
+
+    def mirror_of(self, process: Process, store: Store) -> Mirror:
+        return Mirror(process, store, self.run.case, self.given)
 
     def saved(self, process: Process, clock: int) -> None:
         shards = process.shard.settings.shards
@@ -256,16 +261,23 @@ class Checker:
             if push in self.given.pushes and not shown:
                 raise Violation(f"own writes: {where} is settled to {state.settled} and lacks {push}")
         if master:
-            if bytes(state.payload) != held.x.tobytes():
-                raise Violation(f"{where} is not the master copy")
+            self._on_master(mirror, state, where)
             if self.pulls[*who, state.request].last:
                 self._on_last(coordinator, generation, mirror.index, state, where)
             return
-        number = (generation, mirror.index, state.publication)
-        if state.whole and zlib.crc32(state.payload) != self.given.publications[number]:
-            raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
+        if state.whole:  # what differences come to is seen where they arrive
+            self._on_whole(mirror, state, where)
         if not mirror.mode.barrier:
             self._on_contains(mirror, state, where)
+
+    def _on_whole(self, mirror: Mirror, state: m.State, where: str) -> None:
+        number = (mirror.process.shard.ledger.generation, mirror.index, state.publication)
+        if zlib.crc32(state.payload) != self.given.publications[number]:
+            raise Violation(f"{where} is not publication {number}")
+
+    def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
+        if bytes(state.payload) != mirror.held.x.tobytes():
+            raise Violation(f"{where} is not the master copy")
 
     def _on_last(self, coordinator: Coordinator, generation: int, shard: int, state: m.State, where: str) -> None:
         """All workers end with one model, and it is sent once all have done their last step."""
@@ -369,11 +381,15 @@ class Checker:
         if [(v["worker"], v["clock"], v["age"]) for v in said] != self.late[late:]:
             raise Violation(f"late are {self.late[late:]}, and the record says {said}")
         for member in self._going(coordinator) if self.quorum < 0 else ():
-            made = self.made.get((member.worker, member.epoch), member.start)
+            made = self._made(member)
             if not self.min_clock < coordinator.min_clock <= made:
                 raise Violation(
                     f"min_clock goes from {self.min_clock} to {coordinator.min_clock}, worker {member.worker} has {made}"
                 )
+
+    def _made(self, member: Seat) -> int:
+        """How many updates it has made, as it knows itself."""
+        return self.made.get((member.worker, member.epoch), member.start)
 
     def _going(self, coordinator: Coordinator) -> list[Seat]:
         """Live members, without those that have asked all shards for the last model: no clock waits for these."""

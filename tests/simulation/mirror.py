@@ -65,6 +65,9 @@ class Given:
     """The log of the run, from outside the machines."""
 
     pushes: dict[PushId, tuple[FloatArray, int]] = field(default_factory=dict)  # whole update, samples
+    # shard, update -> samples, where a child has given each shard its own part (trees)
+    parts: dict[tuple[int, PushId], int] = field(default_factory=dict)
+    starts: dict[tuple[int, int], int] = field(default_factory=dict)  # worker, epoch -> its first update
     generation_of: dict[tuple[int, int], int] = field(default_factory=dict)  # worker, epoch -> generation
     # generation, clock -> (worker, its update)
     sets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -227,7 +230,7 @@ class Mirror:
 
     def has(self, worker: int, clock: int) -> bool:
         """Whether update `clock` of the worker is whole on the shard: folded, held, or in a set that awaits the norm."""
-        if (worker, clock) in self.held.whole:
+        if (worker, clock) in self.held.whole or any((push[0], push[2]) == (worker, clock) for _, push in self.batch):
             return True
         folding = self.process.shard.model_shard.folding if self.process.shard.model_shard is not None else None
         if not isinstance(folding, FoldAtBarrier):
@@ -259,7 +262,7 @@ class Mirror:
 
     def _accepted(self, push: PushId, folded: bool) -> None:
         """At once: one that leads against the others is left out, or has no values."""
-        values, samples = self.given.pushes[push]
+        values, samples = self.given.pushes[push][0], self._samples(push)
         if not samples:
             self.samples[push[0]] = 0
         (counts,) = self.screen.counts([(push[0], self._mine(values))], self._live()) if samples else [False]
@@ -283,7 +286,7 @@ class Mirror:
         right = self.given.sets.get((generation, self.held.closed), ())
         epochs = {of[0]: of[1] for of, since in self.given.generation_of.items() if since == generation}
         pushes = [(worker, epochs[worker], update) for worker, update in right]
-        made = [push for push in pushes if self.given.pushes[push][1]]
+        made = [push for push in pushes if self._samples(push)]
         updates = [(push[0], self._mine(self.given.pushes[push][0])) for push in made]
         found = dict(zip(made, self.screen.counts(updates, self._live()), strict=True))
         for push in pushes:
@@ -342,7 +345,7 @@ class Mirror:
     # Rules.
 
     def _once(self, push: PushId) -> PushId:
-        """Check a push that is folded: it was given, is folded once only, and is of this generation."""
+        """Check a push that is folded: it was given, is folded once only, after the one before, and is of this generation."""
         where = f"{push} on shard {self.index}"
         if push not in self.given.pushes:
             raise Violation(f"{where} was never pushed")
@@ -350,6 +353,10 @@ class Mirror:
             raise Violation(f"{where} is folded twice")
         if self.given.generation_of.get(push[:2]) != self.process.shard.ledger.generation:
             raise Violation(f"{where} is folded, and of another generation")
+        before = self.held.clocks.get(push[:2])
+        expected = before[-1] + 1 if before else self.given.starts.get(push[:2], push[2])
+        if push[2] != expected:
+            raise Violation(f"{where} is folded, and {expected} is next")
         return push
 
     def _at_once(self, push: PushId, weight: float) -> None:
@@ -358,7 +365,7 @@ class Mirror:
         live = dict(row[:2] for row in ledger.members)
         if live.get(push[0]) != push[1]:
             raise Violation(f"{push} is folded on shard {self.index}, and its worker is no member")
-        samples = self.samples[push[0]] = self.given.pushes[push][1]
+        samples = self.samples[push[0]] = self._samples(push)
         right = samples / sum(self.samples.get(worker, samples) for worker in live)
         if self.case.settings.robust:
             right = self.screen.share(live)
@@ -369,7 +376,7 @@ class Mirror:
 
     def _closed(self) -> None:
         """A barrier was folded: over the coordinator's set, in id order, with samples over their sum."""
-        held, clock, pushes = self.held, self.held.closed, self.given.pushes
+        held, clock = self.held, self.held.closed
         where = f"clock {clock} on shard {self.index}"
         self._judge([])  # where nothing was folded
         for push in [push for push, counted in self.judged.items() if not counted]:
@@ -381,9 +388,9 @@ class Mirror:
             right = tuple(pair for pair in right if pair not in left_out)
         if updates != right or (self.case.settings.quorum < 0 and any(update != clock for _, update in updates)):
             raise Violation(f"{where} is closed over {self.batch}, not the updates of {right}")
-        total = sum(pushes[push][1] for _, push in self.batch)
+        total = sum(self._samples(push) for _, push in self.batch)
         for weight, push in self.batch:
-            share = self.folded_at * pushes[push][1] / total
+            share = self.folded_at * self._samples(push) / total
             if self.case.settings.robust:
                 share = self.folded_at * self.screen.share([push[0] for push in self.judged])
             if abs(weight - share) > CLOSE * share * self.case.scaled:
@@ -416,6 +423,9 @@ class Mirror:
         if len(squares) == settings.shards and any(each != right for _, each in folded.values()):
             raise Violation(f"clock {where[1]} is shrunk by {folded} (squared length, factor), and not by {right}")
         return shrink
+
+    def _samples(self, push: PushId) -> int:
+        return self.given.parts.get((self.index, push), self.given.pushes[push][1])
 
     def _mine(self, whole: FloatArray) -> FloatArray:
         return whole[self.store.begin : self.store.end]

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
@@ -27,12 +25,12 @@ from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.resharding import ReshardPhase
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.replication.events import MachineEvent
-from simulation.actors import Kit, Process
-from simulation.mirror import Violation
+from simulation.actors import Kit, Process, Worker
+from simulation.mirror import FloatArray, Violation
 from simulation.replans import NARROW, OWN_S, WIDE, Pricing
 from simulation.shard_kills import Kill
 from simulation.simulator import Random
-from simulation.tree_invariants import CLOSE, Child, Level, Values
+from simulation.tree_invariants import Child, Level
 from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
 
 CLOCKS = 45  # of each worker
@@ -75,36 +73,18 @@ class PlanLevel(Level):
         self.plan_of: dict[Child, Settings] = {}
         self.plan_at: dict[int, int] = {}  # clock -> the plan that it was pushed under
         self.ended: set[Child] = set()
-        self.generation = -1
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
-        coordinator, before, planned = process.coordinator, self.mirrors.get(process.index), process.shard.model_shard
-        if coordinator is not None:
-            self._planned(coordinator)
-        if before is not None and planned is not None and planned.store is not before.store:
-            vars(planned.above).pop("_push", None)  # which the mirror before has watched
+        if process.coordinator is not None:
+            self._planned(process.coordinator)
         super().server_event(process, effects, event, source)
-        after = self.mirrors.get(process.index)
-        if before is not None and after is not None and after is not before:
-            if not np.allclose(after.x, before.x, CLOSE, CLOSE):
-                raise Violation(f"{after.name} goes on with {after.x} under another plan, and had {before.x}")
-            if before.planned.above is not after.planned.above and self.node.parent is not None:
-                raise Violation(f"{after.name} leaves its place above with the plan here")
-            after.folded = {**before.folded}  # late acks are of places that have ended
-            after.gathered, after.residual = before.gathered, before.residual
-            after.gain.factor, after.gain.agreement = (
-                before.gain.factor,
-                before.gain.agreement,
-            )  # its windows begin anew
 
     def _planned(self, coordinator: Coordinator) -> None:
         run = coordinator.run
         if run.generation != self.generation:
-            before, self.generation = self.generation, run.generation
-            if before >= 0:
+            if self.generation >= 0:
                 self._changed(coordinator)
             self.settings = self.node.settings = run.settings
-            self.mode = run.mode
         for seat in run.declared:
             self.plan_of.setdefault((seat.worker, seat.epoch), run.settings)
 
@@ -114,17 +94,24 @@ class PlanLevel(Level):
             raise Violation(f"{self.node.name}: plan {run.settings.plan_number} follows {self.settings.plan_number}")
         for seat in run.declared:
             child = (seat.worker, seat.before)
-            if child in self.done:  # it waits for the last model, and asks for it again at its new place
-                self.done.add((seat.worker, seat.epoch))
+            if child in self.asked:  # it waits for the last model, and asks for it again at its new place
+                self.asked[seat.worker, seat.epoch] = self.asked[child]
                 continue
-            given = [self.made.get((shard, child), self.started[child]) for shard in range(run.shards)]
+            given = self.made_by_shards(child, self.given.starts[child])
             if not at == self.min_clock == coordinator.min_clock or {*given} != {at}:
                 raise Violation(f"{self.node.name} changes its plan at clock {at}, child {child} has given {given}")
             self.ended.add(child)
         self.node.tree.sim.struck["plan changed"] += 1
 
-    def child_gave(self, shard: int, child: Child, clock: int, values: Values) -> None:
-        super().child_gave(shard, child, clock, values)
+    def child_gave(self, shard: int, child: Child, clock: int, values: FloatArray, samples: int) -> None:
+        super().child_gave(shard, child, clock, values, samples)
+        self._gave(child, clock)
+
+    def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
+        super().pushed(worker, clock, values, samples)
+        self._gave((worker.worker, worker.epoch), clock)
+
+    def _gave(self, child: Child, clock: int) -> None:
         if child in self.ended:
             raise Violation(f"{self.node.name}: child {child} gives update {clock} at a place that a plan has ended")
         if child in self.plan_of:

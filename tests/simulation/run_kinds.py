@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from simulation.actors import Kit
-from simulation.campaigns import MODES, Case, Run, Trace, case_of, with_rows
+from simulation.campaigns import DRAWN_MODES, Case, Run, Trace, case_of, with_rows
 from simulation.gossip_runs import Campaign
 from simulation.replanned_standby_trees import AIMS, Losing, Orphaned, losing_case
 from simulation.replanned_trees import Changing, fall_of
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 def _some_with_rows(case: Case) -> Case:
     """One of six has an embedding table, in each mode that may have one."""
-    return with_rows(case) if case.seed // len(MODES) % 6 == 1 else case
+    return with_rows(case) if case.seed // len(DRAWN_MODES) % 6 == 1 else case
 
 
 def _moved(seed: int, faults: tuple[bool, bool], kit: Kit, trace: Trace | None) -> Moved:

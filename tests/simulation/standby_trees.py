@@ -51,7 +51,7 @@ from simulation.actors import Kit, Process, Worker, peer_of, source_of
 from simulation.mirror import FloatArray, Violation
 from simulation.shard_kills import Kill, killed
 from simulation.simulator import MS, Faults, Random
-from simulation.tree_invariants import CLOSE, Level
+from simulation.tree_invariants import CLOSE
 from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
 
 CLOCKS = 30  # of each worker: longer than a takeover
@@ -191,12 +191,14 @@ def recorded() -> Iterator[None]:
         yield
 
 
-class Story(Level):
-    """The story of one node: what its children were told, and what its servers have done in the end."""
+class Story:
+    """The story of one node: what its children were told, and what its servers have done in the end.
+
+    Until then what is here may be lost, and come again."""
 
     def __init__(self, node: House) -> None:
-        super().__init__(node)
-        self.house = node
+        self.node = self.house = node
+        self.min_clock = 0
         self.acknowledged: list[tuple[int, int, int, int]] = []  # shard, worker, epoch, clock: to workers
         self.values: dict[tuple[int, int, int, int], int] = {}  # of the same, a checksum
         self.shown: dict[tuple[int, int], int] = {}  # shard, publication: as a child has it
@@ -234,9 +236,15 @@ class Story(Level):
         if (shard, zlib.crc32(model)) not in story.models:
             raise Violation(f"{worker.name} ends with a model that the root has never sent")
 
+    def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None: ...
+    def leaves(self, worker: Worker) -> None: ...
     def pulled(self, shard: int, pull: m.Pull) -> None: ...
     def heard(self, process: Process, message: m.Message) -> None: ...
+    def server_started(self, process: Process) -> None: ...
     def replayed(self, process: Process) -> None: ...
+    def follow(self, process: Process) -> None: ...
+    def saved(self, process: Process, clock: int) -> None: ...
+    def loaded(self, process: Process, clock: int) -> None: ...
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         if process.coordinator is not None:
@@ -249,9 +257,6 @@ class Story(Level):
         self.started_at(self.node.name, (above.here.worker, above.here.epoch))
         if exchange.publication >= 0:
             story.shows(process.index, exchange.publication, above.replica.pulled, process.port)
-
-    def whole(self) -> None:
-        """Only the end tells: until then what is here may be lost, and come again."""
 
     def end(self) -> None:
         """Check the server that serves in the end."""
@@ -621,6 +626,7 @@ class Second:
 class House(Node):
     """One cluster of the tree, or its root, whose server may have a standby."""
 
+    checker: Story  # type: ignore[assignment]
     parent: House | None
     life = 0  # of its first server; 1: one that goes on with checkpoints
 

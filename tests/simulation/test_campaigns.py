@@ -37,7 +37,7 @@ from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.bug_hunt import hunt
-from simulation.campaigns import MODES, Case, Fault, Run, case_of
+from simulation.campaigns import DRAWN_MODES, Case, Fault, Run, case_of
 from simulation.mirror import Violation
 from simulation.scenario import play
 from simulation.simulator import Faults, Random
@@ -110,7 +110,7 @@ def deaths(seed: int) -> Case:
 
 
 def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
-    for seed in range(2 * len(MODES)):
+    for seed in range(2 * len(DRAWN_MODES)):
         Run(deaths(seed)).run()
 
 
@@ -278,7 +278,7 @@ change_of, mean_of, take_of = FoldAtOnce._change, WeightedMean.of, Exchange._tak
 
 
 def with_quorum(seed: int) -> Case:
-    return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
+    return case_of(len(DRAWN_MODES) * seed + DRAWN_MODES.index({"sync": "local", "quorum": -1}))
 
 
 def clipped_and_screened(seed: int) -> Case:

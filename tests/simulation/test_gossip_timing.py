@@ -17,7 +17,7 @@ from narrows.protocols.gossip.driver import GossipDriver
 from narrows.protocols.gossip.mixing import Mixing
 from simulation import gossip_runs as gossiping
 from simulation.gossip_runs import COUNT, Node
-from simulation.gossip_timing import SPECS, Rounds, bytes_of, drawn, explained, round_s, size_of
+from simulation.gossip_timing import OF_ONE_SIZE, Rounds, bytes_of, drawn, explained, round_s, size_of
 from simulation.simulator import MS
 from simulation.trees import Road
 
@@ -29,7 +29,7 @@ WORKERS, ROUNDS = 30, 10
 def test_bytes_and_rounds_are_those_of_the_closed_form(name: str, bound: int) -> None:
     """The bytes of each worker to the byte; the seconds to what acks may hold up."""
     sums = {}
-    for spec in SPECS:
+    for spec in OF_ONE_SIZE:
         run = Rounds(drawn(3 + bound, name, spec, bound, ROUNDS, WORKERS + bound))
         run.run()
         assert run.passed == bytes_of(run.case)

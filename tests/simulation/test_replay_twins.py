@@ -18,12 +18,12 @@ from narrows.ps.shard.reports import Reports
 from narrows.ps.store.update_gain import Gain
 from simulation.actors import Process
 from simulation.bug_hunt import hunt
-from simulation.campaigns import MODES, Run, case_of
+from simulation.campaigns import DRAWN_MODES, Run, case_of
 from simulation.mirror import Violation
 from simulation.replay_twins import Twin
 from simulation.trees import Tree, fault_case
 
-RUNS, RESTARTS, TREES = len(MODES), 2, 2
+RUNS, RESTARTS, TREES = len(DRAWN_MODES), 2, 2
 REPLAYS_LEAST = 20  # of one run
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 

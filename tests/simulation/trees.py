@@ -23,6 +23,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import decode, encode
 from simulation.actors import KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
+from simulation.campaigns import Case
 from simulation.mirror import FloatArray, Violation
 from simulation.shard_kills import Kill, killed
 from simulation.simulator import MS, Faults, Random, Simulator, Wire
@@ -201,6 +202,7 @@ class Node:
     """One cluster of the tree, or its root: the host of its server processes and of its workers."""
 
     ranges = None
+    hurried = False  # the root's progress alone is looked at, by the tree
     part_keys = KEYS  # a push is one message for each shard
     level: type[Level] = Level
 
@@ -208,6 +210,9 @@ class Node:
         self.tree, self.name, self.settings, self.parent, self.road = tree, name, settings, parent, road
         self.prefix = f"{name}." if parent is not None else ""
         self.sim, self.kit, self.clocks, self.plan = tree.sim, tree.kit, tree.case.clocks, tree.plan
+        case = tree.case
+        quiet = (0.0, case.step_ns, None, None, None)  # faults strike the tree, and not one cluster
+        self.case = Case(case.seed, settings, case.faults, *quiet, case.wire, scaled=tree.plan is SCALED)
         self.disk = Disk()
         self.checker = self.level(self)
         self.over = False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.specs import OF_README
+from kit.specs import EACH_STAGE, OF_README
 
 from narrows import compression
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, parse
@@ -16,11 +16,6 @@ from narrows.compression.device import DeviceErrorFeedback, Staging, accumulate,
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.host import HostKernels
 
-SPECS = (
-    *("dense", "fp16", "bf16", "int8", "int8:stochastic", "int4", "2bit", "sign", "uint8minmax", "sign+lz4"),
-    *("topk:0.01", "topk:0.01+int8", "topk:0.05+int8+lz4", "mstopk:0.02+int4", "topk:64/4096+2bit", "topk:0.5+fp16"),
-    *("randk:0.05+bf16", "cycle:0.15+sign", "cycle:0.3/0.2+sign", "threshold:1.5+int8"),
-)
 SIZES = (1, 64, 65, 4097, 300_001)
 STEPS = 3
 
@@ -35,7 +30,7 @@ def updates_of(count: int) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", EACH_STAGE)
 def test_payloads_residuals_and_sums_are_the_cpus(spec: str, count: int) -> None:
     for decay in (1.0, 0.9):
         kernels = kernels_for("host")
@@ -173,7 +168,7 @@ def test_a_warm_up_reaches_every_kernel_that_is_used() -> None:
     """By the SPECs of all tests here."""
     warm, used = Watched(), Watched()
     DeviceHome(warm, torch.zeros, "host").warm_up()
-    for spec in SPECS:
+    for spec in EACH_STAGE:
         feedback = DeviceErrorFeedback(used, parse(spec), 70_001)
         for update in updates_of(70_001):
             accumulate(used, feedback.encode(update), 0.3, torch.ones(70_001))

@@ -20,25 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.reference import Array, values_of
+from kit.specs import EACH_STAGE
 
 from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
 from narrows.compression.value_codings import VALUE_CODINGS
 
-SPECS = (
-    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4"),
-    *(
-        "topk:0.02",
-        "topk:0.1+fp16",
-        "topk:0.05+int8",
-        "topk:0.3+int8",
-        "topk:0.1+lz4",
-        "topk:0.05+2bit",
-        "topk:0.9+sign",
-    ),
-    *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16", "cycle:0.1+2bit"),
-    *("cycle:0.3/0.2+sign", "cycle:0.1/0.5"),
-)
+SPECS = (*EACH_STAGE, "topk:1/16", "topk:0.05+2bit", "cycle:0.1/0.5")
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 MUTATIONS = 30_000  # of a test; `python tests/unit/compression/test_fuzz.py N` makes any number
 GUARD = 4096

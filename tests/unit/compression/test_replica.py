@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from kit.reference import Array
+from kit.specs import SMALL_MODEL_SPECS
 
 from narrows.compression import NonFiniteError, PayloadError, decode, parse
 from narrows.compression.codecs import CODED, RAW, Piece, raw_pieces
@@ -23,7 +24,6 @@ MEMBERS: dict[str, Callable[[], Home[Array]]] = {
     "host": lambda: HOST,
     "device": lambda: DeviceHome(kernels_for("host"), lambda count: np.zeros(count, np.float32), "host"),
 }
-SPECS = ("dense", "fp16", "int8", "topk:0.1", "topk:0.2+int8", "cycle:0.25+sign", "cycle:0.25/0.3+sign")
 
 
 def made(member: str, spec: str) -> HostReplica:
@@ -51,7 +51,7 @@ def drawn(rng: np.random.Generator, keys: tuple[int, int]) -> Array:
 GAINS = (1.0, 0.5, 1.4)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SMALL_MODEL_SPECS)
 @pytest.mark.parametrize("member", MEMBERS)
 def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: str) -> None:
     """Conservation, of each fragment by itself; and a child computes on pulled + gain * residual + stand-ins."""
