@@ -22,7 +22,7 @@ from narrows.worker.sync.updates import clipped_step
 
 OTHER_GROUPS = (
     "param_groups = ...: every worker declared its parameters and their groups when it joined: give groups of the same "
-    "parameters in the same order, or set the values of those that are there"
+    "parameters in the same order, or set the values of the present ones"
 )
 
 

@@ -331,7 +331,7 @@ def _check(plan: Deployment) -> None:
         parse_address("--plan:", plan.address(place))
     taken = [(place.host, place.port + i) for place in places for i in range(_ports(place))]
     if twice := [f"{host}:{port}" for (host, port), count in Counter(taken).items() if count > 1]:
-        raise UsageError(f"--plan: port {twice[0]} is given twice; shard i of a server takes the port i above it")
+        raise UsageError(f"--plan: port {twice[0]} is given twice; the port of shard i of a server is i higher")
     if not 0 < plan.lease < 86400 or plan.checkpoint_clocks < 1:
         raise UsageError("--plan: lease is a number of seconds above 0, and checkpoint_clocks at least 1")
     for server in plan.servers():

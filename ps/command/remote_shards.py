@@ -320,7 +320,7 @@ def join(
 
     wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)
     if more := [*(f"--{name.replace('_', '-')}" for name in flags), *more]:
-        raise UsageError(f"--join: the server at {there} says what the run is; leave out {more[0]}")
+        raise UsageError(f"--join: the flags of the run come from the server at {there}; leave out {more[0]}")
     if not 1 <= wanted <= SHARDS_MAX:
         raise UsageError(f"--shards {wanted}: give a number from 1 to {SHARDS_MAX}")
     if port + wanted - 1 >= 65536:

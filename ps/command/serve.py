@@ -298,7 +298,7 @@ def original_of(
 
     if flags or more:
         which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"
-        raise UsageError(f"--standby: the server at {standby} says what the run is; leave out {which}")
+        raise UsageError(f"--standby: the flags of the run come from the server at {standby}; leave out {which}")
     trusted("--standby", standby, keys, insecure, bind, "this standby")
     told = ask("--standby", standby, keys)
     if told["has_parent_key"] and not parent_key:

@@ -74,7 +74,7 @@ class StartNotice:
 
     def _above(self) -> str:
         says = self.says_above()
-        return f"in the run above: {says}" if says else ""
+        return f"in the parent's run: {says}" if says else ""
 
     def _ending(self) -> str:
         declared, done = self.run.declared, [seat for seat in self.run.declared if self._done(seat)]

@@ -138,7 +138,7 @@ class DashboardServer(ThreadingHTTPServer):
         """The line for the console: the address, and a warning where other machines can read it."""
         where = f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
         open_ = not is_loopback(str(self.server_address[0]))
-        return where + ("; HTTP asks for no key: whoever reaches this address reads it" if open_ else "")
+        return where + ("; HTTP needs no key: anyone who reaches this address can read it" if open_ else "")
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:

@@ -175,7 +175,7 @@ class ParentGossip(SeatedParentLink):
             if isinstance(each, SendToPeer):
                 effects.append(each)
             elif isinstance(each, Log):
-                who = f"shard {self.index} mixes no more with cluster {each.values['peer']} of the run above"
+                who = f"shard {self.index} no longer mixes with cluster {each.values['peer']} of the parent's run"
                 effects.append(Log("above", {"shard": self.index, "text": f"{who}: {each.values['why']}"}))
             elif isinstance(each, PeerSay):
                 self.due = True

@@ -187,7 +187,7 @@ class ParentLink:
 
     def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
         """Keep the seat under another plan of the parent's run: all pushes count, and the residual stays."""
-        raise RemoteProtocolError("nothing above has a plan that changes")
+        raise RemoteProtocolError("no parent has a plan that changes")
 
     def owe(self, owed: FloatArray) -> None:
         """Keep what an earlier process owes the parent, float32[size]."""

@@ -192,7 +192,7 @@ def _wires(value: Any, places: Mapping[str, tuple[int, ...]], n: int) -> Array |
                 'wires of the network: write {"places": ["leipzig", "oslo"], "bits_per_second": 1e8} for each wire'
             )
         if unknown := [str(end) for end in ends if end not in places]:
-            raise UsageError(f"wires of the network: {unknown[0]} is none of its places; write it into places, too")
+            raise UsageError(f"wires of the network: {unknown[0]} is not one of its places; write it into places too")
         one, other = (places[end] for end in ends)
         if {*one} & {*other}:
             raise UsageError(f"wires of the network: {ends[0]} and {ends[1]} are not apart, so no wire joins them")

@@ -212,7 +212,7 @@ class ProbeDirector:
         rows = [[self.visits[both].pair for both in map(frozenset, row) if both in self.visits] for row in self.rounds]
         for a, b in chain.from_iterable(rows):
             if gone := sorted(self.gone & {a, b}):
-                self.failed.append(f"{self.name(a)} - {self.name(b)}: {self.name(gone[0])} is gone")
+                self.failed.append(f"{self.name(a)} - {self.name(b)}: {self.name(gone[0])} is lost")
         rows = [[pair for pair in row if not self.gone.intersection(pair)] for row in rows]
         self.first, self.number, self.rounds = False, 0, [row for row in rows if row]
         if not self.rounds:
@@ -357,10 +357,10 @@ class ProbeDirector:
         name = self.name(number)
         left = [pair for row in self.rounds[self.number :] for pair in row if number in pair]
         left = [pair for pair in left if not (self.gone - {number}).intersection(pair)]
-        self.failed += [f"{self.name(a)} - {self.name(b)}: {name} is gone" for a, b in left]
+        self.failed += [f"{self.name(a)} - {self.name(b)}: {name} is lost" for a, b in left]
         said: Effects = [
             PrintLine(f"{name} was silent for {SILENT_NS // NS} s: it counts as dead, and its pairs are left out")
         ]
         for trial in [trial for trial in self.tries.values() if number in (trial.listener, trial.dialler)]:
-            said += self._fail(trial, f"{name} is gone", now_ns)
+            said += self._fail(trial, f"{name} is lost", now_ns)
         return said

@@ -38,7 +38,7 @@ OF_SHARDS = (m.Report, m.ReplicationFollow, m.ReplicationProgress, m.FailoverNot
 REFUSED_MAX = 64  # kinds of refusals that are logged and counted apart
 OTHERS = "others"  # the kind that counts all further ones
 FLIGHT_TIMES = 5  # size of all updates that a member may have in flight, in sizes of the machine that folds them
-PEER = "cluster of the run above"  # role of a key that the parent's roster names
+PEER = "cluster of the parent's run"  # role of a key that the parent's roster names
 
 
 class KnownPeer(Protocol):

@@ -142,7 +142,7 @@ class ParentMembership:
         member, coordinator = self.member, self.coordinator
         someone = coordinator.declared or coordinator.above.undeclared
         if member.phase is MemberPhase.ALONE and not someone and not coordinator.over:
-            return self.end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
+            return self.end(m.RefuseCode.SERVER_LOST, "it is lost, and the last worker here has left", now_ns)
         if member.phase in (MemberPhase.DECLARED, MemberPhase.RUNNING) and not someone and not coordinator.over:
             return [*asks(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
         if member.phase is MemberPhase.OVER and coordinator.checkpoint_schedule.may_declare and not coordinator.over:
@@ -175,7 +175,7 @@ class ParentMembership:
         if isinstance(event, e.OfPeers):
             return self._of_peers(event, now_ns)
         if isinstance(event, e.ServerGone):
-            text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"
+            text = f"the parent, {self.parent}, is lost; the clusters go on without it"
             told = coordinator.introduced_above(coordinator.above.roster, True, now_ns)
             return [Log("above", {"text": text}), *told]
         if isinstance(event, e.MemberFailed):
@@ -207,7 +207,7 @@ class ParentMembership:
     def _turned(self, event: e.ServerChanged, now_ns: int) -> list[ServerEffect]:
         """Go on with the parent's standby, which serves now. Each shard keeps its seat there."""
         self.parent = event.address
-        text = f"the standby at {self.parent} serves above now; training goes on"
+        text = f"the parent's standby at {self.parent} serves now; training goes on"
         log = Log("above", {"text": text, "parent": self.parent})
         if self.place is None or not self.coordinator.above.place:
             return [log]
@@ -246,7 +246,7 @@ class ParentMembership:
         settings, before = self.member.settings, self.place.epoch
         begun = replace(self.place, epoch=event.epoch, clock=event.clock, at=self.coordinator.min_clock)
         self.place = replace(begun, settings=settings, ports=event.ports, before=before, hold=-1)
-        text = f"the run above has plan {settings.plan_number} from its clock {event.clock} on: {settings.summary()}"
+        text = f"the parent's run has plan {settings.plan_number} from its clock {event.clock} on: {settings.summary()}"
         return [Log("above", {"text": text}), *self._keeps(now_ns)]
 
     # Peers, if clusters gossip.
@@ -304,7 +304,7 @@ class ParentMembership:
         mode = settings.mode()
         if mode.rule is FoldRule.MIX and self._unreachable:
             return (
-                f"its clusters gossip, and from other machines nobody reaches {self.host}: give --bind an address of this "
+                f"its clusters gossip, and other machines cannot reach {self.host}: give --bind an address of this "
                 "machine that they reach"
             )
         if mode.rule is FoldRule.MIX and self.stands:
@@ -389,7 +389,7 @@ class ParentMembership:
             return [StopProcess()]  # all was acknowledged, and shards that have ended would not see a later ledger
         if coordinator.over:
             return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all workers here are done
-        text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
+        text = f"the parent, {self.parent}: {text}"[: m.TEXT_MAX]
         self.final = StopProcess(code, text)
         return [*coordinator.members.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 

@@ -49,7 +49,7 @@ from narrows.ps.store.hyperparameter_vote import HyperparameterVote
 from narrows.ps.store.update_gain import Gain
 
 FAR_OFF = (
-    "shard {}: the hyper-parameters of worker {} are far from what others say: its updates are stepped with theirs"
+    "shard {}: the hyper-parameters of worker {} are far from those of the others: its updates are stepped with theirs"
 )
 
 

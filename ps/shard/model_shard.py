@@ -78,7 +78,7 @@ class ClockStage(Enum):
     CHECKPOINT = "checkpoint"
 
 
-DIFFER = "learning rates or other hyper-parameters differ between workers; those that most of them agree with hold"
+DIFFER = "learning rates or other hyper-parameters differ between workers; those on which most of them agree hold"
 NEXT = dict(zip(ClockStage, [*list(ClockStage)[1:], ClockStage.FOLD], strict=True))
 
 

@@ -152,7 +152,7 @@ class Shard:
             return effects
         if reached > clock:  # each shard logs this: a restarted coordinator does not know how far the shards were
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
-            text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
+            text = f"shard {self.index} goes back from clock {reached} to {clock}: updates folded since are lost"
             effects.append(Log("lost", where | {"text": text}))
         # All shards have the checkpoint of restart_clock: a shard without a part of its own reads the others' parts.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}

@@ -284,4 +284,4 @@ def test_processes_go_on_when_the_server_above_is_killed(tmp_path: Path) -> None
             for command in (first, second, one.command, other.command):
                 assert command.wait() == 0, command
             assert len(ends(first.out) | ends(second.out)) == 1
-            assert "is gone; the clusters go on among themselves" in one.command.out
+            assert "is lost; the clusters go on without it" in one.command.out

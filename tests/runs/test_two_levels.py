@@ -151,7 +151,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
 def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, said: str) -> None:
     root, (cluster,) = family(above, below, 1)
     assert cluster.stopped is not None and cluster.stopped.code == 5
-    assert said in cluster.stopped.text and cluster.stopped.text.startswith("the server above, tcp://parent:1: ")
+    assert said in cluster.stopped.text and cluster.stopped.text.startswith("the parent, tcp://parent:1: ")
     assert root.servers[0].coordinator is not None
 
 

@@ -505,7 +505,7 @@ def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_c
             first.train(20)  # the next barrier above waits for a lease, and no longer
             assert re.search(r"worker 1 \(rank 1, .*\) expired at clock \d+; 1 live", root.command.out), root.command
             root.kill()
-            with pytest.raises(ServerLostError, match=r"the server above, tcp:.*: the server has not answered for 3 s"):
+            with pytest.raises(ServerLostError, match=r"the parent, tcp:.*: the server has not answered for 3 s"):
                 first.train(1000)
             assert one.command.wait() == 6, one.command
             assert "the server has not answered for 3 s" in one.command.err and "Traceback" not in one.command.err

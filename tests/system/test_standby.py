@@ -198,7 +198,7 @@ def test_a_cluster_turns_to_the_standby_of_the_server_above(tmp_path: Path) -> N
         ends_with(standby, worker)
         assert cluster.command.wait() == 0, cluster.command
         said = cluster.command.out
-        assert f"the standby at {standby.address} serves above now" in said and said.count(" joined at clock ") == 1
+        assert f"the parent's standby at {standby.address} serves now" in said and said.count(" joined at clock ") == 1
     acknowledged = settled(told["cluster"])
     assert len(acknowledged) >= 2 * (worker.clock - 2) and not wrong(folded(told["standby"]), acknowledged, {})
     assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-4
@@ -274,7 +274,7 @@ def test_clusters_go_on_with_a_plan_that_changes_at_the_standby_of_the_root(said
         assert other.wait() == 0, other
         for city in cities:
             assert city.command.wait() == 0, city.command
-            assert f"the standby at {standby.address} serves above now" in city.command.out, city.command
+            assert f"the parent's standby at {standby.address} serves now" in city.command.out, city.command
             assert city.command.out.count(" joined at clock ") == 1, city.command
         for each in both:
             assert each.out.count("plan 2 from clock") <= 1 and "plan 3" not in each.out, each

@@ -55,7 +55,7 @@ class Agreement:
                 return self.told.value
         if not self.alone:
             self.alone = True
-            say("the server is gone, so agree() returns the value of this worker alone")
+            say("the server is lost, so agree() returns the value of this worker alone")
         return value
 
     def _say(self, value: float) -> int:

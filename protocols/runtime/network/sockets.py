@@ -99,7 +99,7 @@ class Receipt:
 
 SENT = Receipt()  # the frames were copied
 FULL = Receipt("its queue is full")
-NOBODY = Receipt("nobody is connected under its name")
+NOBODY = Receipt("no peer is connected under its name")
 NOWHERE = Receipt("its address leads nowhere")
 
 

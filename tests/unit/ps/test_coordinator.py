@@ -877,7 +877,7 @@ def test_a_cluster_whose_workers_are_there_says_what_the_server_above_waits_for(
     waits.says_above = lambda: "1 of 2 clusters joined; waiting for 1"
     assert waits.clause(0) == "0 of 1 worker joined; waiting for 1"
     waits.above.undeclared[0] = m.Declare(waits.run.sit(m.Hello("one", "here"), b"", 0).worker, 1, b"")
-    assert waits.clause(FRESH_NS) == "in the run above: 1 of 2 clusters joined; waiting for 1"
+    assert waits.clause(FRESH_NS) == "in the parent's run: 1 of 2 clusters joined; waiting for 1"
 
 
 def test_a_run_names_who_is_late_and_counts_who_is_done() -> None:

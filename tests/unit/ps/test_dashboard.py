@@ -374,7 +374,7 @@ def test_the_console_says_who_may_look(watch: RunWatch, monkeypatch: pytest.Monk
     for site in watch.sites:
         assert "no key" not in site.told
         monkeypatch.setattr(site, "server_address", ("0.0.0.0", site.server_address[1]))
-        assert site.told.endswith("HTTP asks for no key: whoever reaches this address reads it")
+        assert site.told.endswith("HTTP needs no key: anyone who reaches this address can read it")
 
 
 def test_a_page_of_another_name_is_not_told(watch: RunWatch) -> None:

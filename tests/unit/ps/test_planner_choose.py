@@ -533,7 +533,7 @@ def test_network_json_names_places_and_wires() -> None:
         ({"places": ["a"]}, "places of the network is no table of hosts"),
         ({"places": {"x": ["e"]}}, "places of the network: x has e, and no host has that name"),
         (named | {"wires": [{"places": both}]}, "wires of the network: write"),
-        (named | {"wires": [{"places": ["oslo", "bonn"], "bits_per_second": 1}]}, "bonn is none of its places"),
+        (named | {"wires": [{"places": ["oslo", "bonn"], "bits_per_second": 1}]}, "bonn is not one of its places"),
         (named | {"wires": [{"places": ["oslo", "oslo"], "bits_per_second": 1}]}, "oslo and oslo are not apart"),
     ):
         with pytest.raises(UsageError, match=why):
