@@ -128,8 +128,8 @@ def selection() -> None:
     for kind in KINDS:
         for size in SIZES[1:] if kind == "normal" else (1, 515):
             bits = values_of(kind, size).view(np.uint32)
-            few = {max(1, size // 100)}
-            for k in few | {1, size} if kind == "normal" or not cuda_jit.SIMULATED else few:
+            every = {1, max(1, size // 100), size}
+            for k in every if kind == "normal" or not cuda_jit.SIMULATED else {max(1, size // 100)}:
                 for key_mask in (ALL_KEYS, ALL_KEYS >> 13 << 13):
                     selected("top", bits, (k, key_mask), k, size % 2)
             above = int(np.sort(bits & ALL_KEYS)[size // 2])
