@@ -27,7 +27,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -45,19 +45,17 @@ from narrows.protocols.gossip import mixing
 from narrows.protocols.gossip.driver import GossipDriver, GossipPhase
 from narrows.protocols.gossip.gain import GossipGain
 from narrows.protocols.gossip.outer_momentum import outer
-from narrows.protocols.gossip.peers import GossipPeer, GossipPeers
+from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.member.member import Member
 from narrows.protocols.wire import decode
-from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedParentLink, asks
+from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentSession, ParentState
 from narrows.ps.store.changes import Change, FloatArray
 
 WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # in these phases a peer's model is awaited before the next clock
 
 
-class ParentGossip(SeatedParentLink):
+class ParentGossip:
     """The keys [begin, end) toward the same shard of other clusters."""
-
-    _kept: ParentState
 
     def __init__(
         self, index: int, place: ParentSeat, keys: Keys, kept: ParentState, member: Member | None, timing: Timing
@@ -72,43 +70,38 @@ class ParentGossip(SeatedParentLink):
             member: In process 0: the cluster's member. Its peers are this link's too, and `take` gets their events.
             timing: The limits of every wait.
         """
-        super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
+        replica = HostReplica(*keys, [], parts)
+        self.seat = ParentSession(index, place, kept, member, timing, replica, whole=True)
         settings, worker = place.settings, place.worker
         seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
-        gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
-        self._kept = replace(self._kept, gain=gain, outer=step)
+        gain, step = self._gain(settings, keys[1] - keys[0]), kept.outer or outer(settings)
+        self.seat.keep(gain=gain, outer=step)
         model = mixing.Mixing(*keys, place.codecs.up.mixer(), HOST, partial(Memory, seed=seed), gain, step)
-        self.driver = GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
+        self.driver = GossipDriver(settings.topology, worker, self.seat.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
         self.peers = ours if ours is not None else GossipPeers(worker, lease_ns, index)
         self.alone = self.handed_over = False
         self.roster = b""
 
-    def repeat_soon(self, peer: str = "") -> None:
-        super().repeat_soon(peer)
-        self.peers.repeat_soon(peer)
-
     def _gain(self, settings: Settings, size: int) -> GossipGain | None:
         """Return the gain of mixing, that of an earlier seat if there is one. None if a round has several clocks."""
-        if self.mode.local_steps > 1:
+        if self.seat.mode.local_steps > 1:
             return None
-        gain = self._kept.gain or GossipGain(gossip_sample(size), self._kept.degree)
+        gain = self.seat.kept.gain or GossipGain(gossip_sample(size), self.seat.kept.degree)
         gain.fixed = max(settings.update_gain, 0.0)
         return gain
 
     @property
     def kept(self) -> ParentState:
-        return replace(self._kept, model=self.driver.mixing.model if self.driver.has_model else self._kept.model)
-
-    @kept.setter
-    def kept(self, kept: ParentState) -> None:
         """What outlives this seat, with the model as it is now."""
-        self._kept = kept
+        kept = self.seat.kept
+        return replace(kept, model=self.driver.mixing.model) if self.driver.has_model else kept
 
     @property
     def before(self) -> FloatArray | None:
         """The model that the workers here have computed on since an earlier seat, None if there is none."""
-        return self._kept.model if self._kept.start is not None and not self._kept.renewed else None
+        kept = self.seat.kept
+        return kept.model if kept.start is not None and not kept.renewed else None
 
     def begin(self, now_ns: int) -> Asks:
         """Begin with all pairs of peers anew.
@@ -116,12 +109,13 @@ class ParentGossip(SeatedParentLink):
         If the clock of the parent's run is 0, the run begins with the first weights. Else a model is at the peers, or
         here.
         """
-        before = self.before
-        if self.here.clock == 0:
-            return super().begin(now_ns)
-        self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock)
+        place, before = self.seat.place, self.before
+        if place.clock == 0:
+            return self.seat.begin(now_ns)
+        self.seat.exchange.begin(place.worker, place.epoch, place.clock)
         if before is not None:
             self.driver.keep(before)
+            self.seat.keep(model=None)
             return []
         return self._go_on(self.driver.late(now_ns), now_ns)
 
@@ -131,26 +125,22 @@ class ParentGossip(SeatedParentLink):
             if isinstance(event, e.OfPeers):
                 effects += self._go_on([event], now_ns)
                 continue
-            effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
-            self.asked |= isinstance(event, e.GiveWeights)
+            effects += self.seat.take(event, now_ns)
             if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
-                self.driver.found(self.replica.pulled, self.before)
+                self.driver.found(self.seat.replica.pulled, self.before)
+                self.seat.keep(model=None)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)
         return effects
 
     # Peers.
 
-    @property
-    def addresses(self) -> set[str]:
-        return {peer.address for peer in self.peers.peers.values()}
-
-    @property
-    def others(self) -> Mapping[int, GossipPeer]:
-        return self.peers.peers
+    def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
+        return self.seat.give_weights(x, now_ns)
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
+        """Take the packed roster of the other clusters. `alone`: the parent is lost and will send no newer one."""
         effects: Asks = []
-        if self.own and roster != self.roster:
+        if self.seat.own and roster != self.roster:
             self.roster, message = roster, decode([roster])
             if isinstance(message, m.Roster):
                 effects += self._go_on(self.peers.roster(message, now_ns), now_ns)
@@ -160,11 +150,13 @@ class ParentGossip(SeatedParentLink):
         return effects
 
     def hear(self, message: m.Message, now_ns: int) -> Asks:
+        """Take a message of another cluster. Raises RemoteProtocolError for one that no cluster may send."""
         return self._go_on(self.peers.receive(message, now_ns), now_ns)
 
     def tick(self, now_ns: int) -> Asks:
-        effects = super().tick(now_ns) if not self.alone else []
-        seen = self.peers.tick(now_ns) if self.own else []
+        """Repeat what is not acknowledged, here and by peers."""
+        effects = self.seat.tick(now_ns) if not self.alone else []
+        seen = self.peers.tick(now_ns) if self.seat.own else []
         return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
     def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
@@ -175,67 +167,60 @@ class ParentGossip(SeatedParentLink):
             if isinstance(each, SendToPeer):
                 effects.append(each)
             elif isinstance(each, Log):
-                who = f"shard {self.index} no longer mixes with cluster {each.values['peer']} of the parent's run"
-                effects.append(Log("above", {"shard": self.index, "text": f"{who}: {each.values['why']}"}))
+                who = f"shard {self.seat.index} no longer mixes with cluster {each.values['peer']} of the parent's run"
+                effects.append(Log("above", {"shard": self.seat.index, "text": f"{who}: {each.values['why']}"}))
             elif isinstance(each, PeerSay):
-                self.due = True
+                self.seat.due = True
                 queue.extend(self.peers.carry_out(each, now_ns))
             else:
-                self.due = True
+                self.seat.due = True
                 queue.extendleft(reversed(self.driver.hear(each, now_ns)))
         return [*effects, *self._over(now_ns)]
-
-    @property
-    def trouble(self) -> str:
-        return self.driver.trouble
 
     # Rounds.
 
     def first(self, x: FloatArray, publication: int) -> list[Change]:
-        begins = self.driver.has_model and not self.ready
-        return self._begin_with(self.driver.mixing.model.copy, x, publication) if begins else []
+        begins = self.driver.has_model and not self.seat.ready
+        return self.seat.begin_with(self.driver.mixing.model.copy, x, publication) if begins else []
 
     def _moved_by(self, x: FloatArray) -> FloatArray:
         """Return how far x moved since the last round, float32[size], and begin to count anew."""
-        moved: FloatArray = x - self.start
-        self._kept = replace(self._kept, start=x.copy())
+        moved: FloatArray = x - self.seat.start
+        self.seat.keep(start=x.copy())
         return moved
-
-    def stepped(self, samples: int) -> None:
-        self.inner += 1
-        self.moved()
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """Begin the next round with what the weights have moved by."""
-        if self.inner < self.mode.local_steps:
+        if self.seat.inner < self.seat.mode.local_steps:
             return [], True
-        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
+        if not self.seat.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
-        self.inner, self.due = 0, True
+        self.seat.inner, self.seat.due = 0, True
         return (self._go_on(self.driver.step(self._moved_by(x), now_ns), now_ns) if self.driver.may_step else []), True
 
     def may_publish(self) -> bool:
-        return self.ready and self.driver.phase not in WAITING
+        return self.seat.ready and self.driver.phase not in WAITING
 
     def rebase(self) -> list[Change]:
-        if not self.due or not self.may_publish():
+        if not self.seat.due or not self.may_publish():
             return []
-        self.due = False
-        return self._on(self.driver.mixing.model.copy())
+        self.seat.due = False
+        return self.seat.move_onto(self.driver.mixing.model.copy())
 
     # The end.
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """Begin the last round, and answer peers until all clusters are done. The last model is the mean of all."""
-        if not self.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
+        if not self.seat.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
-        self.finishing, self.master = True, None
+        self.seat.finishing, self.seat.master = True, None
         joins = self.driver.phase in (GossipPhase.COMPUTING, GossipPhase.OVER)
         return self._go_on(self.driver.finish(self._moved_by(x), now_ns) if joins else [], now_ns), True
 
     @property
     def at_rest(self) -> bool:
-        above = self.alone or self.session.at_rest
+        """True if the parent and the peers have acknowledged all that was sent."""
+        above = self.alone or self.seat.session.at_rest
         phase, done = self.driver.phase, self.driver.delivered
         return above and (
             phase not in (GossipPhase.FLUSHING, GossipPhase.ENDING, GossipPhase.OVER)
@@ -244,16 +229,17 @@ class ParentGossip(SeatedParentLink):
 
     @property
     def ended(self) -> bool:
+        """True if the last round is done here, and peers are only answered until all have done theirs."""
         return self.driver.phase in (GossipPhase.ENDING, GossipPhase.OVER)
 
     def _over(self, now_ns: int) -> Asks:
         """After the last round take the last model. The cluster with the lowest number pushes it to the parent."""
         if self.driver.phase is not GossipPhase.OVER:
             return []
-        if self.finishing:
-            self.master, self.finishing = self.driver.mixing.model.copy(), False
-        lowest = all(peer > self.here.worker for peer in self.driver.exchanges.pairs)
+        if self.seat.finishing:
+            self.seat.master, self.seat.finishing = self.driver.mixing.model.copy(), False
+        lowest = all(peer > self.seat.place.worker for peer in self.driver.exchanges.pairs)
         if self.handed_over or self.alone or not lowest:
             return []
         self.handed_over = True
-        return self._say(self.exchange.push(self.driver.mixing.whole(), 1), now_ns)
+        return self.seat.say(self.seat.exchange.push(self.driver.mixing.whole(), 1), now_ns)

@@ -12,7 +12,6 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -25,13 +24,13 @@ from narrows.protocols.config.key_ranges import Keys, parts
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.member import Member
-from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentState, SeatedParentLink, asks
+from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentSession, ParentState
 from narrows.ps.store.changes import Change, FloatArray
 
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
-class ParentPush(SeatedParentLink):
+class ParentPush:
     """The keys [begin, end) toward a parent's shard that folds pushes."""
 
     def __init__(
@@ -51,84 +50,87 @@ class ParentPush(SeatedParentLink):
         self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
         self.feedback.change(up)  # an earlier feedback has the compressor of an earlier plan
         replica = HostReplica(*keys, [(keys, self.feedback)], parts)
-        super().__init__(index, place, kept, member, timing, replica, whole)
-        self.samples = 0  # samples of the clocks since the last push
+        self.seat = ParentSession(index, place, kept, member, timing, replica, whole)
         if kept.owed is not None:
             self.owe(kept.owed)
 
+    @property
+    def kept(self) -> ParentState:
+        return self.seat.kept
+
+    def begin(self, now_ns: int) -> Asks:
+        return self.seat.begin(now_ns)
+
     def owe(self, owed: FloatArray) -> None:
+        """Keep what an earlier process owes the parent, float32[size]: the residual of the next push."""
         self.feedback.load_state_dict({"residual": owed})
-        self.kept = replace(self.kept, feedback=self.feedback, owed=None)
+        self.seat.keep(feedback=self.feedback, owed=None)
 
     def go_on(self, place: ParentSeat, now_ns: int) -> Asks:
+        """Keep the seat under another plan of the parent's run: all pushes count, and the residual stays."""
+        seat, before = self.seat, self.seat.exchange
         self.feedback.change(place.codecs.up.compressor())
-        before = self.exchange
-        self._sit(place, place.codecs.down.lossless)
-        said = self.exchange.go_on(place.worker, place.epoch, place.clock, [before])
-        self.exchange.held_at = place.hold
-        again = self.exchange.ask_shared(last=True) if self.finishing else []
-        return self._say([*said, *again], now_ns)
+        seat.sit(place, place.codecs.down.lossless)
+        said = seat.exchange.go_on(place.worker, place.epoch, place.clock, [before])
+        seat.exchange.held_at = place.hold
+        again = seat.exchange.ask_shared(last=True) if seat.finishing else []
+        return seat.say([*said, *again], now_ns)
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
-        effects: Asks = []
+        seat, effects = self.seat, Asks()
         for event in events:
-            effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
-            self.asked |= isinstance(event, e.GiveWeights)
-            self.due |= isinstance(event, e.StateArrived)
-            if isinstance(event, e.MasterArrived) and self.finishing and event.clock == self.exchange.clock:
-                self.master, self.finishing = self.exchange.shared, False
+            effects += seat.take(event, now_ns)
+            seat.due |= isinstance(event, e.StateArrived)
+            if isinstance(event, e.MasterArrived) and seat.finishing and event.clock == seat.exchange.clock:
+                seat.master, seat.finishing = seat.exchange.shared, False
         return effects
 
-    def stepped(self, samples: int) -> None:
-        self.inner += 1
-        self.samples += samples
-        self.moved()
-
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        if self.inner < self.mode.local_steps:
+        if self.seat.inner < self.seat.mode.local_steps:
             return [], True
-        if not self.ready or not self.exchange.may_push:
+        if not self.seat.ready or not self.seat.exchange.may_push:
             return [], False
         return self._push(x, now_ns), True
 
     def _push(self, x: FloatArray, now_ns: int, dense: bool = False) -> Asks:
         """Push x - start with the residual, and make x the new start. `dense`: leave nothing to the residual."""
-        update, feedback, clock = x - self.start, self.feedback, self.exchange.clock
+        update, feedback, clock = x - self.seat.start, self.feedback, self.seat.exchange.clock
         if not update.any() and (feedback.residual is None or not feedback.residual.any()):
-            pieces = [coded_piece(NOTHING.encode(update), self.replica.begin, self.replica.end)]
+            pieces = [coded_piece(NOTHING.encode(update), self.seat.replica.begin, self.seat.replica.end)]
         else:
             try:
-                pieces = self.replica.encode(update, clock, dense)
+                pieces = self.seat.replica.encode(update, clock, dense)
             except ValueError:
                 # An update that is not finite is sent as it is: the parent logs it, or the workers there see it.
-                pieces = self.replica.encode(update, clock, dense=True)
-        self.kept = replace(self.kept, start=x.copy(), feedback=feedback)
-        samples = min(max(1, self.samples), m.CLOCK_MAX)
-        self.inner = self.samples = 0
-        self.due = True
-        return self._say(self.exchange.push(pieces, samples), now_ns)
+                pieces = self.seat.replica.encode(update, clock, dense=True)
+        self.seat.keep(start=x.copy(), feedback=feedback)
+        samples = min(max(1, self.seat.samples), m.CLOCK_MAX)
+        self.seat.inner = self.seat.samples = 0
+        self.seat.due = True
+        return self.seat.say(self.seat.exchange.push(pieces, samples), now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
         self.feedback.load_state_dict({})  # x contains all that the residual owes
-        if self.kept.start is not None:
-            self.kept = replace(self.kept, start=x.copy())
-        return super().give_weights(x, now_ns)
+        if self.seat.kept.start is not None:
+            self.seat.keep(start=x.copy())
+        return self.seat.give_weights(x, now_ns)
 
     def may_publish(self) -> bool:
-        return self.ready and self.exchange.may_compute
+        return self.seat.ready and self.seat.exchange.may_compute
 
     def first(self, x: FloatArray, publication: int) -> list[Change]:
-        return self._begin_with(self._base, x, publication) if self.exchange.settled >= 0 and not self.ready else []
+        begins = self.seat.exchange.settled >= 0 and not self.seat.ready
+        return self.seat.begin_with(self._base, x, publication) if begins else []
 
     def _base(self) -> FloatArray:
         """Return the replica: the parent's newest state with this cluster's own pushes, float32[size]."""
-        base = np.empty(self.replica.end - self.replica.begin, np.float32)
-        self.exchange.base(self.replica.begin, self.replica.end, base)
-        self.due = False
+        base = np.empty(self.seat.replica.end - self.seat.replica.begin, np.float32)
+        self.seat.exchange.base(self.seat.replica.begin, self.seat.replica.end, base)
+        self.seat.due = False
         return base
 
     def rebase(self) -> list[Change]:
-        return self._on(self._base()) if self.due and self.exchange.may_compute else []
+        return self.seat.move_onto(self._base()) if self.seat.due and self.seat.exchange.may_compute else []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """Push all that is left, dense, and ask for the model that the run ends with.
@@ -136,8 +138,8 @@ class ParentPush(SeatedParentLink):
         The parent answers once all clusters have come as far. An update of zeros is pushed too: the last clock of every
         cluster is then one after its steps, and no cluster waits for another.
         """
-        if not self.may_publish() or not self.exchange.may_push:
+        if not self.may_publish() or not self.seat.exchange.may_push:
             return [], False
-        self.finishing, self.master = True, None
+        self.seat.finishing, self.seat.master = True, None
         pushed = self._push(x, now_ns, dense=True)
-        return [*pushed, *self._say(self.exchange.ask_shared(last=True), now_ns)], True
+        return [*pushed, *self.seat.say(self.seat.exchange.ask_shared(last=True), now_ns)], True

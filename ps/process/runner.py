@@ -240,7 +240,7 @@ class ServerRunner:
                     self._put(address, vote)
             case SendToPeer(address, message) if address == self.original.before:
                 self._put(address, message)
-            case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.above.addresses):
+            case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.upward.addresses):
                 self.bytes_up += self._put(address, message)
             case StopProcess():
                 self.running, self.end = False, effect

@@ -35,7 +35,7 @@ from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, StopProcess
 from narrows.protocols.gossip.peers import WHOLE
-from narrows.protocols.member.heartbeat_summary import NAME_MAX, SummaryRow
+from narrows.protocols.member.heartbeat_summary import NAME_MAX, Summary, SummaryRow
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.wire import encode
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -81,6 +81,12 @@ class ParentMembership:
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
         coordinator.start_notice.says_above = self._waits
 
+    @property
+    def clock(self) -> int:
+        """Updates that shard 0 has pushed at its seat; -1 before the seat has begun."""
+        seat = self.shard.upward.seat
+        return seat.clock if seat is not None else -1
+
     def _tree(self) -> str:
         return self.member.tree
 
@@ -89,12 +95,12 @@ class ParentMembership:
 
     def _rows(self) -> tuple[SummaryRow, ...]:
         """Return the figures of this cluster, and of all workers and clusters below it."""
-        coordinator = self.coordinator
-        below = [row for seat in coordinator.declared for row in _now(coordinator, seat)]
+        coordinator, seat = self.coordinator, self.shard.upward.seat
+        below = [row for child in coordinator.declared for row in _now(coordinator, child)]
         ours = [row.summary for row in below if len(row.path) == 1]
         losses = [summary.loss for summary in ours if summary.loss is not None]
         own = replace(
-            self.shard.above.summary(),
+            seat.summary() if seat is not None else Summary(),
             bytes_up=sum(report.bytes_up for report in coordinator.reports.values()),
             bytes_down=sum(report.bytes_down for report in coordinator.reports.values()),
             samples=sum(summary.samples for summary in ours),
@@ -124,7 +130,7 @@ class ParentMembership:
         if upward is None or place is None or member.phase is not MemberPhase.RUNNING or upward.said == member.epoch:
             return []
         upward.said = member.epoch
-        clock = max(self.shard.above.clock, place.clock)
+        clock = max(self.clock, place.clock)
         asked = (upward.number, *upward.call, clock, upward.value, upward.weight)
         return asks(member.say(0, [m.AgreeRequest(member.worker, member.epoch, *asked)], now_ns))
 
@@ -264,8 +270,9 @@ class ParentMembership:
 
     def hand_on(self, now_ns: int) -> list[ServerEffect]:
         """Hand shard 0 the events of peers, once it has the newest seat."""
-        planned, early = self.shard.model_shard, self.early
-        if not early or self.late is not None or planned is None or planned.above.place != self.place:
+        planned, early, seat = self.shard.model_shard, self.early, self.shard.upward.seat
+        here = seat.place if seat is not None else None
+        if not early or self.late is not None or planned is None or here != self.place:
             return []
         self.early = []
         return self.shard.from_above(early, now_ns)
@@ -400,7 +407,7 @@ class ParentMembership:
         if self.member.phase is MemberPhase.LEAVING:
             return []
         self.leaves = True
-        return self.seen(self.member.leave(self.shard.above.clock, now_ns), now_ns)
+        return self.seen(self.member.leave(self.clock, now_ns), now_ns)
 
 
 def _now(coordinator: Coordinator, seat: Seat) -> tuple[SummaryRow, ...]:

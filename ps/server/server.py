@@ -106,8 +106,9 @@ class Server:
         """
         if self.membership is not None:
             return self.membership.parent
-        place = self.shard.above.place
-        return f"{place.server.rpartition(':')[0]}:{place.ports[self.shard.index]}" if place is not None else ""
+        if (seat := self.shard.upward.seat) is None:
+            return ""
+        return f"{seat.place.server.rpartition(':')[0]}:{seat.place.ports[self.shard.index]}"
 
     @property
     def beside(self) -> str:
@@ -122,7 +123,7 @@ class Server:
         # process 0 asks them for the round before its shard has a seat
         if member is not None and member.peers is not None:
             return member.peers.peers
-        return self.shard.above.others
+        return self.shard.upward.others
 
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
         """Return the effects of a message that caused `error`. A sender that is at fault gets a Refuse."""
@@ -182,7 +183,7 @@ class Server:
 
         The runner calls it when the connection is a new one.
         """
-        self.shard.above.repeat_soon(peer)
+        self.shard.upward.repeat_soon(peer)
         if self.membership is not None and not peer:
             self.membership.member.repeat_soon(0)
         return []
@@ -302,7 +303,9 @@ class Server:
             return self._route(seen, now_ns)
         if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
             return self.fail_above(message.text, now_ns)
-        return self._route(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
+        seat = self.shard.upward.seat
+        events = seat.session.receive(message, now_ns) if seat is not None else []
+        return self._route(self.shard.from_above(events, now_ns), now_ns)
 
     def handle_beside(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Return the effects of a message of the parent's standby. Raises RemoteProtocolError."""

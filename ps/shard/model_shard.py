@@ -187,8 +187,8 @@ class ModelShard:
         self.writes = False  # True while a checkpoint holds back the fold of the next clock; the next tick clears it
 
     @property
-    def above(self) -> ParentLink:
-        """The link to the parent, idle if there is none."""
+    def above(self) -> ParentLink | None:
+        """The link to the parent, None if the cluster has no seat there."""
         return self.upward.above
 
     def turn(self, clock: int) -> Keys:
@@ -237,7 +237,7 @@ class ModelShard:
         """
         arrays = self.store.arrays() | self.store.tables.arrays()
         if self.upward.child and ledger.over and not ledger.above:
-            arrays[OWED] = self.above.kept.owes(self.store.x)
+            arrays[OWED] = self.upward.kept.owes(self.store.x)
         return arrays
 
     # The stages. Each returns its effects, and True if the next stage may begin.
@@ -247,7 +247,8 @@ class ModelShard:
         effects: list[ServerEffect] = []
         if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
             self.weights_from = ledger.initialiser  # a worker that still owed its model has left
-        self.apply(self.above.first(self.store.x, self.store.publication + 1))
+        if self.above is not None:
+            self.apply(self.above.first(self.store.x, self.store.publication + 1))
         while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
             effects += more
@@ -256,7 +257,7 @@ class ModelShard:
             self.stage = NEXT[self.stage]
         if self.stage is ClockStage.FOLD:
             effects += self._between(ledger, now_ns)[0]
-            self.apply(self.above.last())
+            self.apply(self.above.seat.last() if self.above is not None else [])
         asked = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
         if asked and self.stage is ClockStage.FOLD and self.store.publication >= 0:
             effects.append(self._checkpoint())
@@ -287,7 +288,8 @@ class ModelShard:
             samples = self.folding.samples
             if self.folding.hyper_differs and not differed:
                 effects.append(Log("hyper", {"clock": self.min_clock, "text": DIFFER}))
-        self.above.stepped(samples)
+        if self.above is not None:
+            self.above.seat.stepped(samples)
         return effects, True
 
     def _clip(self, norms: dict[int, float]) -> Callable[[Terms, int], float | None]:
@@ -309,12 +311,14 @@ class ModelShard:
 
     def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage SEND_UP: push to the parent what is owed."""
-        asks, done = self.above.send_up(self.store.x, now_ns) if self.upward.placed(ledger) else ([], True)
+        if self.above is None or not self.upward.placed(ledger):
+            return [], True
+        asks, done = self.above.send_up(self.store.x, now_ns)
         return [*asks], done
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage REBASE: move the weights onto the parent's newest state, once the staleness bound there allows it."""
-        if not self.upward.placed(ledger):
+        if self.above is None or not self.upward.placed(ledger):
             return [], True  # this cluster has no seat in the parent's run at present
         if not self.above.may_publish():
             return [], False
@@ -376,9 +380,10 @@ class ModelShard:
     def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Give the parent its first weights, once all shards have those of one worker, or a checkpoint."""
         decided = self.weights_from < 0 or ledger.weights == self.weights_from
-        if not self.above.wants_weights or self.store.publication < 0 or not decided:
+        above = self.above
+        if above is None or not above.seat.wants_weights or self.store.publication < 0 or not decided:
             return []
-        return self.above.give_weights(self.store.x, now_ns)
+        return above.give_weights(self.store.x, now_ns)
 
     # Weights and updates.
 
@@ -422,8 +427,8 @@ class ModelShard:
         """Take the next whole update of a member: fold it or hold it, and raise the member's clock."""
         changes = self.folding.accept(seat, update, self.store.publication + 1)
         self.apply(changes)
-        if changes:
-            self.above.moved()
+        if changes and self.above is not None:
+            self.above.seat.moved()
         if self.mode.rule is FoldRule.MIX:
             # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
             self.written = -1

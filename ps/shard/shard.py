@@ -34,6 +34,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import LoadCheckpoint, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.parent.parent_link import ParentLink
+from narrows.ps.parent.parent_slot import ParentSlot
 from narrows.ps.shard.model_shard import ModelShard, ShardResources, pairs
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.reports import Reports
@@ -73,6 +74,7 @@ class Shard:
         self.ledger = UNDECIDED
         self.assembler = PushAssembler(index, self.mode)
         self.model_shard: ModelShard | None = None
+        self.empty = ParentSlot(index, (0, 0), False, None, resources.timing, 1.0)  # `upward` without a model
         self.service: ShardRequests | None = None  # answers members; None without `model_shard`
         self.trouble = ""
         self.moved = (0, 0)  # bytes sent to and received from the parent, as the runner counts them
@@ -83,9 +85,14 @@ class Shard:
         self.saved = (-1, 0)
 
     @property
-    def above(self) -> ParentLink:
-        """The link to the parent; an idle one while there is no model."""
-        return self.model_shard.above if self.model_shard is not None else ParentLink()
+    def upward(self) -> ParentSlot:
+        """The slot of the link to the parent; an empty one while there is no model."""
+        return self.model_shard.upward if self.model_shard is not None else self.empty
+
+    @property
+    def above(self) -> ParentLink | None:
+        """The link to the parent, None if there is none."""
+        return self.upward.above
 
     @property
     def min_clock(self) -> int:
@@ -142,7 +149,7 @@ class Shard:
         """Begin a new generation: drop all members and the store, and return to the checkpoint of the ledger."""
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
-        self.owed = self.above.kept.residual if self.model_shard is not None else self.owed
+        self.owed = self.upward.kept.residual if self.model_shard is not None else self.owed
         model_shard, number = self.model_shard, self.settings.plan_number
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
@@ -217,19 +224,18 @@ class Shard:
         """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
         if self.model_shard is None:
             return []
-        effects = self.above.take(seen, now_ns)
+        effects = self.above.take(seen, now_ns) if self.above is not None else []
         return self._went_on([*effects, *self.model_shard.give_weights(self.ledger, now_ns)], now_ns)
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Take a message of another cluster (gossip). Raises RemoteProtocolError for one that no cluster may send."""
-        if self.model_shard is None or not self.resources.child:
-            return self.above.hear(message, now_ns)  # raises: this cluster has no parent
-        return self._went_on(self.model_shard.upward.hear(message, self.ledger, now_ns), now_ns)
+        effects = self.upward.hear(message, self.ledger, now_ns)  # raises if this cluster has no parent
+        return self._went_on(effects, now_ns)
 
     def _went_on(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
         if self.model_shard is not None:
             effects = [*effects, *self.model_shard.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
-        self.trouble = self.trouble or self.above.trouble[: m.TEXT_MAX]
+        self.trouble = self.trouble or self.upward.trouble[: m.TEXT_MAX]
         if self.told != self._standing:  # against the newest report: the session has changed before this call
             effects.append(self.report(now_ns))
         return effects
@@ -239,13 +245,13 @@ class Shard:
         """True if the parent has all that this shard will ever send it."""
         if not self.ledger.above:
             return True
-        return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.above.at_rest
+        return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.upward.at_rest
 
     @property
     def _standing(self) -> tuple[object, ...]:
         """The fields of a report that an event from the parent may change."""
-        finishes = self.model_shard.upward.finishes if self.model_shard is not None else 0
-        return (self.min_clock, self.above.ready, self.at_rest, finishes, self.above.ended, self.trouble)
+        upward = self.upward
+        return (self.min_clock, upward.ready, self.at_rest, upward.finishes, upward.ended, self.trouble)
 
     # Messages of members.
 
@@ -289,7 +295,7 @@ class Shard:
         return self.reports.send(now_ns)
 
     def _report_of(self, version: int) -> m.Report:
-        self.told, model_shard, above = self._standing, self.model_shard, self.above
+        self.told, model_shard, upward = self._standing, self.model_shard, self.upward
         seats = (*self.assembler.seats.values(), *self.assembler.gone.values())
         begun = model_shard.asked if model_shard is not None else -1
         self.saved = self.saved if self.saved[0] == begun else (begun, version)
@@ -316,18 +322,18 @@ class Shard:
             host=self.resources.host,
             saved=model_shard.saved if model_shard is not None and news else (),
             saved_at=begun if news else -1,
-            from_above=above.place.epoch if above.ready and above.place is not None else 0,
+            from_above=upward.seat.place.epoch if upward.ready and upward.seat is not None else 0,
             finishing=self.service.all_finishing() if self.service is not None else (),
-            finishes=model_shard.upward.finishes if model_shard is not None else 0,
+            finishes=upward.finishes,
             at_rest=self.at_rest,
-            ended=above.ended,
+            ended=upward.ended,
             trouble=self.trouble,
         )
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Repeat what is not yet acknowledged, and resume the clock after a checkpoint."""
         if self.model_shard is not None and self.ledger.above:
-            again = self.above.tick(now_ns)
+            again = self.upward.tick(now_ns)
             if again or self.told != self._standing:  # a wait for a peer may end without any effect
                 return self._went_on(again, now_ns)
         if self.model_shard is not None and self.model_shard.writes:

@@ -84,14 +84,21 @@ class ShardRequests:
     def _last(self) -> FloatArray | None:
         """Return the model that all workers end with, or None while it is not known."""
         if self.resources.child:
-            return self.model_shard.above.master
+            seat = self.model_shard.upward.seat
+            return seat.master if seat is not None else None
         return self.store.x if self.model_shard.upward.finishes else None
+
+    @property
+    def _wanted_above(self) -> bool:
+        """True if the first weights of a worker count: the parent wants them, or there is none."""
+        seat = self.model_shard.upward.seat
+        return not self.resources.child or (seat is not None and seat.wants_weights)
 
     def _first_weights(self, seat: PushSequence, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         """Take one part of first weights, if they are wanted from this worker. True if they are complete."""
         if ledger.started or self.model_shard.next_source(ledger) != seat.worker:
             return False
-        if self.resources.child and not self.model_shard.above.wants_weights:
+        if not self._wanted_above:
             return False  # another cluster has already given the parent its first weights
         return self.model_shard.first_weights(message, ledger)
 
@@ -184,9 +191,8 @@ class ShardRequests:
         """Return what this member has asked for and may get now: publications, rows, the master copy."""
         model_shard, store, child = self.model_shard, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
-            wanted = not self.resources.child or model_shard.above.wants_weights
             asks = (child.follow.credit or child.pull) and model_shard.next_source(ledger) == seat.worker
-            if not (wanted and asks) or child.asked:
+            if not (asks and self._wanted_above) or child.asked:
                 return []
             child.asked = True  # once: each answer to NeedWeights is a whole model on the worker's link
             which = (ledger.source_round, dict(ledger.sources).get(seat.worker, -1))

@@ -62,7 +62,7 @@ def test_clusters_scale_their_updates_by_what_others_tell() -> None:
         root, families = family(gossip(workers=2, shards=2, **more), Settings(shards=2), 2)
         with tree(root, *families) as run:
             run.together(lambda worker: train(3 * WINDOW, make))
-            found = [cast(Any, server).shard.above.kept.gain for each in families for server in each.servers]
+            found = [cast(Any, server).shard.upward.kept.gain for each in families for server in each.servers]
         return [gain and gain.factor for gain in found]
 
     assert all(gain is not None and 1.01 < gain <= 2**0.5 for gain in gains(adamw))

@@ -100,9 +100,12 @@ def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_
         first = Script(run, 0, lambda: steps(WINDOW + 1, at=at))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
         assert pump(run, [root, one, other], lambda: finishes(here) > finishes(there))
-        before = there.above.place
+        seat = there.upward.seat
+        before = seat.place if seat is not None else None
         expire(one)
-        assert pump(run, [root, one, other], lambda: there.above.place != before)
+        assert pump(
+            run, [root, one, other], lambda: seat is None or there.upward.seat is not seat or seat.place != before
+        )
         late.release()
         go.set()
         finished(run, [root, one, other], first, second)
@@ -200,7 +203,7 @@ def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
 def waits_above(cluster: Cluster) -> bool:
     """All workers of this cluster have done their last step, and it has asked for the model that all end with."""
     above = cluster.servers[0].shard.above
-    return isinstance(above, ParentPush) and above.finishing
+    return isinstance(above, ParentPush) and above.seat.finishing
 
 
 def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None:
@@ -248,13 +251,14 @@ def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_
         done = [Script(run, session, lambda: steps(3)) for session in (0, 2)]
         going = [Script(run, session, lambda: steps(9, at=lambda step: waits(go, step == 2))) for session in (1, 3)]
         assert pump(run, [root, one, other], lambda: waits_above(one))
-        coordinator, before = one.servers[0].coordinator, one.servers[0].shard.above.clock
-        assert coordinator is not None
+        coordinator, membership = one.servers[0].coordinator, one.servers[0].membership
+        assert coordinator is not None and membership is not None
+        before = membership.clock
         expire_member(one, 0)
         assert pump(run, [root, one, other], lambda: {*coordinator.clocks.resting} == {1, 2}), "it waits again"
         go.set()
         models = finished(run, [root, one, other], *done, *going)
-        assert one.servers[0].shard.above.clock == before, "it has pushed no more"
+        assert membership.clock == before, "it has pushed no more"
     assert all(np.array_equal(model, root_model(root)) for model in models)
 
 
@@ -381,8 +385,8 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
         assert pump(run, [root, cluster], go.is_set)
         with root.changed:
             server, coordinator = cluster.servers[0], cluster.servers[0].coordinator
-            assert coordinator is not None and server.shard.above.kept.residual is not None
-            owes = server.shard.above.kept.residual.copy()
+            assert coordinator is not None and server.shard.upward.kept.residual is not None
+            owes = server.shard.upward.kept.residual.copy()
             assert owes.any()
             ledger = replace(server.shard.ledger, members=(), plan=coordinator.members.plan_packed)
             server.shard.handle_ledger(replace(ledger, generation=ledger.generation + 1), root.now())
@@ -390,7 +394,7 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
             assert planned is not None
             arrays = planned.store.arrays()
             planned.begin(LoadArrays(arrays | {OWED: np.ones_like(arrays["x"])}, 0))
-            assert planned.above.kept.residual is not None and np.array_equal(planned.above.kept.residual, owes)
+            assert planned.upward.kept.residual is not None and np.array_equal(planned.upward.kept.residual, owes)
         run.sessions[0].close(failed=True)
         cluster.interrupt()
         pump(run, [root, cluster], lambda: script.ended)

@@ -121,11 +121,11 @@ class PlanLevel(Level):
 
     def _above(self, process: Process, above: ParentPush) -> None:
         super()._above(process, above)
-        parent, place = self.node.parent, above.here
+        parent, place = self.node.parent, above.seat.place
         assert parent is not None and isinstance(parent.checker, PlanLevel)
         plan = parent.checker.plan_of.get((place.worker, place.epoch), place.settings)
         coding = above.feedback.compressor.spec
-        if plan != place.settings or above.mode != plan.mode() or above.exchange.mode != plan.mode():
+        if plan != place.settings or above.seat.mode != plan.mode() or above.seat.exchange.mode != plan.mode():
             raise Violation(f"{process.port} has plan {place.settings.summary()} at a place of {plan.summary()}")
         if (coding == "dense") != (plan.compress == "dense"):
             raise Violation(f"{process.port} codes with {coding} at a place of {plan.summary()}")
@@ -163,8 +163,9 @@ class PlanNode(Node):
     def pushed_up(self, shard: int) -> None:
         super().pushed_up(shard)
         machine = self.servers[shard].shard
-        place, clock = machine.above.place, machine.min_clock
-        assert place is not None
+        seat, clock = machine.upward.seat, machine.min_clock
+        assert seat is not None
+        place = seat.place
         member, before = self.pushed_at.get(shard, (-1, -1))
         if member == place.worker and clock > before + place.settings.local_steps:
             raise Violation(f"{self.prefix}s{shard} has clocks {before} to {clock}, and pushes no update in between")

@@ -165,8 +165,8 @@ def recorded() -> Iterator[None]:
 
     def pushed(above: ParentPush, *arguments: Any, **more: Any) -> Any:
         effects = push(above, *arguments, **more)
-        exchange, clock = above.exchange, above.exchange.clock - 1
-        begin, end = above.replica.begin, above.replica.end
+        exchange, replica = above.seat.exchange, above.seat.replica
+        clock, begin, end = exchange.clock - 1, replica.begin, replica.end
         given, values = checksum(exchange.own[clock], begin, end - begin)
         above.__dict__.setdefault("given", {})[exchange.worker, exchange.epoch, clock] = given
         above.__dict__["sent"] = above.__dict__.get("sent", 0.0) + values.astype(np.float64)
@@ -177,9 +177,9 @@ def recorded() -> Iterator[None]:
         planned.store.__dict__ |= {name: vars(before.store)[name] for name in KEPT & vars(before.store).keys()}
 
     def pushing_went_on(above: ParentPush, *arguments: Any) -> Any:
-        settled = above.exchange.__dict__.get("settled_own", [])
+        settled = above.seat.exchange.__dict__.get("settled_own", [])
         effects = pushing_goes_on(above, *arguments)
-        above.exchange.__dict__["settled_own"] = settled
+        above.seat.exchange.__dict__["settled_own"] = settled
         return effects
 
     with pytest.MonkeyPatch.context() as patch:
@@ -252,11 +252,11 @@ class Story:
         above, parent = process.shard.above, self.house.parent
         if not isinstance(above, ParentPush) or parent is None:
             return
-        story, exchange = parent.checker, above.exchange
+        story, exchange = parent.checker, above.seat.exchange
         assert isinstance(story, Story)
-        self.started_at(self.node.name, (above.here.worker, above.here.epoch))
+        self.started_at(self.node.name, (above.seat.place.worker, above.seat.place.epoch))
         if exchange.publication >= 0:
-            story.shows(process.index, exchange.publication, above.replica.pulled, process.port)
+            story.shows(process.index, exchange.publication, above.seat.replica.pulled, process.port)
 
     def end(self) -> None:
         """Check the server that serves in the end."""
@@ -287,7 +287,7 @@ class Story:
         for cluster in self.house.pairs.clusters if self.house.parent is None else ():
             if above := cluster.story.pushing(index):
                 given |= above.__dict__.get("given", {})
-                rows += above.exchange.__dict__.get("settled_own", [])
+                rows += above.seat.exchange.__dict__.get("settled_own", [])
         name = f"shard {index} of {self.node.name}"
         for row in rows:
             if row not in folded:
@@ -297,8 +297,8 @@ class Story:
                 raise Violation(f"{name} has folded an update {row} that its child has not given")
 
     def _conserved(self, process: Process, store: Store, above: ParentPush) -> None:
-        kept = store.x.astype(np.float64) - (above.start if above.kept.start is not None else store.x)
-        for begin, end, residual in above.replica.residuals:
+        kept = store.x.astype(np.float64) - (above.seat.start if above.kept.start is not None else store.x)
+        for begin, end, residual in above.seat.replica.residuals:
             kept[begin - store.begin : end - store.begin] += residual
         sent, gathered = above.__dict__.get("sent", 0.0), store.__dict__.get("gathered", 0.0)
         if not np.allclose(sent + kept, gathered, CLOSE, CLOSE):

@@ -10,7 +10,7 @@ import pytest
 
 from narrows.compression import ErrorFeedback
 from narrows.ps.coordinator.resharding import ReshardPhase
-from narrows.ps.parent.parent_link import ParentLink, ParentSeat, SeatedParentLink
+from narrows.ps.parent.parent_link import ParentSeat, ParentSession
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.server.parent_hold import ParentHold
 from narrows.ps.server.parent_membership import ParentMembership
@@ -103,10 +103,16 @@ def leaves_it(planned: ModelShard, before: ModelShard) -> None:
     planned.begin(LoadArrays(before.store.arrays(), before.store.publication))
 
 
+def turns(seat: ParentSession, place: ParentSeat) -> bool:
+    """Take the hold of the run above, and push as before."""
+    before, seat.place = seat.place, place
+    return (before.server, before.ports) != (place.server, place.ports)
+
+
 go_on = ParentPush.go_on
 LOSES = "has given|gives update"
 PLANTED: dict[str, tuple[Bug, str, str]] = {
-    "a cluster whose shards do not hold": ([(SeatedParentLink, "turn", ParentLink.turn)], "above", LOSES),
+    "a cluster whose shards do not hold": ([(ParentSession, "turn", turns)], "above", LOSES),
     "a cluster that says it holds before all shards do": ([(ParentHold, "all_know", True)], "above", LOSES),
     "a cluster that forgets what it owes": ([(ParentPush, "go_on", forgets)], "above", "come to"),
     "a cluster that codes as before": (

@@ -12,7 +12,7 @@ from narrows.protocols.effects import NS, Send
 from narrows.protocols.messages import name_of
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.members import Members
-from narrows.ps.parent.parent_link import ParentSeat, SeatedParentLink
+from narrows.ps.parent.parent_link import ParentSeat, ParentSession
 from simulation.bug_hunt import hunt
 from simulation.mirror import Violation
 from simulation.standby_trees import House, PairCase, Pairs, Serving, Strike, fenced, pair_case
@@ -103,10 +103,11 @@ def impatient(roster: Members, peer: bytes, now_ns: int) -> None:
             seat.cut_ns = seat.cut_ns or now_ns
 
 
-def waits(seated: SeatedParentLink, place: ParentSeat) -> None:
+def waits(seat: ParentSession, place: ParentSeat) -> bool:
     """Messages that were under way to the server before are not said again, at once or later."""
-    seated.place = place
-    seated.session.pushes.clear()
+    seat.place = place
+    seat.session.pushes.clear()
+    return False
 
 
 release = Serving._release
@@ -120,7 +121,7 @@ PLANTED: dict[str, tuple[type, str, Any, str]] = {
     "a place is taken again at the standby": (ParentSeat, "turned", elsewhere, "not ended|blames|after"),
     "shards are not told of the standby above": (Coordinator, "turned_above", forgets, "not ended"),
     "a cluster with a standby is taken for dead": (Members, "unreached", impatient, "joined again"),
-    "what was under way is forgotten": (SeatedParentLink, "turn", waits, "not ended|lacks"),
+    "what was under way is forgotten": (ParentSession, "turn", waits, "not ended|lacks"),
 }
 
 

@@ -166,7 +166,7 @@ def answers_early(shown: Publications, seat: PushSequence, child: PublicationChi
 def shows_early(planned: ModelShard, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster that shows its workers a clock before the server above has answered for it."""
     effects, done = rebase(planned, ledger, now_ns)
-    return effects, done or planned.above.ready
+    return effects, done or planned.upward.ready
 
 
 def keeps_updates(planned: ModelShard, changes: list[Change]) -> None:
@@ -186,10 +186,10 @@ def other_set(folding: FoldAtBarrier, clock: int, pairs: Iterable[m.Pair], clip:
 
 def pushes_twice(above: ParentPush, *arguments: Any, **more: Any) -> Any:
     """A pushed update goes up once more with the next push."""
-    start = above.start
+    start = above.seat.start
     effects = push_up(above, *arguments, **more)
-    if above.exchange.clock % 3 == 2:
-        above.kept = replace(above.kept, start=start)
+    if above.seat.exchange.clock % 3 == 2:
+        above.seat.keep(start=start)
     return effects
 
 
@@ -278,8 +278,8 @@ def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatc
 
     def owed(tree: Tree) -> None:
         above = tree.clusters[2].servers[0].shard.above
-        assert above.kept.start is not None
-        above.kept = replace(above.kept, start=above.kept.start + 1)
+        assert above is not None
+        above.seat.keep(start=above.seat.start + 1)
 
     monkeypatch.setattr(simulation_tree, "WHOLE_EVERY", 50)
     with pytest.raises(Violation, match=r"the log gives|come to"):

@@ -132,7 +132,8 @@ class Level(Checker):
 
     def _above(self, process: Process, above: ParentPush) -> None:
         """A cluster's server is a child of the level above."""
-        parent, mirror, place, exchange = self.node.parent, self.mirrors[process.index], above.here, above.exchange
+        parent, mirror, seat = self.node.parent, self.mirrors[process.index], above.seat
+        place, exchange = seat.place, seat.exchange
         assert parent is not None
         child = (place.worker, place.epoch)
         if mirror.place != child:
@@ -140,7 +141,7 @@ class Level(Checker):
             parent.checker.child_started(child, place.clock)
         if exchange.publication != mirror.pulled:
             mirror.pulled = exchange.publication
-            parent.checker.child_holds(process.index, child, mirror.pulled, above.replica.pulled, process.port)
+            parent.checker.child_holds(process.index, child, mirror.pulled, seat.replica.pulled, process.port)
 
     # Decisions of the coordinator.
 
@@ -226,7 +227,8 @@ class ClusterMirror(Mirror):
         assert parent is not None
         vars(above).pop("_push", None)  # another mirror has watched it
         self.above, push = above, above._push
-        parent.checker.child_started((above.here.worker, above.here.epoch), above.here.clock)
+        place = above.seat.place
+        parent.checker.child_started((place.worker, place.epoch), place.clock)
 
         def pushes(*arguments: Any, **more: Any) -> Any:
             effects = push(*arguments, **more)
@@ -276,11 +278,11 @@ class ClusterMirror(Mirror):
         shard, above = self.process.shard, self.planned.above
         if not isinstance(above, ParentPush) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
             return
-        exchange = above.exchange
-        owes = above.inner >= exchange.mode.local_steps
+        exchange = above.seat.exchange
+        owes = above.seat.inner >= exchange.mode.local_steps
         if owes or not exchange.mode.allows(exchange.clock, exchange.min_clock):
             raise Violation(
-                f"staleness: {self.process.port} shows clock {shard.min_clock}, {above.inner} clocks after its update "
+                f"staleness: {self.process.port} shows clock {shard.min_clock}, {above.seat.inner} clocks after its update "
                 f"{exchange.clock - 1}, on a state of {exchange.min_clock} above"
             )
 
@@ -288,7 +290,8 @@ class ClusterMirror(Mirror):
 
     def _sent_up(self, above: ParentPush, samples: int) -> None:
         """Sent plus residual is what the children's updates came to since the last push."""
-        parent, exchange, begin = self.level.node.parent, above.exchange, self.store.begin
+        parent, seat, begin = self.level.node.parent, above.seat, self.store.begin
+        exchange = seat.exchange
         assert parent is not None
         clock = exchange.clock - 1
         sent = np.zeros(self.store.size, np.float32)
@@ -296,19 +299,19 @@ class ClusterMirror(Mirror):
             add(piece, 1.0, sent, begin)
         owed = self.gathered + self.residual
         self.residual = np.zeros(self.store.size)
-        for low, high, kept in above.replica.residuals:
+        for low, high, kept in seat.replica.residuals:
             self.residual[low - begin : high - begin] = kept
         if not np.allclose(sent + self.residual, owed, CLOSE, CLOSE):
             raise Violation(
                 f"{self.process.port} sends {sent} up and keeps {self.residual}, its children's updates come to {owed}"
             )
         self.gathered = np.zeros(self.store.size)
-        child = (above.here.worker, above.here.epoch)
+        child = (seat.place.worker, seat.place.epoch)
         parent.checker.child_gave(self.index, child, clock, sent, samples)
         self.level.node.pushed_up(self.index)
 
     def whole(self) -> None:
-        start = self.planned.above.kept.start
+        start = self.planned.upward.kept.start
         if start is not None and not np.allclose(self.store.x - start, self.gathered, CLOSE, CLOSE):
             raise Violation(
                 f"{self.process.port} has moved by {self.store.x - start} since its last push, the log gives "
