@@ -31,6 +31,7 @@ from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.replication.events import MachineEvent
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.store.changes import Change, Fold, LoadArrays, OuterStep, Publish, Rebase, Step
 from narrows.ps.store.store import Store
@@ -178,7 +179,7 @@ class Level(Checker):
         return [self.parts.get((shard, child), made) for shard in range(self.run.settings.shards)]
 
     def whole(self) -> None:
-        """Compare what is gathered with what the machines hold."""
+        """Compare what is folded and gathered with what the machines hold."""
         for mirror in self.mirrors.values():
             mirror.whole()
 
@@ -311,9 +312,22 @@ class ClusterMirror(Mirror):
         self.level.node.pushed_up(self.index)
 
     def whole(self) -> None:
+        self._in_order()
         start = self.planned.upward.kept.start
         if start is not None and not np.allclose(self.store.x - start, self.gathered, CLOSE, CLOSE):
             raise Violation(
                 f"{self.process.port} has moved by {self.store.x - start} since its last push, the log gives "
                 f"{self.gathered}"
             )
+
+    def _in_order(self) -> None:
+        """The next update of each child is the one after all that are folded or held."""
+        folding = self.planned.folding
+        for seat in self.planned.assembler.seats.values():
+            child = (seat.worker, seat.epoch)
+            folded = [*self.held.clocks.get(child, ())[-1:], *(push[2] for _, push in self.batch if push[:2] == child)]
+            clock = max(folded) + 1 if folded else self.given.starts.get(child, seat.clock)
+            waiting = folding.held.values() if isinstance(folding, FoldAtBarrier) else ()
+            held = sum(seat.worker in by_worker for by_worker in waiting)
+            if seat.clock != clock + held:
+                raise Violation(f"{self.process.port} is at clock {seat.clock} of {child}: {clock} folded, {held} held")
