@@ -391,7 +391,7 @@ def test_what_a_server_tells_is_checked() -> None:
     assert bootstrap_client.checked(ORIGINAL, TOLD) == TOLD
     parts: tuple[Any, ...] = ([], {name: TOLD[name] for name in TOLD if name != "secret"})
     for told in parts:
-        with pytest.raises(RemoteProtocolError, match="not whole"):
+        with pytest.raises(RemoteProtocolError, match="description of itself is incomplete"):
             bootstrap_client.checked(ORIGINAL, told)
     with pytest.raises(IncompatibleError, match="the server runs Python 2"):
         bootstrap_client.checked(ORIGINAL, TOLD | {"release": "Python 2"})
