@@ -218,7 +218,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             say(f"has {_shards(mine)} of the server at {self.there}; Ctrl-C moves the keys back")
 
     def watch(self) -> int:
-        """Run until this machine has no shards any more.
+        """Show events until this machine has no shard left.
 
         Returns:
             The exit code.

@@ -128,7 +128,7 @@ class SampleLeases(Decision):
     # Leasing.
 
     def hear(self, seat: Seat, ask: m.RangeRequest) -> list[ServerEffect]:
-        """Answer an ask, and log the epochs that are over.
+        """Answer a worker's request for samples, and log each epoch whose samples are all done.
 
         Raises:
             RemoteProtocolError: the numbers of the ask make no ranges.

@@ -40,7 +40,7 @@ class StandbyRunner:
         process: the arguments of the process.
         port: its sockets.
         number: the TCP port that it listens on.
-        gate: its access control.
+        access_control: its access control.
     """
 
     def __init__(self, process: MachineFactory, port: Sockets, number: int, access_control: AccessControl) -> None:

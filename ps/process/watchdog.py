@@ -25,7 +25,7 @@ class Watchdog:
     """The sign of life of one shard.
 
     Args:
-        gate: access control of the process.
+        access_control: access control of the process.
         index: the shard's number.
         folder: its folder of checkpoints; None: it has none.
         seals: bytes per second that one core encrypts, 0: not measured.

@@ -145,7 +145,7 @@ class Publications:
             index: The number of the shard.
             mode: The mode of the run.
             store: The store whose state is published.
-            inbox: The assembler, which knows the members.
+            assembler: The assembler, which knows the members.
             folding: The folding, which knows the updates that each publication contains.
             codings: The SPECs that the downlink may be coded with, densest first.
             timing: The limits of every wait.

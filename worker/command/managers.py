@@ -36,8 +36,8 @@ class Manager:
     local_size: str = ""  # the number of tasks on this machine
 
 
-# A manager that starts its tasks inside those of another stands before it: under Slurm, mpirun passes Slurm's variables
-# of its own daemons on to its tasks.
+# The inner manager stands before the outer one. Under Slurm, for example, the tasks of mpirun also have Slurm's variables,
+# which describe a daemon of mpirun and not the task.
 MANAGERS = (
     Manager("torchrun", "RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", local_size="LOCAL_WORLD_SIZE"),
     Manager(

@@ -168,7 +168,7 @@ class CombinedState(MutableMapping[Any, Any]):
 def call_step_hooks(inner: torch.optim.Optimizer, after: bool) -> None:
     """Call the step hooks of each optimizer in torch's order, although the server takes the step.
 
-    The return value of a hook is ignored, since no closure is left to call.
+    A pre hook may return other arguments for step(). They are ignored: step() is not called here.
 
     Args:
         inner: the optimizer.

@@ -134,9 +134,9 @@ class Port(Protocol):
 class Drops:
     """Counts messages that were dropped, by kind, and notes messages of peers that were refused.
 
-    `tell` gets a sentence about the first drop of each kind and the first refusal of each text: a stranger must not
-    fill the log. A message to a peer that has left, such as the answer to a member's Leave, does not count as dropped:
-    no process waits for it. The loss of a member is reported elsewhere.
+    `tell` is called with a sentence for the first drop of each kind and the first refusal of each text. Later ones are
+    only counted, so that a stranger cannot fill the log. A message to a peer that has left, such as the answer to a
+    member's Leave, does not count as dropped: no process waits for it. The loss of a member is reported elsewhere.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
