@@ -1,4 +1,4 @@
-"""Writes the table of states in docs/architecture.md from the phases and their transitions in the code.
+"""Writes the table of states in docs/protocol.md from the phases and their transitions in the code.
 
 `python docs/states.py` rewrites it. `python docs/states.py --check` exits with 1, and one sentence, where the page is stale.
 """
@@ -16,7 +16,7 @@ from narrows.protocols.member import member
 from narrows.ps.coordinator import run
 from narrows.ps.shard import model_shard
 
-PAGE = Path(__file__).parent / "architecture.md"
+PAGE = Path(__file__).parent / "protocol.md"
 BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
 Steps = list[tuple[str, Enum, Enum]]  # what happens, the phase before it, the phase after it
 Phase = TypeVar("Phase", bound=Enum)

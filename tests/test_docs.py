@@ -32,7 +32,8 @@ COMMANDS: dict[str, click.Command] = {
     "ps-probe": probe.command,
     "ps-plan": plan.command,
 }
-NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architecture.md that name files
+NAMING = ("To find", "To add or change")  # sections of docs/architecture.md that name files, with classes and functions
+CELL_MAX = 120  # characters in a cell of docs/architecture.md
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:\.\w+)?)`")
@@ -130,9 +131,11 @@ def missing(text: str) -> list[str]:
 
 
 def names_of(source: str) -> Iterator[str]:
-    """The classes of a module with their methods and annotated fields, and the module's constants."""
+    """The functions of a module, its classes with their methods and annotated fields, and its constants."""
     for node in ast.parse(source).body:
         match node:
+            case ast.FunctionDef(name):
+                yield name
             case ast.ClassDef(name, body=body):
                 yield name
                 for each in body:
@@ -147,6 +150,15 @@ def names_of(source: str) -> Iterator[str]:
                 yield constant
             case _:
                 pass
+
+
+def elsewhere(text: str) -> list[str]:
+    """Classes and functions that a table names behind a file, and that the file does not have."""
+    named = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", text)
+    found = {file: {*names_of((ROOT / file).read_text("utf-8"))} for file, _ in named}
+    return [
+        f"{file}: {name}" for file, row in named for name in re.findall(r"`([\w.]+)`", row) if name not in found[file]
+    ]
 
 
 def unnamed(text: str, names: set[str]) -> list[str]:
@@ -171,6 +183,14 @@ def test_files_that_are_named_are_there(heading: str) -> None:
     text = section((ROOT / "docs/architecture.md").read_text("utf-8"), heading)
     assert len(NAMED.findall(text)) >= 10
     assert not missing(text)
+    assert not elsewhere(text)
+
+
+def test_cells_of_the_architecture_are_short() -> None:
+    lines = (ROOT / "docs/architecture.md").read_text("utf-8").splitlines()
+    cells = [cell.strip() for line in lines if line.startswith("| ") for cell in line.strip("|").split(" | ")]
+    assert len(cells) > 100
+    assert [cell for cell in cells if len(cell) > CELL_MAX] == []
 
 
 def test_the_glossary_names_classes_and_files_that_are_there() -> None:
@@ -269,6 +289,7 @@ def test_what_is_not_there_is_found() -> None:
     assert unknown_flags(["ps-worker", "-n", "2", "--sink", "bsp", "SCRIPT.py", "--rows", "3"]) == ["ps-worker --sink"]
     names = {*names_of("A: int = 1\nB = 2\nclass C:\n    field: int\n    def method(self): ...")}
     assert names == {"A", "B", "C", "C.field", "C.method"}
+    assert elsewhere("`tests/test_docs.py`: `elsewhere`, `nowhere`; `docs/sizes.py`") == ["tests/test_docs.py: nowhere"]
     assert unnamed("`C`, `B`, `C.method`, `lower`, `--flag`, `Made`, `C.up`", names) == ["Made", "C.up"]
     assert missing("`ps/store/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
     links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#synchronization)\n# One\n"
