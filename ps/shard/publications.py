@@ -23,6 +23,8 @@ Rules
   contains (`contains`).
 - One residual serves all children, so one SPEC codes the downlink: the one that the slowest child asks for.
 - A new child follows no publication until its first Follow.
+- At a barrier p is x itself. From a fold to the publication of its clock, which in a cluster waits for the parent, the
+  shard sends no publication: it would have newer values than its number says.
 """
 
 from __future__ import annotations
@@ -265,7 +267,7 @@ class Publications:
     def serve(self, seat: PushSequence, now_ns: int) -> list[Send]:
         """Return all publications that this child may be sent now."""
         child, effects = self.child(seat), list[Send]()
-        if not child.follow.credit or self.store.publication < 0:
+        if not child.follow.credit or self.store.publication < 0 or self.store.unpublished:
             return effects
         for number, keys, payload in self.store.since(child.newest) or self._whole(seat, child):
             if child.newest - child.follow.have >= child.follow.credit:

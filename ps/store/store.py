@@ -158,6 +158,9 @@ class Store:
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # True if x was rebased since the newest publication: the next one covers all keys
+        self.unpublished = (
+            False  # True if p is x, and x has changed since the newest publication: no child may be sent p
+        )
         # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
         self.shared = barrier and self.down.lossless and len(self.codings.rungs) == 1
 
@@ -184,6 +187,7 @@ class Store:
 
     def _own_x(self) -> FloatArray:
         """Return x in an array that no message reads, so that a change may write to it."""
+        self.unpublished = self.shared
         if self.shared and self.lent():
             self.x = self.p = self.x.copy()
         return self.x
@@ -215,7 +219,7 @@ class Store:
 
     def _begin(self, x: FloatArray, p: FloatArray, publication: int) -> None:
         """Make x and p the arrays of publication `publication`, and forget the differences to earlier ones."""
-        self.x, self.publication = x, publication
+        self.x, self.publication, self.unpublished = x, publication, False
         self.p = x if self.shared else p.copy() if p is x else p
         self.deltas.clear()
 
@@ -296,7 +300,7 @@ class Store:
             ).contraction()  # what the coding before left out is in x - p
         keys = self.whole if change.keys is None or self.rebased else change.keys
         self.publication += 1
-        self.rebased = False
+        self.rebased = self.unpublished = False
         delta = None if self.down.lossless else self._delta(keys)
         overflows = delta is None and not self.down.lossless
         if any((payload is None) != (delta is None) for _, payload in self.deltas.values()):

@@ -266,7 +266,9 @@ class Checker:
                 self._on_last(coordinator, generation, mirror.index, state, where)
             return
         if state.whole:  # what differences come to is seen where they arrive
-            self._on_whole(mirror, state, where)
+            number = (generation, mirror.index, state.publication)
+            if zlib.crc32(state.payload) != self.given.publications[number]:
+                raise Violation(f"{where} is not publication {number}")
         if not mirror.mode.barrier:
             self._on_contains(mirror, state, where)
 

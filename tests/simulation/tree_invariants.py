@@ -114,15 +114,6 @@ class Level(Checker):
         if isinstance(mirror.planned.above, ParentPush):
             self._above(process, mirror.planned.above)
 
-    def _on_whole(self, mirror: Mirror, state: m.State, where: str) -> None:
-        """A barrier's weights are what it publishes, and in a cluster they change some time before the next publication.
-
-        In between they go only to a child that has this publication, and whose Follow comes late. `state_arrived` sees
-        what a child takes.
-        """
-        if not mirror.batch and not mirror.store.rebased:
-            super()._on_whole(mirror, state, where)
-
     def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A cluster hands on the last model of the server above."""
         parent = self.node.parent

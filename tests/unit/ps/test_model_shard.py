@@ -14,13 +14,13 @@ from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.retry import RetryTimer
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import REQUEST_RETRY
-from narrows.protocols.effects import NS, WriteCheckpoint
+from narrows.protocols.effects import NS, Send, WriteCheckpoint
 from narrows.protocols.wire import pack
 from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, ModelShard, ShardResources
 from narrows.ps.shard.publications import PublicationChild, SentPublication
 from narrows.ps.shard.push_assembler import PushAssembler
 from narrows.ps.shard.shard import UNDECIDED
-from narrows.ps.store.changes import SetFirstWeights
+from narrows.ps.store.changes import OuterStep, SetFirstWeights
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
 
@@ -106,3 +106,15 @@ def test_what_a_child_calls_lost_is_sent_again_at_once() -> None:
     child.sent[4] = SentPublication(10, now_ns, now_ns)
     child.said(follow, now_ns)
     assert 4 in child.sent, "it was said of what had been sent before"
+
+
+def test_a_child_gets_no_weights_between_a_fold_and_its_publication() -> None:
+    planned = planned_of(sync="local", local_steps=2)
+    planned.publish()
+    seat = planned.assembler.seats[0]
+    planned.publications.follow(seat, m.Follow(0, 5, 0, -1, 4), 0)
+    planned.apply([OuterStep(((1.0, raw_pieces(np.ones(7, np.float32), 0, [(0, 7)])),), (0, 7))])
+    assert planned.publications.serve(seat, 0) == [], "x is p: the weights are newer than publication 1"
+    planned.publish()
+    (sent,) = planned.publications.serve(seat, 0)
+    assert isinstance(sent, Send) and isinstance(sent.message, m.State) and sent.message.publication == 2
