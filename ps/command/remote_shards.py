@@ -336,17 +336,15 @@ def join(
         guest.prepare()
         guest.host, guest.port, guest.ready_file, guest.restart_policy.keeps = host, port, ready_file, journal
         scratch = ScratchFolder()  # holds a checkpoint on its way to the server
-        guest.told = {
-            "first_epoch": 0,
-            "checkpoint_dir": scratch.path,
-            "keeps": told["keeps"],
-            "secret": told["secret"],
-            "resume": False,
-            "keys": os.path.abspath(keys) if keys else "",
-            "host": guest.known_as,
-            "seals": encryption_cost.rate() if keys else 0.0,
-            "replicas": 0,
-        }
+        guest.config = replace(
+            guest.config,
+            checkpoint_dir=scratch.path,
+            keeps=told["keeps"],
+            secret=told["secret"],
+            keys=os.path.abspath(keys) if keys else "",
+            host=guest.known_as,
+            seals=encryption_cost.rate() if keys else 0.0,
+        )
         guest.listen()
         return guest.watch()
     finally:

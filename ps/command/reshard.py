@@ -26,13 +26,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
 from narrows.protocols.runtime.network.hosts import peer_uid
 from narrows.protocols.runtime.processes.children import StartedChild
 from narrows.ps.command.restart_policy import RestartPolicy
+from narrows.ps.process.config import ServerConfig
 
 LINE_MAX = 4096  # bytes of a request or an answer
 ASK_S = 5.0  # a client must send its request within this time of connecting
@@ -83,7 +84,7 @@ class ShardProcesses(Protocol):
 
     settings: Settings
     address: str  # printed for workers
-    told: dict[str, Any]  # the config that every shard gets
+    config: ServerConfig  # what every shard is told
     follows: dict[int, str]  # by shard of a standby, the address of the shard that it copies
     shards: dict[int, StartedChild]
     done: set[int]  # shards that have sent "done"
@@ -142,7 +143,7 @@ class ReshardRequest:
         """Pass the next request on to shard 0, once the one before is answered."""
         if self.client is None and not self.requests.empty():
             self.wanted, self.client = self.requests.get()
-            if self.cluster.told["replicas"] or self.cluster.follows:
+            if self.cluster.config.replicas or self.cluster.follows:
                 return self._answer("a server with a standby keeps its shards: its standby has a process for each", 2)
             self._say(str(self.wanted))
 

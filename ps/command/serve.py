@@ -23,6 +23,7 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,20 +183,20 @@ def serve(
         if record:
             cluster.run_watch.record = open_record(record, say)
         cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure))
-        cluster.told = {
-            "first_epoch": time.time_ns() // 1_000_000
-            << 10,  # greater than the epochs of earlier processes of this run
-            "checkpoint_dir": scratch.path if scratch else folder,
-            "keeps": bool(folder),
-            "secret": secrets.token_hex(16),
-            "resume": resume,
-            "parent": parent,
-            "parent_timeout": parent_timeout,
-            "keys": os.path.abspath(keys) if keys else "",
-            "parent_key": os.path.abspath(parent_key) if parent_key else "",
-            "seals": encryption_cost.rate() if keys else 0.0,
-            "replicas": replicas,
-        }
+        cluster.config = replace(
+            cluster.config,
+            first_epoch=time.time_ns() // 1_000_000 << 10,  # greater than the epochs of earlier processes of this run
+            checkpoint_dir=scratch.path if scratch else folder,
+            keeps=bool(folder),
+            secret=secrets.token_hex(16),
+            resume=resume,
+            parent=parent,
+            parent_timeout=parent_timeout,
+            keys=os.path.abspath(keys) if keys else "",
+            parent_key=os.path.abspath(parent_key) if parent_key else "",
+            seals=encryption_cost.rate() if keys else 0.0,
+            replicas=replicas,
+        )
         if standby:
             cluster.follow(standby, original)
         cluster.listen()
@@ -338,16 +339,16 @@ def announce(cluster: ShardSupervisor) -> None:
         say(site.told)
     if cluster.follows:
         return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
-    if cluster.told["replicas"]:
+    if cluster.config.replicas:
         cluster.standby_notice.expect()
     if EMBEDDED:
         tell("serves", address=address)
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
-        key = "--key NAME.key " if cluster.told["keys"] else ""
+        key = "--key NAME.key " if cluster.config.keys else ""
         say(f"serves {cluster.settings.shards} {noun}, {cluster.settings.summary()}")
-        folder = f"to {cluster.told['checkpoint_dir']}" if cluster.told["keeps"] else "nowhere"
+        folder = f"to {cluster.config.checkpoint_dir}" if cluster.config.keeps else "nowhere"
         say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")
-    if seals := cluster.told["seals"]:
+    if seals := cluster.config.seals:
         say(f"messages are encrypted; a core of this machine seals {seals / 1e6:,.0f} MB/s")

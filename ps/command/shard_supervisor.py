@@ -7,7 +7,7 @@ How it works
 1. `prepare` starts the fork server, which imports once what all shards need.
 2. `start` starts shard 0 and waits for its port, then the other shards, which dial shard 0.
 
-       ps-serve --- config as one line of JSON on stdin ---> shard process
+       ps-serve --- ServerConfig, a line on stdin -----> shard process
                 <-- events as lines of JSON on stdout ------
 
 3. `watch` takes one event after the other. "log" events go to the console, the dashboard and the record; "alive" moves
@@ -27,7 +27,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from narrows.ps.command.reshard import ReshardRequest
 from narrows.ps.command.restart_policy import Restart, RestartPolicy
 from narrows.ps.command.standby_notice import StandbyNotice
 from narrows.ps.dashboard.run_watch import RunWatch
-from narrows.ps.process.main import JOURNAL
+from narrows.ps.process.config import JOURNAL, ServerConfig
 
 START_S = 120.0  # all shards must have bound within this; a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"
@@ -70,7 +70,9 @@ class ShardSupervisor:
         self.address = ""  # printed for workers; "" until all shards have bound
         self.ready_file = ""  # --ready-file, "" for none
         self.run_watch = RunWatch()
-        self.told: dict[str, Any] = {}  # the part of the config that is the same for every shard
+        self.config = ServerConfig(
+            0, settings, "", "", 0, "", False
+        )  # what every shard is told; `start_shard` adds its own
         self.children = ChildProcesses()
         self.hash_seed = self.children.hash_seed  # the same for all processes of a shard: a replay takes sets in order
         self.standby_notice = StandbyNotice()
@@ -99,7 +101,7 @@ class ShardSupervisor:
         """
         host, _ = parse_address("--standby", standby)
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
-        self.told |= {name: value for name, value in original.items() if name in self.told}
+        self.config = self.config.of_standby(original)
 
     def listen(self) -> None:
         """Listen to signals, and to the end of stdin where a ps-worker embeds this server."""
@@ -152,19 +154,20 @@ class ShardSupervisor:
         shards = self.reshard_request.target if self.reshard_request.strange(index) else self.settings.shards
         # A shard that starts while workers train reads its keys from a checkpoint.
         again = self.restart_policy.restarts > 0 or (self.address > "" and not self.reshard_request.strange(index))
-        told = self.told | {
-            "index": index,
-            "settings": asdict(replace(self.settings, shards=shards)),
-            "bind": f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
-            "coordinator": self.process_0(index),
-            "away": [*self.reshard_request.away.items()],
-            "resume": self.told["resume"] or again,
-            "again": again,
-            "replay": replay,
-            "done": sorted(self.done),
-            "follows": self.follows.get(index, ""),
-            "watched": self.run_watch.watched,
-        }
+        config = replace(
+            self.config,
+            index=index,
+            settings=replace(self.settings, shards=shards),
+            bind=f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
+            coordinator=self.process_0(index),
+            away=(*self.reshard_request.away.items(),),
+            resume=self.config.resume or again,
+            again=again,
+            replay=replay,
+            done=(*sorted(self.done),),
+            follows=self.follows.get(index, ""),
+            watched=self.run_watch.watched,
+        )
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
         try:
             if not replay:
@@ -175,7 +178,7 @@ class ShardSupervisor:
         self.shards[index] = self.children.start(
             index, words, environment(self.hash_seed), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
-        self.shards[index].write(json.dumps(told))
+        self.shards[index].write(config.encode())
         self.restart_policy.starts(index, START_S)
 
     def _exited(self, index: int, code: int) -> None:
@@ -265,8 +268,10 @@ class ShardSupervisor:
                 say(f"shard {index}: {text}", error=True)
             for index in self.ended - self.done:
                 if not self.errors:
-                    kept = self.checkpoint >= 0 and self.told["keeps"]
-                    go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
+                    kept = self.checkpoint >= 0 and self.config.keeps
+                    go_on = (
+                        f"; --checkpoint-dir {self.config.checkpoint_dir} --resume goes on from clock {self.checkpoint}"
+                    )
                     say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
                 return self.code or 1
             if self.ended:
@@ -303,8 +308,7 @@ class ShardSupervisor:
                 self.ports[index] = port
                 self.restart_policy.serving.add(index)
                 if not index:  # the epochs of shard 0's next process begin later, whatever its checkpoints say
-                    self.told["first_epoch"] = epoch + LIFE_EPOCHS
-                    self.told["parent"] = parent
+                    self.config = replace(self.config, first_epoch=epoch + LIFE_EPOCHS, parent=parent)
                 self.reshard_request.bound(index)
                 if self.address:
                     try:
@@ -333,7 +337,8 @@ class ShardSupervisor:
                 elif name == "standby":
                     self.standby_notice.by = values.get("there", False)
                 elif name == "above":
-                    self.told["parent"] = values.get("parent", self.told["parent"])  # for the shard's next process
+                    parent = values.get("parent", self.config.parent)
+                    self.config = replace(self.config, parent=parent)  # for the shard's next process
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":
@@ -364,8 +369,8 @@ class ShardSupervisor:
         """
         from narrows.ps.checkpoints import checkpoint_files, whole_model
 
-        clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
-        if not self.told["keeps"]:
+        clock, folder = self.checkpoint, Path(self.config.checkpoint_dir)
+        if not self.config.keeps:
             return
         if self.disk:
             kept = checkpoint_files.newest(folder, self.settings.shards)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send
 from narrows.ps.checkpoints.remote_archive import RemoteArchive
-from narrows.ps.process.machine_factory import MachineFactory, introduction
+from narrows.ps.process.config import ServerConfig
+from narrows.ps.process.machine_factory import introduction
 from narrows.ps.server.server import Server
 
 ALONE = "this server has no standby: start it with --replicas 1, and name the address of its shard 0"
 
 
 class BootstrapServer:
-    """Answers for one server process. `process`: its arguments."""
+    """Answers for one server process. `config`: its config."""
 
-    def __init__(self, process: MachineFactory) -> None:
-        self.process = process
-        self.archive = RemoteArchive(process.folder) if process.folder is not None and not process.index else None
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.archive = RemoteArchive(config.folder) if config.folder is not None and not config.index else None
 
     def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
         """Answer the first question of a standby or of a remote host, or a file request of a remote shard.
@@ -24,7 +25,7 @@ class BootstrapServer:
         Returns:
             The answers; an archive answers later, by `take`. None: the message is none of these.
         """
-        asks = isinstance(message, m.ReplicationFollow) and (message.shard < 0 or not self.process.replicas)
+        asks = isinstance(message, m.ReplicationFollow) and (message.shard < 0 or not self.config.replicas)
         if not asks and not isinstance(message, (m.RemoteShardsOffer, m.FileRequest)):
             return None
         if isinstance(message, m.FileRequest):
@@ -32,9 +33,9 @@ class BootstrapServer:
             return []
         if isinstance(message, m.RemoteShardsOffer):
             why = self._no_room(server)
-            return [Send(peer, _refuse(why) if why else introduction(self.process, server, "keeps", "bind"))]
-        first = self.process.replicas and not self.process.index
-        return [Send(peer, introduction(self.process, server) if first else _refuse(ALONE))]
+            return [Send(peer, _refuse(why) if why else introduction(self.config, server, "keeps", "bind"))]
+        first = self.config.replicas and not self.config.index
+        return [Send(peer, introduction(self.config, server) if first else _refuse(ALONE))]
 
     def _ask(self, peer: bytes, ask: m.FileRequest, server: Server) -> None:
         """Answer a file request, if there are remote shards: all other shards share this machine's folder."""
@@ -46,9 +47,9 @@ class BootstrapServer:
         """Return why this server takes no remote shards; "" if it does."""
         if server.coordinator is None:
             return "name the address of its shard 0, as ps-serve printed it there"
-        if self.process.replicas:
+        if self.config.replicas:
             return "a server with a standby keeps its shards: its standby has a process for each"
-        if self.process.folder is None:
+        if self.config.folder is None:
             return "it has no folder for checkpoints, by which keys move"
         return server.coordinator.resharding.never
 

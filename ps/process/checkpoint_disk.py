@@ -12,7 +12,7 @@ from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter, WrittenCh
 from narrows.ps.checkpoints.remote_archive import ArchiveClient
 from narrows.ps.dashboard.event_texts import sentence
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.watchdog import BEAT_S, BYTES_PER_S, HANG_S
 from narrows.ps.server.server import Server
 
@@ -23,19 +23,19 @@ class CheckpointDisk:
     The file of a remote shard is in this machine's folder only while it is on its way to or from shard 0's machine.
     """
 
-    def __init__(self, process: MachineFactory) -> None:
-        self.process, self.folder, self.index = process, process.folder, process.index
+    def __init__(self, config: ServerConfig) -> None:
+        self.config, self.folder, self.index = config, config.folder, config.index
         self.away: ArchiveClient | None = None  # of a remote shard: the folder on shard 0's machine
-        if process.host and process.folder is not None:
-            self.away = ArchiveClient(process.folder, process.index, process.coordinator, self._dial, self._alive)
-        self.writer = CheckpointWriter(process.folder, process.index, self.away) if process.folder is not None else None
+        if config.host and config.folder is not None:
+            self.away = ArchiveClient(config.folder, config.index, config.coordinator, self._dial, self._alive)
+        self.writer = CheckpointWriter(config.folder, config.index, self.away) if config.folder is not None else None
         self.trouble = ""  # why the newest write failed, "" if it did not; logged once
         self.nbytes, self.due_s = 0, 0.0  # bytes of the machine; time.monotonic() of the next sign of life
         self.prepared = False  # the writer has memory for the first copy
 
     def _dial(self) -> Sockets:
-        process = self.process
-        access_control = AccessControl(process.keys, "", process.secret, process.coordinator)
+        config = self.config
+        access_control = AccessControl(config.keys, "", config.secret, config.coordinator)
         return Sockets(known_as=access_control.name_at, curve=access_control.curve)
 
     def _alive(self) -> None:
@@ -66,7 +66,7 @@ class CheckpointDisk:
     def write(self, clock: int, server: Server) -> None:
         """Begin to write the checkpoint of a clock; wait for it if the run is over."""
         planned, coordinator, last = server.shard.model_shard, server.coordinator, server.over
-        if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.process.keeps):
+        if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.config.keeps):
             return
         facts = {
             "publication": planned.store.publication,
@@ -107,7 +107,7 @@ class CheckpointDisk:
     def announced(self, clock: int) -> Log:
         """Return the event of a checkpoint that is on disk."""
         told: dict[str, object] = {"shard": self.index, "clock": clock}
-        if not self.process.keeps:  # --checkpoint-dir none: tell the user that no file will stay
+        if not self.config.keeps:  # --checkpoint-dir none: tell the user that no file will stay
             told["text"] = sentence("checkpoint", told) + ", in a temporary folder while the run lasts"
         return Log("checkpoint", told)
 

@@ -1,13 +1,12 @@
 """The main function of one server process, `python -m narrows.ps.process.main`, which ps-serve starts.
 
-The first line of stdin is a JSON object with the arguments of `MachineFactory`. The process prints one JSON object a
+The first line of stdin is the process's `ServerConfig`. The process prints one JSON object a
 line. At the end of stdin it writes a checkpoint and stops, so no server process outlives ps-serve.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from functools import partial
@@ -15,7 +14,6 @@ from functools import partial
 from narrows.protocols.runtime.processes import signals
 
 DESCRIPTORS_MAX = 1 << 16
-JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # environment variables: descriptors of the journal's files
 
 
 def may_open_more() -> None:
@@ -43,20 +41,17 @@ def main() -> int:
     signals.leave_to_parent()
     line = first_line(0)
     if not line:
-        return 0  # ps-serve was killed before it sent the arguments
-    told = json.loads(line)
+        return 0  # ps-serve was killed before it sent the config
     from narrows.compression import warm_up
-    from narrows.protocols.config.settings import Settings
     from narrows.protocols.errors import NarrowsError
     from narrows.protocols.runtime.cli.output import emit
-    from narrows.ps.process.machine_factory import MachineFactory
+    from narrows.ps.process.config import ServerConfig
     from narrows.ps.process.process_lifecycle import run
 
-    settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])
+    config = ServerConfig.decode(line, os.environ)
     warm_up(lambda text: emit("say", text=text))
-    both = (int(os.environ[JOURNAL[0]]), int(os.environ[JOURNAL[1]])) if JOURNAL[0] in os.environ else None
     try:
-        run(MachineFactory(settings=settings, **told), partial(emit, "bound"), both)
+        run(config, partial(emit, "bound"))
     except NarrowsError as error:
         emit("error", text=str(error), code=error.exit_code)
         return error.exit_code

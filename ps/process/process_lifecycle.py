@@ -1,4 +1,4 @@
-"""The life of one server process: it stands by, if its arguments say so, and then serves."""
+"""The life of one server process: it stands by, if its config says so, and then serves."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.key_files import SERVER
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.process.standby_runner import StandbyRunner
 
 
-def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
+def run(config: ServerConfig, ready: Callable[..., None]) -> None:
     """Serve until the run is over or stdin ends.
 
     Args:
-        process: the arguments of the process.
+        config: the config of the process.
         ready: is called once the port is bound, with `port`, `epoch` (the first epoch of this life of the coordinator,
             0 in a process without one) and `parent` (the parent's address).
-        both: file descriptors for the journal.
 
     Raises:
         NarrowsError: the run has ended with an error.
     """
-    access_control = AccessControl(
-        process.keys, process.parent_key, process.secret, process.coordinator, process.follows
-    )
+    access_control = AccessControl(config.keys, config.parent_key, config.secret, config.coordinator, config.follows)
     made = Sockets(
         known_as=access_control.name_at,
         curve=access_control.curve,
@@ -38,23 +35,23 @@ def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, in
         faulted=access_control.faulted,
     )
     with contextlib.closing(made) as sockets:
-        number = sockets.listen(process.bind)
-        follower = StandbyRunner(process, sockets, number, access_control) if process.follows else None
+        number = sockets.listen(config.bind)
+        follower = StandbyRunner(config, sockets, number, access_control) if config.follows else None
         if follower is not None:
             sockets.cut = follower.cut
-            ready(port=number, epoch=0, parent=process.parent)
+            ready(port=number, epoch=0, parent=config.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=access_control.totals())
-        runner = ServerRunner(process, sockets, number, access_control, both, follower)
+        runner = ServerRunner(config, sockets, number, access_control, follower)
         sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
-        ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)
+        ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else config.parent)
         runner.loop(sockets)
-    if runner.stop_by < float("inf") and not (process.keeps or process.host) and process.folder is not None:
+    if runner.stop_by < float("inf") and not (config.keeps or config.host) and config.folder is not None:
         # ps-serve, which would remove the folder, may have been killed. The folder of a remote host stays: the next
         # shard of this machine needs it.
-        shutil.rmtree(process.folder, ignore_errors=True)
+        shutil.rmtree(config.folder, ignore_errors=True)
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
     totals(runner)
@@ -63,14 +60,14 @@ def run(process: MachineFactory, ready: Callable[..., None], both: tuple[int, in
 def totals(runner: ServerRunner) -> None:
     """Tell ps-serve that this process is done, how many bytes it moved, and which messages it dropped or refused."""
     dropped = dict(runner.drops.counts)
-    if runner.process.parent:
-        there = f"{runner.process.parent} and its clusters" if runner.dialled.clusters else runner.process.parent
+    if runner.config.parent:
+        there = f"{runner.config.parent} and its clusters" if runner.dialled.clusters else runner.config.parent
         moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
         values = {"bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down, "dropped": dropped}
-        text = f"shard {runner.process.index} {moved}"
-        emit("log", name="above", values={"shard": runner.process.index, **values, "text": text})
+        text = f"shard {runner.config.index} {moved}"
+        emit("log", name="above", values={"shard": runner.config.index, **values, "text": text})
     for name, size in sorted(runner.access_control.sent.items()):
         if name != SERVER:
-            text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
-            emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
+            text = f"shard {runner.config.index}: {name} sent {size / 1e6:.2f} MB"
+            emit("log", name="sent", values={"shard": runner.config.index, "name": name, "bytes": size, "text": text})
     emit("done", dropped=dropped, refused=runner.access_control.totals(), over=runner.server.over)

@@ -33,11 +33,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import is_address
 from narrows.protocols.effects import (
     CopyEffect,
     LoadCheckpoint,
@@ -62,10 +63,10 @@ from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.bootstrap_server import BootstrapServer
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.journal import Journal, JournalReplay
-from narrows.ps.process.machine_factory import MachineFactory, journal_most, machine, original
+from narrows.ps.process.machine_factory import journal_most, machine, original
 from narrows.ps.process.machine_pickling import frozen
-from narrows.ps.process.parent_addresses import ParentAddresses
 from narrows.ps.process.standby_runner import StandbyRunner
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -80,11 +81,10 @@ class ServerRunner:
     """Carries out the effects of one `Server`.
 
     Args:
-        process: the arguments of the process.
+        config: the config of the process.
         port: its sockets.
         number: the TCP port that it listens on.
         access_control: which peers it serves; None: without keys.
-        both: file descriptors for the journal; None: there is no journal.
         copy: the standby that takes over, with the machine; None: the machine comes from the journal or is new.
 
     Raises:
@@ -93,44 +93,41 @@ class ServerRunner:
 
     def __init__(
         self,
-        process: MachineFactory,
+        config: ServerConfig,
         port: Port,
         number: int,
         access_control: AccessControl | None = None,
-        both: tuple[int, int] | None = None,
         copy: StandbyRunner | None = None,
     ) -> None:
-        self.process, self.port, self.number = process, port, number
-        self.access_control = access_control or AccessControl(
-            "", "", process.secret, process.coordinator, process.follows
-        )
+        self.config, self.port, self.number = config, port, number
+        self.access_control = access_control or AccessControl("", "", config.secret, config.coordinator, config.follows)
         self.clock = AwakeClock()  # the machine's time
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else BufferLoans()
-        self.watchdog = Watchdog(self.access_control, process.index, process.folder, process.seals)
+        self.watchdog = Watchdog(self.access_control, config.index, config.folder, config.seals)
         self.dialled = ParentAddresses(port)
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
         self.running, self.end = True, StopProcess()
         self.stop_by = float("inf")  # time.monotonic() at which the process ends in any case
         # `answering` answers messages that are no event of the machine, and `original` those of a standby.
-        self.disk, self.answering = CheckpointDisk(process), BootstrapServer(process)
-        most = journal_most(process.settings.shards)
-        self.journal = Journal(both, self.lending.any, most) if both is not None else None
+        self.disk, self.answering = CheckpointDisk(config), BootstrapServer(config)
+        most = journal_most(config.settings.shards)
+        self.journal = Journal(config.journal, self.lending.any, most) if config.journal is not None else None
         self.anew = True  # the journal has to begin again
         self.began_ns = 0  # when the handling of the present event began, 0: none is handled
         self.turns = Loop(port, self.receive, self._tick, self._turn)
-        again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
+        again = self.journal if self.journal is not None and self.journal.whole and config.replay else None
         if copy is not None:
             self.server = copy.server
         elif again is not None:
             self.server = again.machine()
         else:
             own = self.access_control.guard.own if self.access_control.guard is not None else None
-            self.server = machine(process, number, self.lending.any, own, self.disk.sound)
+            self.server = machine(config, number, self.lending.any, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
         self.access_control.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
-        self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
+        self.original = original(config, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
         if copy is not None:
             self._go_on(copy.replay, here=False)
             self._at_once(copy.serves)
@@ -139,7 +136,7 @@ class ServerRunner:
         self._keep()
 
     def _log(self, event: str, **told: Any) -> None:
-        emit("log", name=event, values={"shard": self.process.index, **told})
+        emit("log", name=event, values={"shard": self.config.index, **told})
 
     # The journal.
 
@@ -175,7 +172,7 @@ class ServerRunner:
             journal.begin(self.server)
         if journal.trouble:
             self.journal = None
-            why = f"shard {self.process.index} cannot keep its journal ({journal.trouble})"
+            why = f"shard {self.config.index} cannot keep its journal ({journal.trouble})"
             self._log("journal", text=f"{why}: if it dies it goes back to a checkpoint")
 
     def _replay(self, journal: Journal) -> None:
@@ -183,7 +180,7 @@ class ServerRunner:
         began = time.monotonic()
         done = journal.replay(self.server, self._load, self.original.again)
         again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
-        text = f"shard {self.process.index} goes on where it was ({again})"
+        text = f"shard {self.config.index} goes on where it was ({again})"
         self._log("replayed", clock=self.server.shard.min_clock, text=text)
         self._go_on(done)
 
@@ -197,7 +194,7 @@ class ServerRunner:
         writing = shard.writing
         if writing == shard.min_clock and whole:
             self.disk.write(writing, self.server)
-        elif self.process.folder is not None and (writing >= 0 or not here):
+        elif self.config.folder is not None and (writing >= 0 or not here):
             clock = writing if writing >= 0 else shard.tried
             self._write_down(WrittenCheckpoint(clock, self.disk.clocks(), 0))
         elif self.server.over and shard.checkpoints:  # ps-serve waits for this event, and may not have it yet
@@ -216,7 +213,7 @@ class ServerRunner:
         for effect in effects:
             match effect:
                 case Log(event, values):
-                    if event != "summary" or self.process.watched:
+                    if event != "summary" or self.config.watched:
                         emit("log", name=event, values=values)
                 case WriteCheckpoint(clock):
                     self.disk.write(clock, self.server)
@@ -232,7 +229,7 @@ class ServerRunner:
         """Carry out an effect that peers can see."""
         match effect:
             case Send(bytes(peer), message):
-                self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
+                self._put(self.config.coordinator if peer == COORDINATOR else peer, message)
             case Send(_, message) if above := self.server.above:
                 self.bytes_up += self._put(self.dialled.turn(above), message)
             case SendToPeer(address, m.FailoverVote() as vote):
@@ -311,7 +308,7 @@ class ServerRunner:
         now_ns = self.clock.now()
         if isinstance(peer, bytes):
             self._receive_below(peer, frames, now_ns)
-        elif peer == self.process.coordinator:
+        elif peer == self.config.coordinator:
             message = decode(frames)
             if isinstance(message, m.FailoverNotice):
                 self._at_once(self.original.hear_view(message))
@@ -408,8 +405,8 @@ class ServerRunner:
 
         sockets.watch(stdin, hear_parent)
         self.happen(MachineEvent(EventKind.START, self.clock.now()))
-        if self.process.done:
-            self.happen(MachineEvent(EventKind.ENDED, self.clock.now(), values=self.process.done))
+        if self.config.done:
+            self.happen(MachineEvent(EventKind.ENDED, self.clock.now(), values=self.config.done))
         self.turns.tick_soon()
         self.turns.run(self.clock.turn, self._goes_on)
         self.wrote(last=True)
@@ -433,3 +430,53 @@ class ServerRunner:
         self.access_control.tick()
         self.disk.prepare(self.server)
         self.watchdog.beat(lambda: self.server.shard.nbytes)
+
+
+class ParentAddresses:
+    """Decides which addresses are dialled over `port`.
+
+    It hangs up on an address that is no longer used: else the messages that wait there would be sent after all if the
+    address came back.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        self.above = self.beside = ""  # addresses of the parent's shard and of its standby; "": none was dialled
+        self.clusters: set[str] = set()  # addresses of the other clusters that were dialled
+
+    def turn(self, above: str) -> str:
+        """Use `above` as the address of the parent's shard, and hang up on the one before. Return `above`."""
+        if above != self.above:
+            self._forget(self.above)
+            self.above, self.beside = above, "" if above == self.beside else self.beside
+        return above
+
+    def ask(self, beside: str) -> bool:
+        """Use `beside` as the address of the parent's standby. Return False if it is no address."""
+        if beside != self.beside and is_address(beside):
+            self._forget(self.beside)
+            self.beside = beside
+        return beside == self.beside
+
+    def _forget(self, address: str) -> None:
+        if address:  # "" stands for peers that dial this process
+            self.port.hang_up(address)
+
+    def tell(self, address: str, known: Set[str]) -> bool:
+        """Use `address` for another cluster, and hang up on the clusters that are not in `known`.
+
+        Return False if it is no address; then its owner will count as silent.
+        """
+        if address not in self.clusters and is_address(address):
+            for gone in self.clusters - known:
+                self.lose(gone)
+            self.clusters.add(address)
+        return address in self.clusters
+
+    def lose(self, address: str) -> bool:
+        """Hang up on a cluster or the parent's standby, so that the next message dials anew. False if it is neither."""
+        ours = address in self.clusters or address == self.beside != ""
+        if ours:
+            self.port.hang_up(address)
+            self.clusters.discard(address)
+        return ours

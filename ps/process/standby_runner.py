@@ -20,8 +20,8 @@ from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.buffer_loans import BufferLoans
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.journal import JournalReplay
-from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
@@ -37,29 +37,29 @@ class StandbyRunner:
     """Runs the standby of one process.
 
     Args:
-        process: the arguments of the process.
+        config: the config of the process.
         port: its sockets.
         number: the TCP port that it listens on.
         access_control: its access control.
     """
 
-    def __init__(self, process: MachineFactory, port: Sockets, number: int, access_control: AccessControl) -> None:
-        self.process, self.port, self.access_control = process, port, access_control
+    def __init__(self, config: ServerConfig, port: Sockets, number: int, access_control: AccessControl) -> None:
+        self.config, self.port, self.access_control = config, port, access_control
         self.clock, self.lending, self.watchdog = (
             AwakeClock(),
             BufferLoans(),
-            Watchdog(access_control, process.index, None),
+            Watchdog(access_control, config.index, None),
         )
         self.replay: JournalReplay  # of the newest machine, once there is one
         self.serves: list[StartServing] = []  # the view in which this server takes over, once there is one
         self.stale = False  # the primary went back to a checkpoint that is not here
         self.refused_ns = 0  # since when the primary has another standby, 0: it has none
-        first = parse_address("", process.coordinator)[1] if process.coordinator else number
-        address = f"tcp://{reached(process.bind, process.follows)}:{first}"
-        lost_ns = standby_lost_ns(process.settings.lease)
-        siblings = PeerShards(process.settings.shards, lost_ns)
+        first = parse_address("", config.coordinator)[1] if config.coordinator else number
+        address = f"tcp://{reached(config.bind, config.follows)}:{first}"
+        lost_ns = standby_lost_ns(config.settings.lease)
+        siblings = PeerShards(config.settings.shards, lost_ns)
         self.standby = Standby(
-            process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
+            config.index, config.follows, address, number, lost_ns, siblings, self._thaw, self._again
         )
         self.standby.heard_ns = self.clock.now()
         self.told = False  # the console has shown that this server stands by
@@ -97,7 +97,7 @@ class StandbyRunner:
         for effect in effects:
             match effect:
                 case Send(bytes(peer), message):
-                    self.port.send(self.process.coordinator if peer == COORDINATOR else peer, encode(message))
+                    self.port.send(self.config.coordinator if peer == COORDINATOR else peer, encode(message))
                 case SendToPeer(address, message):
                     self.port.send(address, encode(message))
                 case Log(event, values):
@@ -119,18 +119,18 @@ class StandbyRunner:
                 emit("log", name="refused", values={"text": str(error)})
             return
         match message:
-            case m.ReplicationEntry() if peer == self.process.follows:
+            case m.ReplicationEntry() if peer == self.config.follows:
                 self.refused_ns = 0
                 self.standby.receive(message, now_ns)
-            case m.Refuse(code, _, _, text) if peer == self.process.follows:
+            case m.Refuse(code, _, _, text) if peer == self.config.follows:
                 self._refused(code, text, now_ns)
-            case m.FailoverNotice() if peer == self.process.coordinator:
+            case m.FailoverNotice() if peer == self.config.coordinator:
                 self._carry_out(self.standby.hear_view(message))
             case m.FailoverVote() if isinstance(peer, bytes):
                 self._carry_out(self.standby.vote(peer, message, now_ns))
             case m.Hello() if isinstance(peer, bytes):
                 text = (
-                    f"this server stands by for the one at {self.process.follows}: give --server {self.process.follows}"
+                    f"this server stands by for the one at {self.config.follows}: give --server {self.config.follows}"
                 )
                 self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
             case m.ReplicationProgress() if isinstance(peer, bytes):
@@ -147,17 +147,17 @@ class StandbyRunner:
         """
         limit_ns = PLACE_NS + 2 * self.standby.lost_ns
         if code != m.RefuseCode.TAKEN or (self.refused_ns and now_ns - self.refused_ns > limit_ns):
-            raise NarrowsError(f"{self.process.follows}: {text}")
+            raise NarrowsError(f"{self.config.follows}: {text}")
         self.standby.heard_ns = now_ns
         if not self.refused_ns:
             self.refused_ns = now_ns
-            if not self.process.index:
+            if not self.config.index:
                 more = f"this one waits {limit_ns // NS} s at most for the server to lose it"
-                emit("log", name="standby", values={"text": f"{self.process.follows}: {text}; {more}"})
+                emit("log", name="standby", values={"text": f"{self.config.follows}: {text}; {more}"})
 
     def cut(self, peer: Peer) -> None:
         """The connection of `peer` has ended."""
-        if peer == self.process.follows:
+        if peer == self.config.follows:
             self.standby.cut(self.clock.now())
 
     def loop(self, sockets: Sockets) -> bool:
@@ -182,8 +182,8 @@ class StandbyRunner:
         Loop(sockets, self._receive, self._tick, tick_ms=0).run(self.clock.turn, goes_on)
         if self.serves:
             sockets.unwatch(stdin)
-            index, clock = self.process.index, self.server.shard.min_clock
-            text = f"shard {index} serves in the place of {self.process.follows}, from clock {clock} on"
+            index, clock = self.config.index, self.server.shard.min_clock
+            text = f"shard {index} serves in the place of {self.config.follows}, from clock {clock} on"
             emit("log", name="took over", values={"shard": index, "clock": clock, "text": text})
         return bool(self.serves)
 
@@ -191,11 +191,11 @@ class StandbyRunner:
         """Acknowledge what is here, and give signs of life. Raises ServerLostError as `loop`."""
         self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
         self.watchdog.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
-        if self.standby.stands_by and not self.told and not self.process.index:
+        if self.standby.stands_by and not self.told and not self.config.index:
             self.told = True
-            text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
+            text = f"stands by for {self.config.follows}: all that it has is here, {self.standby.have} events"
             emit("log", name="standby", values={"text": text})
         if now_ns - self.standby.heard_ns > ELECTION_TIMEOUT_NS:
             raise ServerLostError(
-                f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
+                f"the server at {self.config.follows} is silent, and too few workers have turned to this one"
             )

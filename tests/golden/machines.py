@@ -32,8 +32,8 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.wire import MAGIC, PREFIX_BYTES, VERSION, encode
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.process import machine_factory
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
@@ -187,7 +187,7 @@ def _checkpoint(server: Server) -> str:
     """A digest of the file that this machine's process would write now."""
     shard = server.shard
     with TemporaryDirectory() as folder:
-        process = machine_factory.MachineFactory(
+        config = ServerConfig(
             index=shard.index,
             settings=shard.settings,
             bind="",
@@ -196,7 +196,7 @@ def _checkpoint(server: Server) -> str:
             checkpoint_dir=folder,
             resume=False,
         )
-        disk = CheckpointDisk(process)
+        disk = CheckpointDisk(config)
         disk.write(shard.min_clock, server)
         disk.take(last=True)
         return digest(*(file.read_bytes() for file in sorted(Path(folder).iterdir())))

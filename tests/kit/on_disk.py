@@ -13,7 +13,7 @@ from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode
-from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
@@ -60,7 +60,7 @@ class OnDisk(in_process.Cluster):
             self._apply(0, self.servers[0].tick(self.now()))
 
     def _server(self, index: int) -> Server:
-        process = MachineFactory(
+        config = ServerConfig(
             index=index,
             settings=self.settings,
             bind="",
@@ -70,7 +70,7 @@ class OnDisk(in_process.Cluster):
             resume=self.resume,
             parent="tcp://parent:1" if self.parent is not None else "",
         )
-        self.runners.append(ServerRunner(process, Carried(self, index), 1 + index))
+        self.runners.append(ServerRunner(config, Carried(self, index), 1 + index))
         return self.runners[-1].server
 
     def carry(self, index: int, effect: Send) -> None:

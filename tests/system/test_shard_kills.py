@@ -286,7 +286,7 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
     monkeypatch.setattr(shard_supervisor, "say", lambda text, **more: said.append(text))
     monkeypatch.setattr("narrows.ps.process.journal.os.memfd_create", refused)
     ours = ShardSupervisor(Settings(shards=2).validated())
-    ours.told, ours.ports[0] = {"resume": False}, 1
+    ours.ports[0] = 1
     monkeypatch.setattr(
         ours.children, "start", lambda *words, **more: type("Child", (), {"write": lambda self, line: None})()
     )

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_one_that_is_stopped_is_killed_and_another_goes_on(monkeypatch: pytest.M
     monkeypatch.setattr(RestartPolicy, "expect", lambda lives, shard, within_s: heard(lives, shard, SOON_S))
     ours = ShardSupervisor(Settings(sync="ssp", shards=2, workers=1).validated())
     ours.host = "127.0.0.1"
-    ours.told = {"first_epoch": 1, "checkpoint_dir": str(tmp_path), "keeps": False, "secret": "s" * 32, "resume": False}
+    ours.config = replace(ours.config, first_epoch=1, checkpoint_dir=str(tmp_path), keeps=False, secret="s" * 32)
     try:
         ours.prepare()
         ours.start()

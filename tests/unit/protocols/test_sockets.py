@@ -38,7 +38,7 @@ from narrows.protocols.runtime.network.sockets import (
 from narrows.ps.probe import pairwise
 from narrows.ps.probe.messages import ProbeDial
 from narrows.ps.probe.tcp_streams import MeasurementError
-from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.process_lifecycle import totals
 from narrows.ps.process.runner import ServerRunner
 from narrows.worker.runtime.member_link import MemberLink
@@ -321,9 +321,9 @@ def test_a_worker_says_what_it_drops_once(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
-    process = MachineFactory(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    config = ServerConfig(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
     with closing(Sockets()) as sockets:
-        runner = ServerRunner(process, sockets, sockets.listen(process.bind))
+        runner = ServerRunner(config, sockets, sockets.listen(config.bind))
         runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2, 0)
         runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3), 0)
         totals(runner)
@@ -339,8 +339,8 @@ def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
     def state(payload: m.Buffer) -> m.State:
         return m.State(0, 0, 1, 0, 1, 0, 1, True, True, 0, 0, 0, (), 0, 0, payload)
 
-    process = MachineFactory(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
-    runner = ServerRunner(process, server, server.listen(process.bind))
+    config = ServerConfig(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    runner = ServerRunner(config, server, server.listen(config.bind))
     runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))], 0)
     assert not runner.lending.any()
     runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))], 0)

@@ -12,7 +12,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Send
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.ps.process.buffer_loans import LENT_BYTES_MAX, LENT_TIMES
-from narrows.ps.process.machine_factory import MachineFactory
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.runner import ServerRunner
 
 PIECE = 4 << 20
@@ -20,12 +20,12 @@ PIECE = 4 << 20
 
 def test_who_takes_nothing_is_lent_no_more_than_the_bound() -> None:
     """Each answer to a pull is a copy of the model, where the weights change from one to the next."""
-    process = MachineFactory(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False)
+    config = ServerConfig(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False)
     values = memoryview(bytearray(PIECE))
     state = m.State(0, 0, 1, 0, 1, 0, 1, True, True, 0, 0, 0, (), 0, 0, values)
     with closing(Sockets()) as sockets:
-        port = sockets.listen(process.bind)
-        runner = ServerRunner(process, sockets, port)
+        port = sockets.listen(config.bind)
+        runner = ServerRunner(config, sockets, port)
         with shaken(port) as reader:
             reader.sendall(frame(b"here"))
             ((peer, _),) = sockets.receive(10_000)

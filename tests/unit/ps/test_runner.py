@@ -20,8 +20,8 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.journal import Journal, JournalReplay, files
-from narrows.ps.process.machine_factory import MachineFactory
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.shard.model_shard import ClockStage
@@ -56,9 +56,9 @@ class Life:
 
     def __init__(self, folder: Path, both: tuple[int, int]) -> None:
         settings = Settings(sync="bsp", push="update", checkpoint_every=0.001).validated()
-        self.process = MachineFactory(0, settings, "", "", 1 << 20, str(folder), False)
+        self.config = ServerConfig(0, settings, "", "", 1 << 20, str(folder), False, journal=both)
         self.both, self.port, self.clock = both, Nowhere(), 0
-        self.runner = ServerRunner(self.process, self.port, 5, both=both)
+        self.runner = ServerRunner(self.config, self.port, 5)
         self.happens(EventKind.START)
         self.says(m.Hello("token", "here"))
         welcome = next(each for each in self.port.sent if isinstance(each, m.Welcome))
@@ -81,7 +81,7 @@ class Life:
         self.clock += 1
 
     def next(self) -> ServerRunner:
-        return ServerRunner(replace(self.process, replay=True), Nowhere(), 5, both=self.both)
+        return ServerRunner(replace(self.config, replay=True), Nowhere(), 5)
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def test_a_resumed_run_begins_after_the_one_before_though_the_clock_was_set_back
     life.push()
     written(life.runner)
     before = life.runner.server.coordinator
-    assert before is not None and checkpoint_files.clocks(Path(life.process.checkpoint_dir), 0)
+    assert before is not None and checkpoint_files.clocks(Path(life.config.checkpoint_dir), 0)
     day = 24 * 60 * 60 * 1000 << 10
-    earlier = replace(life.process, first_epoch=max(1, life.process.first_epoch - day), resume=True)
+    earlier = replace(life.config, first_epoch=max(1, life.config.first_epoch - day), resume=True)
     after = ServerRunner(earlier, Nowhere(), 5).server.coordinator
     assert after is not None and after.run.first_epoch > before.run.epoch + day
 
@@ -171,7 +171,7 @@ def test_one_that_goes_with_the_run_is_announced_as_such(
     keeps: bool, text: str | None, life: Life, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Under --checkpoint-dir none nobody finds a file of it."""
-    life.runner.disk.process = replace(life.process, keeps=keeps)
+    life.runner.disk.config = replace(life.config, keeps=keeps)
     life.push()
     written(life.runner)
     (row,) = said(capfd, "checkpoint")

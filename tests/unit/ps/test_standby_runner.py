@@ -39,7 +39,8 @@ from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.process import bootstrap_client
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import MachineFactory, release
+from narrows.ps.process.config import ServerConfig
+from narrows.ps.process.machine_factory import release
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -99,11 +100,11 @@ class Life:
         self.wire, self.time = Wire(), Time()
         settings = Settings(shards=2).validated()
         first = FIRST if index else ""
-        process = MachineFactory(
+        config = ServerConfig(
             index, settings, "tcp://127.0.0.1:0", first, 1, "", False, secret=SECRET, follows=ORIGINAL
         )
         gate = AccessControl("", "", SECRET, first, ORIGINAL)
-        self.follower = StandbyRunner(process, cast(Sockets, self.wire), 4711, gate)
+        self.follower = StandbyRunner(config, cast(Sockets, self.wire), 4711, gate)
         self.follower.clock = cast(Any, self.time)
         assert self.follower.standby.heard_ns > 0, "the time of its original begins now"
         self.follower.standby.heard_ns = 0
@@ -112,7 +113,7 @@ class Life:
     def machine(self, stands_by: bool = True) -> bytes:
         """The machine of the server that it copies, frozen."""
         settings = Settings(shards=2).validated()
-        index = self.follower.process.index
+        index = self.follower.config.index
         coordinator = Coordinator(settings, 7) if not index else None
         server = Server(Shard(index, settings, 1, 5, (), ShardResources(coordinator=coordinator)), coordinator)
         server.view, server.standby = 1, self.standby.address if stands_by else ""

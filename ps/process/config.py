@@ -1,0 +1,124 @@
+"""The config of a shard process: all that ps-serve tells a process when it starts it, in one record.
+
+How it works
+
+    ShardSupervisor ── ServerConfig.encode, the first line of stdin ──> main ── ServerConfig.decode ──> ServerRunner
+                    ── two open files, named in the environment ─────────────^
+
+A file cannot travel in a line of text. So ps-serve passes the two files of the journal to the process, and JOURNAL
+names the environment variables that hold their descriptors there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.errors import LocalProtocolError
+
+JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # environment variables: descriptors of the journal's files
+OF_PRIMARY = ("secret", "parent_timeout", "first_epoch", "replicas")  # fields that a standby takes from its primary
+TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What one shard process is told when it starts.
+
+    Args:
+        index: the number of the shard.
+        settings: the settings of the run.
+        bind: tcp://host:port; port 0 or * takes any.
+        coordinator: the address of process 0, "" in process 0.
+        first_epoch: the epochs of this process begin here, if no checkpoint has a later one.
+        checkpoint_dir: the folder of checkpoints, "" for none.
+        resume: the process begins with the newest checkpoint.
+        again: a shard of this server was restarted in this run, so the workers join again.
+        keeps: the user keeps the checkpoints after the run, so the last one is written too.
+        secret: shared by the shards of this server: a Report must come from a process that knows it.
+        parent: the address of the parent's process 0, "" if this server is a root.
+        parent_timeout: seconds of silence after which the parent counts as lost.
+        keys: the folder of --keys, "" if connections are not encrypted.
+        parent_key: the file of --parent-key, "" for none.
+        seals: bytes per second that one core of this machine encrypts, 0 if not measured.
+        replay: the process goes on with the machine in the journal.
+        done: shards that had ended when this process was restarted.
+        replicas: the number of standbys that may follow this server.
+        follows: the address of the shard that this one follows as a standby, "" for none.
+        host: of a remote shard, the host at which members reach it; else "".
+        watched: a console or dashboard shows the members' summaries.
+        away: (shard, host) of each remote shard.
+        journal: the descriptors of the journal's two files, None without a journal.
+
+    Raises:
+        LocalProtocolError: a value is not of its field's type.
+    """
+
+    index: int
+    settings: Settings
+    bind: str
+    coordinator: str
+    first_epoch: int
+    checkpoint_dir: str
+    resume: bool
+    again: bool = False
+    keeps: bool = True
+    secret: str = ""
+    parent: str = ""
+    parent_timeout: float = 30.0
+    keys: str = ""
+    parent_key: str = ""
+    seals: float = 0.0
+    replay: bool = False
+    done: tuple[int, ...] = ()
+    replicas: int = 0
+    follows: str = ""
+    host: str = ""
+    watched: bool = False
+    away: tuple[tuple[int, str], ...] = ()
+    journal: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kinds, value = TYPES.get(str(each.type)), getattr(self, each.name)
+            if kinds is not None and type(value) not in kinds:
+                raise LocalProtocolError(f"the config of a shard has {each.name} = {value!r}, which is no {each.type}")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of checkpoints, None: there is none."""
+        return Path(self.checkpoint_dir) if self.checkpoint_dir else None
+
+    def of_standby(self, primary: Mapping[str, Any]) -> ServerConfig:
+        """Return the config with the fields that a standby takes from its primary's answer (`introduction`)."""
+        return replace(self, **{name: primary[name] for name in (*OF_PRIMARY, "parent") if name in primary})
+
+    def encode(self) -> str:
+        """Return the config as a line of JSON, without the journal."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "journal"})
+
+    @staticmethod
+    def decode(line: str | bytes, env: Mapping[str, str]) -> ServerConfig:
+        """Read the line that `encode` made.
+
+        Args:
+            line: the line.
+            env: the environment of this process, which names the journal's descriptors.
+
+        Raises:
+            LocalProtocolError: a field is missing, unknown or not of its type. ps-serve and its shards are of one
+                release, so this is a bug.
+        """
+        try:
+            told = json.loads(line)
+            told["settings"] = Settings(**told["settings"])
+            told["done"] = tuple(told["done"])
+            told["away"] = tuple((shard, host) for shard, host in told["away"])
+            first, second = (env.get(name, "") for name in JOURNAL)
+            return ServerConfig(journal=(int(first), int(second)) if first else None, **told)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LocalProtocolError(f"the config of a shard cannot be read: {error}") from None
