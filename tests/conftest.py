@@ -41,7 +41,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-FOLDERS = ("system", "runs", "simulation", "bench")  # of long tests, the longest first; all others come after
+WAITING = "system"  # the folder of tests that start commands and wait for them, for the most part
+FOLDERS = ("runs", "simulation", "bench")  # of tests that compute, the longest first; all others come after
 LONG = {
     "test_kernels_equal_the_cpu_in_the_simulator",
     "test_under_bounds_checks",
@@ -50,17 +51,29 @@ SHARED = {"attacked", "refusals", "forks", "children"}  # fixtures of a module t
 TOGETHER = {"test_cuda_ptx.py"}  # a test compiles what the others need too
 
 
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
 def _rank(item: pytest.Item) -> int:
-    """Where an item stands in the order: 0 is first."""
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    """Return the place of a computing item in the order: 0 is first."""
+    folder = _folder(item)
     return FOLDERS.index(folder) if folder in FOLDERS else 0 if item.name in LONG else len(FOLDERS)
+
+
+def _mixed(one: list[list[pytest.Item]], other: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
+    """Spread both lists evenly over one list, each in its own order."""
+    placed = [((at + 0.5) / len(part), which, at) for which, part in enumerate((one, other)) for at in range(len(part))]
+    return [(one, other)[which][at] for _, which, at in sorted(placed)]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal the tests to the processes of xdist, long ones first, so that no long test begins when all others have ended.
+    """Deal the tests to the processes of xdist.
 
-    xdist cuts the list into as many parts as it has processes. A process that has done its part steals from the end of another.
+    xdist cuts the list into as many parts as it has processes. A process that has done its part steals from the end of
+    another. Each part takes tests that wait and tests that compute in turn: while one process waits, another computes.
+    Long tests come first, so that none begins when all others have ended.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
@@ -69,8 +82,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in sorted(items, key=_rank):
         shared = SHARED & {*getattr(item, "fixturenames", ())} | TOGETHER & {item.path.name}
         groups.setdefault((item.path, *shared) if shared else item, []).append(item)
-    dealt = [*groups.values()]
-    items[:] = [item for first in range(processes) for group in dealt[first::processes] for item in group]
+    waiting = [group for group in groups.values() if _folder(group[0]) == WAITING]
+    computing = [group for group in groups.values() if _folder(group[0]) != WAITING]
+    items[:] = [
+        item
+        for first in range(processes)
+        for group in _mixed(waiting[first::processes], computing[first::processes])
+        for item in group
+    ]
 
 
 @pytest.hookimpl(wrapper=True)
