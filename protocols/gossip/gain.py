@@ -50,6 +50,10 @@ class GossipGain:
         self.whole: FloatArray | None = None  # the same of the newest closed window; None: none is closed
         self.told: set[int] = set()  # peers that were sent `whole`
 
+    def fix(self, fixed: float) -> None:
+        """Take the gain that the user gave the next run; 0: measured. What was measured stays."""
+        self.fixed = fixed
+
     @property
     def agreement(self) -> float:
         """The length of the mean of all updates, over the length of one update; 0: not measured yet."""

@@ -93,6 +93,10 @@ class Exchange(Generic[A]):
         self.asked = False
         return [] if self.whole else self._follow(clock)
 
+    def hold(self, at: int) -> None:
+        """Let no update from clock `at` on be pushed until the next place; -1: none is held."""
+        self.held_at = at
+
     @property
     def may_compute(self) -> bool:
         """True if the child may compute its present clock on the pulled state."""

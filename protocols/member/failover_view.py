@@ -46,6 +46,10 @@ class FailoverView:
         self.said_ns = self.stayed_ns = 0  # when the last vote went to the standby; when KeepServing came
         self.cut: dict[int, int] = {}  # shards whose connections have ended -> when
 
+    def seated(self, epoch: int) -> None:
+        """Note the epoch of the member's place: its votes name it."""
+        self.epoch = epoch
+
     @property
     def listens(self) -> bool:
         """True if the member takes messages of the standby."""

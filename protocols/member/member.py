@@ -104,7 +104,7 @@ class Member:
         self.meter, self.figures = LinkMeter(), MemberMetrics()
         self.plan = b""
         self.again = False  # this member had a place before
-        # address: where peers reach this member, one address for each shard of a cluster; set before `declare`.
+        # address: where peers reach this member, one address for each shard of a cluster (`reached_at`).
         # tree: all levels of the tree of clusters, from the root down, as the newest HeartbeatAck has them.
         self.address = self.tree = ""
         self.models: m.Pairs = ()  # rank, round: models of an earlier run in files here (gossip); set before `declare`
@@ -145,6 +145,10 @@ class Member:
         self.heard_ns = now_ns
         return self._ask(replace(self.hello, token=self.token), now_ns)
 
+    def reached_at(self, address: str) -> None:
+        """Name the address at which peers reach this member. Called before `declare`."""
+        self.address = address
+
     def declare(self, plan: bytes, now_ns: int) -> list[MemberEffect]:
         self.plan = plan
         if self.welcome is None or not self._go("declare"):
@@ -181,8 +185,17 @@ class Member:
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """Tell server and peers that the last step is done (gossip). Peers are answered until all have done theirs."""
-        said, self.ended = self.peers.end(now_ns) if self.peers is not None else [], True
-        return [*said, *([self.beat(now_ns)] if self.phase is MemberPhase.RUNNING else [])]
+        said = self.peers.end(now_ns) if self.peers is not None else []
+        return [*said, *self.tell_ended(now_ns)]
+
+    def tell_ended(self, now_ns: int) -> list[MemberEffect]:
+        """Tell the server alone that the last step is done (gossip). A cluster's shards tell their peers themselves."""
+        self.ended = True
+        return [self.beat(now_ns)] if self.phase is MemberPhase.RUNNING else []
+
+    def copied_by(self, standby: str) -> None:
+        """Note the standby that has a copy of all of this cluster, "" for none. The next tick sends a heartbeat."""
+        self.copied, self.beat_ns = bool(standby), LONG_AGO_NS
 
     def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
@@ -294,7 +307,8 @@ class Member:
         self._seat(message.epoch)
         if self.settings.mode().rule is FoldRule.MIX:
             self.peers, self.ended = GossipPeers(self.worker, int(self.settings.lease * NS)), False
-        self.views.epoch, again, self.again = self.epoch, self.again, True
+        self.views.seated(self.epoch)
+        again, self.again = self.again, True
         place = (message.worker, message.epoch, message.clock, ranges, message.buffers, again)
         return [e.MemberStarted(*place, self.settings.packed())]
 

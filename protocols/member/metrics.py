@@ -12,14 +12,17 @@ from narrows.protocols.member.link_meter import LinkMeter
 class MemberMetrics:
     """The figures of one member.
 
-    The owner of the member sets `rows`: it returns the row of the member and the rows of all members below it. The
-    counters go on when the member takes another place in the run.
+    The counters go on when the member takes another place in the run.
     """
 
     def __init__(self) -> None:
-        self.rows: Rows = tuple
+        self.rows: Rows = tuple  # without the row of the member there is no summary
         self.began_ns: int | None = None  # time of the first summary
         self.size = 0  # bytes of the newest summary
+
+    def read_from(self, rows: Rows) -> None:
+        """Take the figures of each heartbeat from `rows`: it returns the member's row and those of all members below."""
+        self.rows = rows
 
     def packed(self, meter: LinkMeter, streams: int, now_ns: int) -> bytes:
         """Return the summary for a heartbeat, packed; b"" without rows.

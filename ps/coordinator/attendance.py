@@ -10,8 +10,6 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
@@ -27,7 +25,7 @@ NAMED_MAX = 3  # members that a clause names
 
 
 class StartNotice:
-    """Makes the clause of a run. `says_above` returns the newest clause that the parent sent this cluster."""
+    """Makes the clause of a run."""
 
     def __init__(
         self,
@@ -39,7 +37,6 @@ class StartNotice:
     ) -> None:
         self.run, self.clocks, self.above = run, clocks, above
         self.checkpoint_schedule, self.gossip_directory = checkpoint_schedule, gossip_directory
-        self.says_above: Callable[[], str] = str
         self.made = ""  # the newest clause
         self.made_ns = self.began_ns = -1  # when it was made; since when members are missing, -1: none is
         self.told = ""  # the clause of the newest log event
@@ -73,7 +70,7 @@ class StartNotice:
         return self._above() if self.above.child else ""
 
     def _above(self) -> str:
-        says = self.says_above()
+        says = self.above.parent.waits
         return f"in the parent's run: {says}" if says else ""
 
     def _ending(self) -> str:

@@ -129,9 +129,13 @@ class CheckpointSchedule(Decision):
         early = self._waited(now_ns) and self.run.settings.checkpoint_clocks < 0
         return bool(declared) and (len(declared) >= self.needed or early)
 
-    def resumed(self) -> None:
-        """Note that a user resumes this run: it starts with as many workers as a new one."""
-        self.waits_for_all = True
+    def resumed(self, from_workers: bool = False) -> None:
+        """Note that a user resumes this run: it starts with as many workers as a new one.
+
+        Args:
+            from_workers: True for a gossip run, which goes on with the models of its workers.
+        """
+        self.waits_for_all, self.resumes = True, from_workers
 
     def _waited(self, now_ns: int) -> bool:
         """True if the workers that have to join again have had a lease's time for it."""

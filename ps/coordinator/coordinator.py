@@ -26,7 +26,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,6 @@ class Coordinator:
     ) -> None:
         self.stop_ns = -1  # gossip: when the user stopped the server; -1 unless workers are handing over their models
         self.version, self.lines = 1, {0: ShardLine(b"")}  # of the newest ledger; by shard, 0 is in this process
-        self.tree_above: Callable[[], str] = str  # the tree of all levels that the parent sent, "" without one
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
         self.clocks = clocks = Clocks(run)
@@ -210,7 +209,7 @@ class Coordinator:
         return self._broadcast(now_ns)
 
     def _heartbeat(self, seat: Seat, beat: m.Heartbeat, now_ns: int) -> list[ServerEffect]:
-        shown = self.tree_above() or self.tree() if beat.below else ""
+        shown = self.above.parent.tree or self.tree() if beat.below else ""
         known = (shown, self.min_clock, self.start_notice.clause(now_ns)[: m.TEXT_MAX])
         ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, *known)
         settled = self._settle(now_ns) if beat.ended and self.gossip_directory.end(seat) else []

@@ -11,9 +11,34 @@ Rules
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 from narrows.protocols import messages as m
 from narrows.ps.coordinator.clock_quorum import Clocks
 from narrows.ps.coordinator.run import Decision, Run, Seat
+
+
+class ParentNews(Protocol):
+    """What the parent's newest answer says of its run.
+
+    Attributes:
+        tree: All levels of the tree of clusters, from the root down; "" without an answer.
+        waits: The members that the parent's run waits for, as a clause; "" for none.
+    """
+
+    @property
+    def tree(self) -> str: ...
+    @property
+    def waits(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class NoNews:
+    """Of a root, and of a cluster before its membership begins."""
+
+    tree: str = ""
+    waits: str = ""
 
 
 class ParentPlace(Decision):
@@ -21,6 +46,7 @@ class ParentPlace(Decision):
 
     def __init__(self, run: Run, clocks: Clocks, child: bool) -> None:
         self.run, self.clocks, self.child = run, clocks, child
+        self.parent: ParentNews = NoNews()
         self.rank, self.clusters = (-1, 0) if child else (0, 1)  # rank of this cluster, and the number of clusters
         self.place, self.epoch = b"", 0  # this cluster's packed place in the parent's run, and the parent's epoch
         self.roster = b""  # gossip: the parent's encoded roster of clusters
@@ -28,6 +54,10 @@ class ParentPlace(Decision):
         self.undeclared: dict[int, m.Declare] = {}  # by worker, Declares that wait for the place
         self.finishes, self.finish_at = 0, 0  # 1 from the finish on, else 0; the clock of the finish
         self.finished: set[bytes] = set()  # names of the workers that were done at the finish
+
+    def listen(self, parent: ParentNews) -> None:
+        """Read the news of the parent's run from `parent`, this cluster's member there."""
+        self.parent = parent
 
     def joined(self, rank: int, clusters: int) -> None:
         """The parent has welcomed this cluster as `rank` of `clusters`."""

@@ -25,6 +25,10 @@ class SharedBuffers:
         self.packed, self.clock, self.heard_ns = b"", -1, 0  # the newest, the lead's clock then, when they came
         self.asking: dict[int, int] = {}  # by worker that waits for newer ones, its clock
 
+    def adopt(self, packed: bytes) -> None:
+        """Take the buffers of a checkpoint or of the parent's run, unless there are some already."""
+        self.packed = self.packed or packed
+
     def wanted(self, worker: int, now_ns: int) -> bool:
         """True if this worker is the lead and should send its buffers now."""
         seat = self.run.seats.get(worker)

@@ -87,9 +87,11 @@ class ParentGossip:
         """Return the gain of mixing, that of an earlier seat if there is one. None if a round has several clocks."""
         if self.seat.mode.local_steps > 1:
             return None
-        gain = self.seat.kept.gain or GossipGain(gossip_sample(size), self.seat.kept.degree)
-        gain.fixed = max(settings.update_gain, 0.0)
-        return gain
+        fixed, kept = max(settings.update_gain, 0.0), self.seat.kept
+        if kept.gain is None:
+            return GossipGain(gossip_sample(size), kept.degree, fixed)
+        kept.gain.fix(fixed)
+        return kept.gain
 
     @property
     def kept(self) -> ParentState:
@@ -170,10 +172,10 @@ class ParentGossip:
                 who = f"shard {self.seat.index} no longer mixes with cluster {each.values['peer']} of the parent's run"
                 effects.append(Log("above", {"shard": self.seat.index, "text": f"{who}: {each.values['why']}"}))
             elif isinstance(each, PeerSay):
-                self.seat.due = True
+                self.seat.outdate_base()
                 queue.extend(self.peers.carry_out(each, now_ns))
             else:
-                self.seat.due = True
+                self.seat.outdate_base()
                 queue.extendleft(reversed(self.driver.hear(each, now_ns)))
         return [*effects, *self._over(now_ns)]
 
@@ -195,7 +197,7 @@ class ParentGossip:
             return [], True
         if not self.seat.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
-        self.seat.inner, self.seat.due = 0, True
+        self.seat.begin_round()
         return (self._go_on(self.driver.step(self._moved_by(x), now_ns), now_ns) if self.driver.may_step else []), True
 
     def may_publish(self) -> bool:
@@ -204,7 +206,7 @@ class ParentGossip:
     def rebase(self) -> list[Change]:
         if not self.seat.due or not self.may_publish():
             return []
-        self.seat.due = False
+        self.seat.made_base()
         return self.seat.move_onto(self.driver.mixing.model.copy())
 
     # The end.
@@ -213,7 +215,7 @@ class ParentGossip:
         """Begin the last round, and answer peers until all clusters are done. The last model is the mean of all."""
         if not self.seat.ready or self.driver.phase in (GossipPhase.READY, *WAITING):
             return [], False
-        self.seat.finishing, self.seat.master = True, None
+        self.seat.await_last()
         joins = self.driver.phase in (GossipPhase.COMPUTING, GossipPhase.OVER)
         return self._go_on(self.driver.finish(self._moved_by(x), now_ns) if joins else [], now_ns), True
 
@@ -237,7 +239,7 @@ class ParentGossip:
         if self.driver.phase is not GossipPhase.OVER:
             return []
         if self.seat.finishing:
-            self.seat.master, self.seat.finishing = self.driver.mixing.model.copy(), False
+            self.seat.take_last(self.driver.mixing.model.copy())
         lowest = all(peer > self.seat.place.worker for peer in self.driver.exchanges.pairs)
         if self.handed_over or self.alone or not lowest:
             return []

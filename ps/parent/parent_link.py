@@ -205,7 +205,7 @@ class ParentSession:
     def begin(self, now_ns: int) -> Asks:
         """Return the first messages at this seat."""
         said = self.exchange.begin(self.place.worker, self.place.epoch, self.place.clock)
-        self.exchange.held_at = self.place.hold
+        self.exchange.hold(self.place.hold)
         return self.say(said, now_ns)
 
     def turn(self, place: ParentSeat) -> bool:
@@ -215,7 +215,7 @@ class ParentSession:
             True if the server is another.
         """
         before, self.place = self.place, place
-        self.exchange.held_at = place.hold
+        self.exchange.hold(place.hold)
         return (before.server, before.ports) != (place.server, place.ports)
 
     def take(self, event: MemberEffect, now_ns: int) -> Asks:
@@ -271,6 +271,27 @@ class ParentSession:
     def moved(self) -> None:
         """Take note that the weights have changed: the last model that was asked for is void."""
         self.master, self.finishing = None, False
+
+    def begin_round(self) -> int:
+        """Count the clocks of the next push from here on. Returns the samples of the clocks since the push before."""
+        samples, self.inner, self.samples, self.due = self.samples, 0, 0, True
+        return samples
+
+    def outdate_base(self) -> None:
+        """Take note that something arrived from the parent or from a peer: a new base is due."""
+        self.due = True
+
+    def made_base(self) -> None:
+        """Take note that the base is made, with all that has arrived."""
+        self.due = False
+
+    def await_last(self) -> None:
+        """Take note that all of this cluster was pushed, or is in its last round: the last model is requested."""
+        self.finishing, self.master = True, None
+
+    def take_last(self, model: FloatArray | None) -> None:
+        """Take the last model that was requested, float32[size]."""
+        self.finishing, self.master = False, model
 
     def last(self) -> list[Change]:
         """Return the change that takes over the model that the parent's run ends with. Called after the last clock."""

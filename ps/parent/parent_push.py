@@ -72,7 +72,7 @@ class ParentPush:
         self.feedback.change(place.codecs.up.compressor())
         seat.sit(place, place.codecs.down.lossless)
         said = seat.exchange.go_on(place.worker, place.epoch, place.clock, [before])
-        seat.exchange.held_at = place.hold
+        seat.exchange.hold(place.hold)
         again = seat.exchange.ask_shared(last=True) if seat.finishing else []
         return seat.say([*said, *again], now_ns)
 
@@ -80,9 +80,10 @@ class ParentPush:
         seat, effects = self.seat, Asks()
         for event in events:
             effects += seat.take(event, now_ns)
-            seat.due |= isinstance(event, e.StateArrived)
+            if isinstance(event, e.StateArrived):
+                seat.outdate_base()
             if isinstance(event, e.MasterArrived) and seat.finishing and event.clock == seat.exchange.clock:
-                seat.master, seat.finishing = seat.exchange.shared, False
+                seat.take_last(seat.exchange.shared)
         return effects
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
@@ -104,9 +105,7 @@ class ParentPush:
                 # An update that is not finite is sent as it is: the parent logs it, or the workers there see it.
                 pieces = self.seat.replica.encode(update, clock, dense=True)
         self.seat.keep(start=x.copy(), feedback=feedback)
-        samples = min(max(1, self.seat.samples), m.CLOCK_MAX)
-        self.seat.inner = self.seat.samples = 0
-        self.seat.due = True
+        samples = min(max(1, self.seat.begin_round()), m.CLOCK_MAX)
         return self.seat.say(self.seat.exchange.push(pieces, samples), now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
@@ -126,7 +125,7 @@ class ParentPush:
         """Return the replica: the parent's newest state with this cluster's own pushes, float32[size]."""
         base = np.empty(self.seat.replica.end - self.seat.replica.begin, np.float32)
         self.seat.exchange.base(self.seat.replica.begin, self.seat.replica.end, base)
-        self.seat.due = False
+        self.seat.made_base()
         return base
 
     def rebase(self) -> list[Change]:
@@ -140,6 +139,6 @@ class ParentPush:
         """
         if not self.may_publish() or not self.seat.exchange.may_push:
             return [], False
-        self.seat.finishing, self.seat.master = True, None
+        self.seat.await_last()
         pushed = self._push(x, now_ns, dense=True)
         return [*pushed, *self.seat.say(self.seat.exchange.ask_shared(last=True), now_ns)], True

@@ -175,14 +175,13 @@ def machine(
         priced = coded() if ladder(settings.compress).auto else coded(settings.compress)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(config.away), priced)
         if not config.again:
-            coordinator.checkpoint_schedule.resumed()
-            coordinator.checkpoint_schedule.resumes = mixes and config.resume
+            coordinator.checkpoint_schedule.resumed(from_workers=mixes and config.resume)
             if restart >= 0:
                 text = f"goes on from the checkpoint of clock {restart}"
                 emit("log", name="resumed", values={"clock": restart, "text": text})
         if facts:
             coordinator.members.adopt(facts["plan"])
-            coordinator.buffers.packed = facts["buffers"]
+            coordinator.buffers.adopt(facts["buffers"])
         if facts.get("ranges") and folder is not None:
             parts = [checkpoint_files.read(folder, each, restart, only=())[1] for each in range(facts.get("shards", 1))]
             coordinator.ranges.load(facts["ranges"], restart, [dict(part.get("saved", ())) for part in parts])

@@ -25,6 +25,10 @@ class ParentHold:
         """Note that the newest ledger tells this request to the shards."""
         self.word, self.version = word, self.coordinator.version
 
+    def anew(self) -> None:
+        """Forget the request: it was for an earlier seat."""
+        self.word = None
+
     @property
     def all_know(self) -> bool:
         """True if all shards have acknowledged that ledger."""

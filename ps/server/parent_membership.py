@@ -31,7 +31,6 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.config.modes import FoldRule
-from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, StopProcess
 from narrows.protocols.gossip.peers import WHOLE
@@ -78,20 +77,14 @@ class ParentMembership:
         self.early: list[MemberEffect] = []  # events of peers that came before shard 0 had the newest seat
         self.holding = ParentHold(coordinator, member)
         self.final = StopProcess()  # the effect that this process ends with
-        coordinator.tree_above, member.figures.rows = self._tree, self._rows
-        coordinator.start_notice.says_above = self._waits
+        coordinator.above.listen(member)
+        member.figures.read_from(self._rows)
 
     @property
     def clock(self) -> int:
         """Updates that shard 0 has pushed at its seat; -1 before the seat has begun."""
         seat = self.shard.upward.seat
         return seat.clock if seat is not None else -1
-
-    def _tree(self) -> str:
-        return self.member.tree
-
-    def _waits(self) -> str:
-        return self.member.waits
 
     def _rows(self) -> tuple[SummaryRow, ...]:
         """Return the figures of this cluster, and of all workers and clusters below it."""
@@ -120,16 +113,17 @@ class ParentMembership:
         # The parent gets updates only, so the optimizer and the clipping are this cluster's own.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.run.shards)]
         there = f"/{self.public}" if self.public else ""
-        member.address = " ".join(f"tcp://{self.host}:{port}{there}" for port in ports)
+        member.reached_at(" ".join(f"tcp://{self.host}:{port}{there}" for port in ports))
         upward = replace(coordinator.members.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 
     def agree(self, now_ns: int) -> list[ServerEffect]:
         """Ask the parent for a value that all workers must agree on, if workers here wait for one."""
-        upward, member, place = self.coordinator.agreements.upward, self.member, self.place
-        if upward is None or place is None or member.phase is not MemberPhase.RUNNING or upward.said == member.epoch:
+        member, place = self.member, self.place
+        if place is None or member.phase is not MemberPhase.RUNNING:
             return []
-        upward.said = member.epoch
+        if (upward := self.coordinator.agreements.ask_above(member.epoch)) is None:
+            return []
         clock = max(self.clock, place.clock)
         asked = (upward.number, *upward.call, clock, upward.value, upward.weight)
         return asks(member.say(0, [m.AgreeRequest(member.worker, member.epoch, *asked)], now_ns))
@@ -176,7 +170,7 @@ class ParentMembership:
         if isinstance(event, e.MemberResharded):
             return self._moved(event, now_ns)
         if isinstance(event, e.MemberStarted):
-            coordinator.buffers.packed = coordinator.buffers.packed or event.buffers
+            coordinator.buffers.adopt(event.buffers)
             return self._started(event, now_ns)
         if isinstance(event, e.OfPeers):
             return self._of_peers(event, now_ns)
@@ -205,8 +199,7 @@ class ParentMembership:
             return known
         if member.ended or member.phase is not MemberPhase.RUNNING or not self.coordinator.above.ended:
             return []
-        member.ended = True
-        return [member.beat(now_ns)]
+        return asks(member.tell_ended(now_ns))
 
     # Standbys, of the parent and of this cluster.
 
@@ -230,7 +223,7 @@ class ParentMembership:
 
         A heartbeat tells the parent at once: if this server is lost, the parent waits a lease for the standby.
         """
-        self.member.copied, self.member.beat_ns = bool(standby), LONG_AGO_NS
+        self.member.copied_by(standby)
 
     # Another plan of the parent's run.
 
@@ -350,7 +343,8 @@ class ParentMembership:
         coordinator, before = self.coordinator, self.place
         assert self.member.settings is not None
         mode = self.member.settings.mode()
-        self.late, self.early, self.holding.word = None, [], None
+        self.late, self.early = None, []
+        self.holding.anew()
         if mode.rule is not FoldRule.MIX:
             return self._placed(event, 0, event.clock, now_ns)
         if coordinator.declared and before is not None:

@@ -175,7 +175,8 @@ class Server:
         self.before = before or self.before
         if self.membership is not None:
             self.membership.copied(standby)
-        self.view, self.standby, self.viewed, self.shard.port = view, standby, self.happened, port
+        self.view, self.standby, self.viewed = view, standby, self.happened
+        self.shard.listens(port)
         return []
 
     def linked(self, peer: str) -> list[ServerEffect]:
@@ -251,8 +252,7 @@ class Server:
 
     def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
         """Let time pass in all machines. `moved`: bytes sent to and received from the parent."""
-        self.shard.moved = moved
-        effects = self.shard.tick(now_ns)
+        effects = self.shard.tick(now_ns, moved)
         if self.coordinator is not None:
             effects = effects + self.coordinator.tick(now_ns)
         effects = self._route(effects, now_ns)
@@ -265,7 +265,7 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None or self.tree_shown or not coordinator.started:
             return []
-        if not coordinator.tree_above() and not any(child.below for child in coordinator.declared):
+        if not coordinator.above.parent.tree and not any(child.below for child in coordinator.declared):
             return []
         self.tree_shown = True
         return self.show_tree()
@@ -277,7 +277,7 @@ class Server:
             return []
         planned = self.shard.model_shard
         lines = [
-            coordinator.tree_above() or coordinator.tree(),
+            coordinator.above.parent.tree or coordinator.tree(),
             *(planned.filters.lines() if planned is not None else ()),
         ]
         return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
@@ -317,8 +317,7 @@ class Server:
         """End this shard's session with the parent, and with it the cluster's; process 0 learns of it by a report."""
         if self.membership is not None:
             return self._route(self.membership.end(code, text, now_ns), now_ns)
-        self.shard.trouble = text[: m.TEXT_MAX]
-        return self._route([self.shard.report(now_ns)], now_ns)
+        return self._route(self.shard.fail_above(text, now_ns), now_ns)
 
     def _reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
         return self.membership.reported(report, now_ns) if self.membership is not None else []

@@ -218,7 +218,16 @@ class Shard:
         self.checkpoints, self.tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
         self.reports.owe()
 
+    def listens(self, port: int) -> None:
+        """Note that members reach this shard at this port from now on."""
+        self.port = port
+
     # The parent, and other clusters.
+
+    def fail_above(self, text: str, now_ns: int) -> list[ServerEffect]:
+        """Report that the session with the parent's shard has ended for this reason."""
+        self.trouble = text[: m.TEXT_MAX]
+        return [self.report(now_ns)]
 
     def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
         """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
@@ -330,8 +339,14 @@ class Shard:
             trouble=self.trouble,
         )
 
-    def tick(self, now_ns: int) -> list[ServerEffect]:
-        """Repeat what is not yet acknowledged, and resume the clock after a checkpoint."""
+    def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
+        """Repeat what is not yet acknowledged, and resume the clock after a checkpoint.
+
+        Args:
+            now_ns: The time.
+            moved: Bytes sent to and received from the parent, as the runner counts them.
+        """
+        self.moved = moved
         if self.model_shard is not None and self.ledger.above:
             again = self.upward.tick(now_ns)
             if again or self.told != self._standing:  # a wait for a peer may end without any effect

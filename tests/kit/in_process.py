@@ -199,7 +199,7 @@ class Link(LinkCommands):
         self.clock = AwakeClock(lambda: 0)  # no lease runs out here
         self.cluster = cluster
         self.member = Member(token, "here")
-        self.member.address = f"worker-{id(self)}"
+        self.member.reached_at(f"worker-{id(self)}")
         cluster.workers[self.member.address] = self
         self.events: deque[MemberEffect] = deque()
         self.error = ""

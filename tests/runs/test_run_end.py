@@ -375,8 +375,7 @@ def resuming(settings: Settings) -> Cluster:
     cluster = Cluster(settings)
     coordinator = cluster.servers[0].coordinator
     assert coordinator is not None
-    coordinator.checkpoint_schedule.resumed()
-    coordinator.checkpoint_schedule.resumes = True
+    coordinator.checkpoint_schedule.resumed(from_workers=True)
     return cluster
 
 

@@ -726,7 +726,7 @@ class Worker:
             self._told(event)
         elif isinstance(event, e.PushesPaused):
             for exchange in self.exchanges:
-                exchange.held_at = event.at
+                exchange.hold(event.at)
         elif isinstance(event, e.MemberResharded):
             self._move(event)
         elif isinstance(event, e.GiveWeights):

@@ -34,7 +34,7 @@ class Guest:
         self.hall, self.index = hall, index
         self.name, self.left = f"w{index}.{life}", hall.random.between(1, 12)  # steps to do
         self.member = Member(self.name, "here", timing=TIMING)
-        self.member.address = self.name
+        self.member.reached_at(self.name)
         self.place = (-1, 0, 0)  # worker, epoch, clock
         self.gone = False
         hall.guests[self.name] = self

@@ -133,7 +133,7 @@ def test_a_summary_goes_once_a_second_and_those_of_many_below_take_no_more_of_th
     member = a_member(1)
     member.settings = replace(member.settings, lease=lease)
     below = [SummaryRow((rank,), "x" * 20, "", Summary()) for rank in range(rows)]
-    member.figures.rows = lambda: (SummaryRow((), "", "", Summary()), *below)
+    member.figures.read_from(lambda: (SummaryRow((), "", "", Summary()), *below))
     said = list[int]()
     for tick in range(150):
         member.heard_ns = now_ns = tick * NS // 20

@@ -115,7 +115,7 @@ def test_a_member_adds_what_its_link_does_and_says_nothing_of_itself_otherwise()
         meter.up.passed(sent, sent + 10_000_000)
         meter.down.passed(sent + 10_000_000, sent + 20_000_000)
         meter.up.passed(sent, sent + 110_000_000, 1_000_000)  # 0.1 s for 1 MB beside what an idle link takes
-    figures.rows = lambda: (SummaryRow((), "", "--sync bsp", SOME),)
+    figures.read_from(lambda: (SummaryRow((), "", "--sync bsp", SOME),))
     figures.packed(meter, 2, 1_000_000_000)
     (row,) = unpacked(figures.packed(meter, 2, 3_500_000_000))
     assert row.summary.seconds == 2.5 and row.summary.loss == SOME.loss

@@ -28,7 +28,7 @@ from narrows.ps.coordinator.clock_quorum import FIRST_STEP_NS, Clocks
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.members import EXPECT_BYTES_MAX, Members
-from narrows.ps.coordinator.parent_place import ParentPlace
+from narrows.ps.coordinator.parent_place import NoNews, ParentPlace
 from narrows.ps.coordinator.resharding import MOVE_LIFE, Resharding, ReshardPhase
 from narrows.ps.coordinator.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 
@@ -874,7 +874,7 @@ def test_a_run_that_is_resumed_waits_for_as_many_and_says_so() -> None:
 
 def test_a_cluster_whose_workers_are_there_says_what_the_server_above_waits_for() -> None:
     waits = attendance(child=True, workers=1)
-    waits.says_above = lambda: "1 of 2 clusters joined; waiting for 1"
+    waits.above.listen(NoNews(waits="1 of 2 clusters joined; waiting for 1"))
     assert waits.clause(0) == "0 of 1 worker joined; waiting for 1"
     waits.above.undeclared[0] = m.Declare(waits.run.sit(m.Hello("one", "here"), b"", 0).worker, 1, b"")
     assert waits.clause(FRESH_NS) == "in the parent's run: 1 of 2 clusters joined; waiting for 1"
@@ -935,7 +935,7 @@ def test_a_run_of_gossip_goes_on_with_the_newest_round_that_a_majority_has_reach
         run = run_of(sync="gossip", workers=3)
         rounds = Clocks(run)
         decision = CheckpointSchedule(run, rounds, ParentPlace(run, rounds, False))
-        decision.resumes = True
+        decision.resumed(from_workers=True)
         for each in models[:2]:
             member(run, rounds).models = each
         assert decision.sources == (-1, ()) and decision.initialiser == -1, "one is to come"
