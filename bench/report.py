@@ -21,13 +21,13 @@ from pathlib import Path
 
 import click
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "docs")]
 
 from lab import record
 from lab.record import NOT_TOLD, RESULTS, ROOT, Line, RecordError, shown
+from marked_tables import MarkedTable
 
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 HEAD = """# Results
 
 `python -m bench.report` makes this page and the table of README.md from the lines in `bench/results/`. To add a result, run
@@ -35,8 +35,8 @@ one command in the repository's root; it runs a bench, appends a line for each r
 
     python -m bench.report bench/speed/compressors.py   # any script below, with its arguments
 
-- A row is the median of its lines, with the least and the greatest in brackets; lines of one row differ in their seed, or are
-  repeated. *over X* is the first figure of the row, compared with that of run X.
+- A row has the median of its lines, and in brackets the smallest and the largest value. Lines of one row differ in their
+  seed, or are repeats. *over X* is the first figure of the row, compared with that of run X.
 - A *busy machine* had a load above half of its cores as the bench began. Its seconds mean little. Losses and bytes do not
   depend on the load.
 - The lines say more than the tables: machine, date, versions and arguments of each run. Rows of version 0.1 are from
@@ -81,7 +81,7 @@ def introduction(bench: str) -> str:
     """What a script measures, and its commands, from its docstring."""
     script = ROOT / "bench" / f"{bench}.py"
     if not script.exists():
-        return f"The script `bench/{bench}.py` is gone. Its question is answered; CHANGELOG.md says how."
+        return f"The script `bench/{bench}.py` is gone. [Its question is answered](archive/bench-removed.md)."
     paragraphs = (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").split("\n\n")
     commands = next((each for each in paragraphs if each.startswith("    ")), f"    python bench/{bench}.py")
     return f"{' '.join(paragraphs[0].split())}\n\n{commands}"
@@ -132,19 +132,11 @@ def readme_table(found: dict[str, list[Line]]) -> str:
     return "\n".join(table)
 
 
-def with_table(readme: str, table: str) -> str:
-    """README with the table between its two markers. Raises ValueError."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md has no table of results: it stands between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
-
-
 def pages(folder: Path, readme: str) -> dict[Path, str]:
     """Each page and its text. Raises RecordError, ValueError."""
     found = sections(folder)
-    return {PAGE: page(found), README: with_table(readme, readme_table(found))}
+    table = MarkedTable("results", README, lambda: f"\n{readme_table(found)}")
+    return {PAGE: page(found), README: table.rewritten(readme)}
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -14,15 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from marked_tables import MarkedTable
+
 from narrows.protocols.config.embedding_spec import why_not
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.ps.command.serve import checked
 from narrows.ps.coordinator.resharding import Resharding
 from narrows.worker.sync.engine import why_no_group, why_no_ranges
-
-PAGE = Path(__file__).parent / "modes.md"
-BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 
 MODES: dict[str, dict[str, Any]] = {
     "`bsp`": {"sync": "bsp"},
@@ -262,26 +261,7 @@ def table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {said.replace('|', '/')}" for said, number in sentences.items())])
 
 
-def rewritten(page: str) -> str:
-    """The page with the table as the code has it. Raises ValueError where a marker is not there once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"{PAGE.name} has to have {BEGIN} and {END}, once each")
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
-def main(arguments: list[str]) -> int:
-    page = PAGE.read_text("utf-8")
-    new = rewritten(page)
-    if arguments == ["--check"]:
-        if new != page:
-            print(
-                f"docs/{PAGE.name}: the table of capabilities is not that of the code; run `python docs/capabilities.py`"
-            )
-        return int(new != page)
-    PAGE.write_text(new, "utf-8")
-    return 0
-
+TABLE = MarkedTable("capabilities", Path(__file__).parent / "modes.md", table)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(TABLE.main(sys.argv[1:]))

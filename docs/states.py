@@ -11,13 +11,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from marked_tables import MarkedTable
+
 from narrows.protocols.gossip import driver
 from narrows.protocols.member import member
 from narrows.ps.coordinator import run
 from narrows.ps.shard import model_shard
 
-PAGE = Path(__file__).parent / "protocol.md"
-BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
 Steps = list[tuple[str, Enum, Enum]]  # what happens, the phase before it, the phase after it
 Phase = TypeVar("Phase", bound=Enum)
 
@@ -71,24 +71,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def rewritten(page: str) -> str:
-    """The page with the table as the code has it. Raises ValueError where a marker is not there once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"{PAGE.name} has to have {BEGIN} and {END}, once each")
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
-def main(arguments: list[str]) -> int:
-    page = PAGE.read_text("utf-8")
-    new = rewritten(page)
-    if arguments == ["--check"]:
-        if new != page:
-            print(f"docs/{PAGE.name}: the table of states is not that of the code; run `python docs/states.py`")
-        return int(new != page)
-    PAGE.write_text(new, "utf-8")
-    return 0
-
+TABLE = MarkedTable("states", Path(__file__).parent / "protocol.md", table)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(TABLE.main(sys.argv[1:]))

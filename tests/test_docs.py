@@ -263,7 +263,7 @@ def test_links_out_of_docs_are_pages_of_the_site() -> None:
 def test_each_capability_is_refused_with_a_sentence_or_has_a_test_that_runs_it() -> None:
     table = script_of_docs("capabilities")
     page = (ROOT / "docs/modes.md").read_text("utf-8")
-    assert table.rewritten(page) == page, "python docs/capabilities.py"
+    assert table.TABLE.rewritten(page) == page, "python docs/capabilities.py"
     yes = 0
     for row in table.ROWS:
         for mode in table.MODES:
@@ -276,6 +276,17 @@ def test_each_capability_is_refused_with_a_sentence_or_has_a_test_that_runs_it()
             assert file and f"def {name}(" in (ROOT / file).read_text("utf-8"), (row.name, mode, name)
             yes += 1
     assert yes > 80
+
+
+def test_a_stale_table_is_named_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- rows: begin -->\nold\n<!-- rows: end -->\nbelow\n", "utf-8")
+    table = script_of_docs("marked_tables").MarkedTable("rows", page, lambda: "new")
+    assert table.main(["--check"]) == 1 and "docs/page.md: the table of rows is stale" in capsys.readouterr().out
+    assert table.main([]) == 0 and table.main(["--check"]) == 0
+    assert page.read_text("utf-8") == "above\n<!-- rows: begin -->\nnew\n<!-- rows: end -->\nbelow\n"
+    with pytest.raises(ValueError, match="has to have <!-- rows: begin -->"):
+        table.rewritten("no marker")
 
 
 def test_what_is_not_there_is_found() -> None:

@@ -13,7 +13,7 @@ Rules
   (tests/kit/fold_logs.py), on both levels. If a life was ended, they are held against those that it had folded.
 - A stall is the longest time in which no worker came to a clock beyond those before. Times are those of ps-worker's record,
   less what the worker that came there had waited for a strike.
-- Losses of undisturbed runs are of `--seeds` seeds, the least and the greatest; all others have seed 0.
+- Losses of undisturbed runs are the smallest and the largest of `--seeds` seeds; all other runs have seed 0.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ How it works
   all of its lines. `Recorder.add` appends a line as soon as a run has ended, so that an interrupted campaign keeps what it has.
 - `read` checks each line of a file. `markdown` makes a table of lines: for the terminal at the end of a script, and for
   docs/results.md and README.md by bench/report.py.
-- Lines that differ in their seed alone are one row of a table: the median of their figures, the least and the greatest. Of
+- Lines that differ in their seed alone are one row of a table: the median, the smallest and the largest of their figures. Of
   each seed the newest commit counts, which is that of the last line in the file.
 - A line that was recorded while the machine was busy has `busy`: its seconds mean little, its losses and bytes do not suffer.
 """

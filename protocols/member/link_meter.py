@@ -28,7 +28,7 @@ RATED_NS = NS // 10  # busy time of a direction from one measured rate to the ne
 
 @dataclass(slots=True)
 class RecentValues:
-    """The least and the greatest of the values in this window and the one before it."""
+    """The smallest and the largest value of this window and the one before it."""
 
     rows: list[list[int]] = field(default_factory=list)  # [least, greatest] of each window, the newest first; at most 2
     window_ns: int = 0  # when this window began

@@ -123,7 +123,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with two results and the pages of none."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "results").mkdir()
-    (tmp_path / "README.md").write_text(f"above\n\n{report.BEGIN}\nold\n{report.END}\n\nbelow\n")
+    (tmp_path / "README.md").write_text("above\n\n<!-- results: begin -->\nold\n<!-- results: end -->\n\nbelow\n")
     (tmp_path / "docs" / "results.md").write_text("old\n")
     lines = [
         line("ddp", 1.9),
@@ -170,7 +170,7 @@ def test_check_fails_on_a_page_that_the_data_does_not_give(house: Path) -> None:
         )
         (house / name).write_text(right)
     (house / "README.md").write_text("no markers\n")
-    assert "README.md has no table of results" in CliRunner().invoke(report.main, ["--check"]).output
+    assert "README.md has to have <!-- results: begin -->" in CliRunner().invoke(report.main, ["--check"]).output
 
 
 def test_a_bench_is_run_first_and_the_pages_stay_where_it_fails(house: Path) -> None:

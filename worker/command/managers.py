@@ -1,4 +1,4 @@
-"""Recognizes the manager that started this ps-worker, by its environment variables, and reads this process's place.
+"""Finds the manager that started this ps-worker by its environment variables, and reads rank and server from them.
 
 A manager starts one ps-worker for each of its tasks, and numbers the tasks. The first row of MANAGERS whose variable is
 set counts. The names of the variables are from the manager's documentation:
