@@ -171,6 +171,10 @@ class Auto:
         self.went = way
         return self._switch(min(self.wanted, key=lambda wanted: abs(wanted - self.at)), steps)
 
+    def follow(self, at: int, chosen: int) -> None:
+        """Take over `at` and `chosen` of the process that chooses for this one."""
+        self.at, self.chosen = at, bool(chosen)
+
     def _switch(self, target: int, steps: list[float]) -> Switch:
         before, after = (self.choices[choice][self.named].spec for choice in (self.at, target))
         reason = (

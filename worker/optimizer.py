@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
-        self._session = session.of_new_training()
+        self._session: session.Session = session.of_new_training()
         if isinstance(self._session, session.LocalSession):
             session.tell_alone(model)
         if isinstance(self._session, session.RunSession):
@@ -379,7 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for each in each_of(self.inner):
             getattr(each, "train" if trains else "eval", lambda: None)()
         if self._engine is not None:
-            self._engine.shared.changes.ours()
+            self._engine.flat.written()
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ from narrows.worker.group.group_link import GroupLink
 from narrows.worker.group.group_link import joined as through_first
 from narrows.worker.model import device_placement
 from narrows.worker.runtime import child_process, launcher_pipe
-from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
+from narrows.worker.runtime.child_process import LoaderFacts, NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.runtime.connect import let_in
 from narrows.worker.runtime.launcher_pipe import say as _say
 from narrows.worker.runtime.launcher_pipe import tell as _tell
@@ -93,7 +93,7 @@ SECOND_AFTER = (
 LAST_S = 5.0  # a process that ends because another process of its group has ended lets that one end first, for so long
 
 
-class LocalSession:
+class LocalSession(LoaderFacts):
     """The session of a script that runs as plain python: one worker, no server. Each training has its own.
 
     In a process that such a script has started, `clock` reads the script's counters until that process trains itself.
@@ -101,17 +101,18 @@ class LocalSession:
 
     rank = 0
     world_size = 1
-    training = 0  # the number of this training in its process, from 0
     link: MemberLink | None = None
     engine: Engine | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, before: LocalSession | None = None) -> None:
+        """Begin a training. `before`: the session of the training before it in this process, if there was one."""
         self.pid = os.getpid()
-        self.parent = child_process.of_parent(child_process.ALONE)
+        self.parent = child_process.of_parent(child_process.ALONE) if before is None else None
+        self.training: int = 0 if before is None else before.training + 1  # the number of this training, from 0
         self.trains = False  # a DistributedOptimizer was made for this session
         self.stepped_count = 0
-        self.steps = self.batch = 0  # `steps=` of the training and samples of a step; 0: no loader was given them
-        self.steps_told = 0  # `steps=` of loaders made since the newest step: they may belong to the next training
+        self.steps, self.batch = (0, 0) if before is None else (before.steps_told, before.batch)
+        self.steps_told: int = 0  # `steps=` of loaders made since the newest step: they may belong to the next training
         self.taken = 0  # ranges of samples that loaders have taken
 
     @property
@@ -121,6 +122,24 @@ class LocalSession:
     @property
     def step_count(self) -> int:
         return self.clock
+
+    def begin(self) -> LocalSession:
+        """Return the session for a new DistributedOptimizer: this one, unless another training has begun in it."""
+        if self.trains or self.parent is not None:
+            return LocalSession(self).begin()
+        self.trains = True
+        return self
+
+    def ends_after(self, steps: int) -> None:
+        super().ends_after(steps)
+        self.steps_told = max(self.steps_told, steps)
+
+    def take_range(self, limit: int) -> int:
+        """Return the number of the next range of samples; -1 if it is not below `limit`."""
+        if self.taken >= limit:
+            return -1
+        self.taken += 1
+        return self.taken - 1
 
     def stepped(self) -> None:
         """Count a step. From now on the script's calls of clock() and record() refer to this training."""
@@ -134,7 +153,7 @@ class LocalSession:
         """Do nothing: without a run there is no record."""
 
 
-class RunSession:
+class RunSession(LoaderFacts):
     """The session of a worker of a run. The constructor joins the run, or raises NarrowsError."""
 
     training = 0
@@ -173,7 +192,6 @@ class RunSession:
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
-        self.steps = self.batch = 0  # `steps=` of the run and samples of a step in this process; 0: unknown
         self.engine: Engine | None = None
         self.moments: OptimizerStateFile | None = None  # the optimizer's state on disk, with --checkpoint-dir
         self._pending: dict[str, Any] = {}
@@ -201,14 +219,14 @@ class RunSession:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
         self.moments = OptimizerStateFile.of(
-            self.engine, self.engine.shared.changes.owned, lambda: self.clock, self.rank, self.began_unix
+            self.engine, self.engine.changes.owned, lambda: self.clock, self.rank, self.began_unix
         )
         self.tell_children()
         self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:
             return self.engine
         self.figures = WorkerMetrics(self.engine, self.link)
-        self.link.member.figures.rows = self.figures.rows
+        self.link.member.figures.read_from(self.figures.rows)
         if self.engine.told:
             _say(self.engine.told)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
@@ -251,9 +269,8 @@ class RunSession:
         self._bytes = (up, down)
         if warning := self.figures.warning():
             _say(warning)
-        if sync.late:
-            _tell("late", clock=sync.clock, age=sync.late)
-            sync.late = 0
+        if late := sync.take_late():
+            _tell("late", clock=sync.clock, age=late)
         if engine.hides and sync.clock // EPSILON_EVERY > self._told:
             self._tell_privacy()
         while engine.tuning.switches:
@@ -366,15 +383,12 @@ def of_new_training() -> Session:
     """
     global _session
     ours = current()
-    if isinstance(ours, LocalSession) and (ours.trains or ours.parent is not None):
-        begun = LocalSession()
-        begun.parent, begun.training = None, ours.training + 1
-        begun.steps, begun.batch = ours.steps_told, ours.batch
+    if not isinstance(ours, LocalSession):
+        return ours
+    if (begun := ours.begin()) is not ours:
         child_process.announce(child_process.ALONE)
-        _session = ours = begun
-    if isinstance(ours, LocalSession):
-        ours.trains = True
-    return ours
+        _session = begun
+    return begun
 
 
 def tell_alone(model: torch.nn.Module) -> None:
@@ -505,10 +519,7 @@ def makes(steps: int) -> None:
     if steps < 0:
         raise UsageError(f"steps={steps}: give the steps of the whole run")
     follows("end")
-    ours = current()
-    ours.steps = max(ours.steps, steps)
-    if isinstance(ours, LocalSession):
-        ours.steps_told = max(ours.steps_told, steps)
+    current().ends_after(steps)
 
 
 def step_count() -> int:

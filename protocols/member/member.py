@@ -107,7 +107,7 @@ class Member:
         # address: where peers reach this member, one address for each shard of a cluster (`reached_at`).
         # tree: all levels of the tree of clusters, from the root down, as the newest HeartbeatAck has them.
         self.address = self.tree = ""
-        self.models: m.Pairs = ()  # rank, round: models of an earlier run in files here (gossip); set before `declare`
+        self.models: m.Pairs = ()  # rank, round: models of an earlier run in files here (gossip)
         self.run_clock, self.waits = 0, ""  # clock of the run; the members that the run waits for, as a clause
         self.peers: GossipPeers | None = None  # from Ready on, in a gossip run
         self.ended = False  # this member has done its last step (gossip)
@@ -148,6 +148,10 @@ class Member:
     def reached_at(self, address: str) -> None:
         """Name the address at which peers reach this member. Called before `declare`."""
         self.address = address
+
+    def offer(self, models: m.Pairs) -> None:
+        """Take rank and round of each model of an earlier run in files here. Called before `declare` (gossip)."""
+        self.models = models
 
     def declare(self, plan: bytes, now_ns: int) -> list[MemberEffect]:
         self.plan = plan

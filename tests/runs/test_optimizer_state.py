@@ -242,7 +242,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     with run(Settings(sync="async")) as started:
         net, optimizer = wrapped(adamw)
         stepped(net, optimizer, 2)
-        owned = optimizer._engine.shared.changes.owned
+        owned = optimizer._engine.changes.owned
         assert started.sessions[0].moments is None
         assert OptimizerStateFile.of(optimizer._engine, owned, lambda: 0, 0) is None
 

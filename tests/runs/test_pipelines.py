@@ -299,7 +299,9 @@ def trained(
     """A step of a stage with so many rows after the other, and `then`."""
     x, y = batch()
     with group_of(rank, where, edge) as group:
-        group.parameters, group.keeps_ties = module.named_parameters, keeps_ties
+        group.parameters = module.named_parameters
+        if keeps_ties:
+            group.allow_ties()
         cpu, example = torch.device("cpu"), torch.zeros(ROWS // MICRO, WIDTH, requires_grad=True)
         piece = PipelineStage(module, rank, len(where), cpu, input_args=example, output_args=example, group=group)
         schedule = Schedule1F1B(piece, MICRO, loss_fn=mean_square)

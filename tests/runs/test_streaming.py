@@ -116,8 +116,8 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
             model = Flat()
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model)
             engine = engine_of(optimizer)
-            shards = engine.sync.shards
-            say, take = shards.say, shards.handle
+            shards, link = engine.sync.shards, engine.link
+            say, take = link.say, shards.handle
 
             def says(shard: int, messages: Sequence[m.Message]) -> None:
                 ups.extend(len(message.payload) for message in messages if isinstance(message, m.Push))
@@ -128,7 +128,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
                     downs.append(sum(len(part.payload) for part in event.parts))
                 take(event)
 
-            shards.say, shards.handle = says, takes  # type: ignore[method-assign]
+            link.say, shards.handle = says, takes  # type: ignore[method-assign]
             for step in range(1, 26):
                 optimizer.zero_grad()
                 model.loss(0, step).backward()

@@ -80,6 +80,14 @@ class CheckedEvents:
             case "done":
                 self.done = event
 
+    def fail(self, error: str) -> None:
+        """Store the sentence of the error that ended the worker."""
+        self.error = error
+
+    def end(self, code: int) -> None:
+        """Store the worker's exit code."""
+        self.code = code
+
     @property
     def compute_s(self) -> float | None:
         """Seconds that the last watched step computed: without encoding, waits and the work of the check.

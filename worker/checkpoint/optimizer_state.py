@@ -43,12 +43,14 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
 from narrows.protocols.runtime.cli.output import set_aside
+from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
 from narrows.worker.model.flat import FlatModel
 from narrows.worker.model.model_slices import ModelCut, ModelSlice, placed
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.model.weight_edit_check import OwnedTensor
 from narrows.worker.runtime.launcher_pipe import say
+from narrows.worker.runtime.member_link import LinkCommands
 
 OWNED = "owned"  # the entry of a file with parameters that the script changes
 END_S = 8.0  # limit for writing the last file; ps-worker waits longer, also if leaving takes its time
@@ -72,9 +74,10 @@ class StatefulWorker(Protocol):
     def group(self) -> Group | None: ...
     @property
     def finished(self) -> bool: ...
-
-    def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Handle events until `done()` is true. Raises NarrowsError after `limit_s` seconds."""
+    @property
+    def waiting(self) -> EventWait: ...
+    @property
+    def link(self) -> LinkCommands: ...
 
 
 def write_whole(path: Path, content: Any) -> None:
@@ -117,7 +120,7 @@ class OptimizerStateFile:
         self.worker, self.owned, self.now = worker, owned, now
         self.folder, self.path = folder, folder / state_file(rank)
         self.steps = _has_moments(worker)  # False: only the script's own tensors are kept
-        owned.kept_in = str(folder)
+        owned.keep_in(str(folder))
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # time of the newest copy, and its cost with writing
         self.clock = now()  # the clock of the newest copy
         self.kept = True  # no step was taken since the newest copy

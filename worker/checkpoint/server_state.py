@@ -74,9 +74,6 @@ class ShardsAsked(Protocol):
     worker: int  # the worker's number in the run
     place: int  # the worker's epoch: changes when it rejoins or keys move; older answers do not count then
 
-    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        """Send messages to one shard."""
-
 
 class ServerOptimizerState:
     """Pulls the state for one worker, together with all processes of its group."""
@@ -131,7 +128,7 @@ class ServerOptimizerState:
         shards = self.shards
         if not self.engine.mode.barrier:  # with a barrier the state of this clock has arrived already
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
-            self.engine.wait(folded, WAIT_LIMIT_S, "own updates")
+            self.engine.waiting.until(folded, WAIT_LIMIT_S, "own updates")
         ranges = [
             (shard, x.replica.begin, x.replica.end) for shard, x in zip(shards.ours, shards.exchanges, strict=True)
         ]
@@ -185,10 +182,10 @@ class ServerOptimizerState:
                 shard, begin, end, name = todo.popleft()
                 self.requests += 1
                 self.asked[shard, self.requests] = (shard, begin, end, name)
-                shards.say(shard, [m.MomentsRequest(shards.worker, place, self.requests, begin, end, name)])
+                self.engine.link.say(shard, [m.MomentsRequest(shards.worker, place, self.requests, begin, end, name)])
             return not self.asked
 
-        self.engine.wait(done, WAIT_LIMIT_S, "the state of the servers' optimizer")
+        self.engine.waiting.until(done, WAIT_LIMIT_S, "the state of the servers' optimizer")
         return found if shards.place == place else None
 
 

@@ -85,13 +85,13 @@ class ScriptCheck(Launcher):
 
     def _failed(self, index: int, code: int, text: str) -> None:
         if index >= 0:
-            self.told[index].error = text
+            self.told[index].fail(text)
             self.errors[index] = (code, text)
         else:
             super()._failed(index, code, text)
 
     def _say_ended(self, index: int, code: int, group: Any) -> None:
-        self.told[index].code = code
+        self.told[index].end(code)
 
     def _summary(self) -> int:
         """Kill the workers that are left and print the findings. Return the exit code of the check."""

@@ -93,7 +93,8 @@ class RunSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         ours, each = session.current(), self.epoch_steps
-        now, ours.batch = ours.step_count, self.batch
+        now = ours.step_count
+        ours.reads(self.batch)
         if ours.training != self.training:  # a new training has begun since the last pass
             self.training, self.ended, self.idle = ours.training, None, 0
             if self.steps is not None:
@@ -222,7 +223,7 @@ class RangeIterator(Iterator[torch.Tensor]):
         if isinstance(ours, WorkerOfChild):
             raise NotAWorkerError("ranges()")
         session.follows("end")
-        index = self._alone(ours) if isinstance(ours, session.LocalSession) else self._of_run(ours)
+        index = ours.take_range(self.limit) if isinstance(ours, session.LocalSession) else self._of_run(ours)
         if index < 0:
             raise StopIteration
         epoch, place = divmod(index, self.each)
@@ -239,17 +240,11 @@ class RangeIterator(Iterator[torch.Tensor]):
         part = rows[group.rank :: group.size]
         return part if len(part) else rows[:1]  # the mean loss of an empty batch would be NaN
 
-    def _alone(self, ours: session.LocalSession) -> int:
-        if ours.taken >= self.limit:
-            return -1
-        ours.taken += 1
-        return ours.taken - 1
-
     def _of_run(self, ours: session.RunSession) -> int:
         if ours.engine is None:
             raise UsageError("ranges() before DistributedOptimizer was made: the run hands out samples for its updates")
         index, fresh = ours.engine.take(self.samples, self.size, self.limit)
-        ours.batch = fresh * self.size // (1 if ours.group is None else ours.group.size)
+        ours.reads(fresh * self.size // (1 if ours.group is None else ours.group.size))
         return index
 
 

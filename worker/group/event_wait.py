@@ -48,14 +48,22 @@ class EventWait:
         link: delivers events.
         group: the group in which this process is one rank, if any.
         handle: called with each event, in order.
+        missed: called at each agreement of the ranks, for the attribute `missed`.
+        waited: called after each wait, with its seconds.
 
     Attributes:
-        missing: called at each agreement of the ranks. `missed` is the smallest result of all ranks.
+        missed: the smallest result of all ranks' `missed` at the newest agreement.
     """
 
-    def __init__(self, link: MemberLink, group: Group | None, handle: Callable[[MemberEffect], None]) -> None:
-        self.link, self.group, self.handle = link, group, handle
-        self.missing: Callable[[], int] = lambda: 0
+    def __init__(
+        self,
+        link: MemberLink,
+        group: Group | None,
+        handle: Callable[[MemberEffect], None],
+        missed: Callable[[], int] = lambda: 0,
+        waited: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self.link, self.group, self.handle, self._own_missed, self._waited = link, group, handle, missed, waited
         self.missed = 0
         self._call = 0  # index in CALLS of the script's newest call
         self._of_run: deque[MemberEffect] = deque()  # events of the whole run, not handled yet
@@ -66,7 +74,7 @@ class EventWait:
         self._call = CALLS.index(what)
 
     def until(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """Handle events until `done()` is true, on all ranks of a group.
+        """Handle events until `done()` is true, on all ranks of a group, and report the time to `waited`.
 
         Args:
             done: the condition; it is evaluated after each event.
@@ -79,23 +87,25 @@ class EventWait:
             UsageError: the ranks have made different calls.
         """
         began = moved = said = time.monotonic()
-        clock = self.link.run_clock
+        clock = self.link.run_clock if others else 0
         while True:
             while not done() and not self._of_run:
                 now = time.monotonic()
                 if others and self.link.run_clock != clock:
                     clock, moved = self.link.run_clock, now
-                left, whom = moved + limit_s - now, self.link.waits
+                left = moved + limit_s - now
                 if left <= 0:
+                    whom = self.link.waits
                     raise NarrowsError(f"waited {limit_s:.0f} s for {what}{f': {whom}' if whom else ''}")
                 if now - said >= SAY_S:
                     said = now
-                    say(f"{whom or f'waiting for {what}'}, {now - began:.0f} s so far ...")
+                    say(f"{self.link.waits or f'waiting for {what}'}, {now - began:.0f} s so far ...")
                 if self.group is not None:
                     self.group.waits()
                 self._take(min(left, 1.0))
             if self._agreed(done()):
                 break
+        self._waited(time.monotonic() - began)
 
     def poll(self) -> None:
         """Handle the events that have arrived, without waiting. In a group, events of the run wait for an agreement."""
@@ -129,13 +139,12 @@ class EventWait:
         Returns:
             True if all ranks are done and no event of the run was due. If one was due, all ranks have handled it now.
         """
-        if self.group is None:
+        if (group := self.group) is None:
             return done
-        all_done, least, self.missed, first, last = self._together(
-            lambda group: group.least(done, -self._heard, self.missing(), self._call, -self._call)
-        )
+        mine = (done, -self._heard, self._own_missed(), self._call, -self._call)
+        all_done, least, self.missed, first, last = self._together(lambda: group.least(*mine))
         if first != -last:
-            self._refuse(self.group)
+            self._refuse(group)
         newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S
         while self._heard < newest:  # another rank has received it already
             if not self._take(1.0) and time.monotonic() > deadline:
@@ -156,14 +165,13 @@ class EventWait:
             "finish(), and leave no such call to one process"
         )
 
-    def _together(self, work: Callable[[Group], Any]) -> Any:
+    def _together(self, work: Callable[[], Any]) -> Any:
         """Run a collective operation of the group.
 
         If it fails because the session has ended, the error of the session is raised, not that of the group.
         """
-        assert self.group is not None
         try:
-            return work(self.group)
+            return work()
         except NarrowsError:
             deadline = time.monotonic() + ENDED_S
             while time.monotonic() < deadline:

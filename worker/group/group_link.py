@@ -212,7 +212,8 @@ class GroupMemberLink(LinkEvents, LinkCommands):
         self._fail(error)
 
     def say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        self._tell(shard, messages)
+        if messages:
+            self._tell(shard, messages)
 
     def _tell(self, shard: int, messages: Sequence[m.Message]) -> None:
         self._only_here()

@@ -95,9 +95,17 @@ class TrainerStream(IterableDataset[Any]):
         if not self.cut and hasattr(dataset, "shard") and getattr(dataset, "num_shards", 0) >= size:
             dataset, self.cut = dataset.shard(num_shards=size, index=rank), True
         self.dataset, self.batch, self.rank, self.size, self.seed = dataset, batch, rank, size, seed
-        self.used = 0  # batches of this share that the run had trained on before this Trainer began; they are skipped
-        self.over = False  # the run has taken all of its steps
+        self.begin(0, over=False)
         self.epoch = self.passed = 0  # the Trainer's epoch, and the run's epochs before the Trainer's first one
+
+    def begin(self, used: int, over: bool) -> None:
+        """Begin at the run's present batch.
+
+        Args:
+            used: batches of this share that the run has trained on before this Trainer; they are skipped.
+            over: the run has taken all of its steps.
+        """
+        self.used, self.over = used, over
 
     def __len__(self) -> int:
         """Return the rows of this share in an epoch. Raises TypeError if the dataset has no length."""
@@ -150,8 +158,8 @@ class TrainerProgress(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         state.global_step = step_count()
         if (stream := self.trainer.stream) is not None:
-            stream.used = state.global_step * args.gradient_accumulation_steps
-            stream.over = 0 < state.max_steps <= state.global_step
+            used = state.global_step * args.gradient_accumulation_steps
+            stream.begin(used, over=0 < state.max_steps <= state.global_step)
         # Attributes of Trainer: it logs the mean loss over the steps since.
         self.trainer._globalstep_last_logged = self.trainer._initial_global_step = state.global_step
         catch_up(self.trainer.lr_scheduler, state.global_step)

@@ -26,7 +26,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.group.group import Group
 from narrows.worker.model.flat import Array, FlatModel, real
-from narrows.worker.model.model_slices import ModelSlice
+from narrows.worker.model.model_slices import GradientCheck, ModelSlice
 
 PADDING = "padding"
 
@@ -34,8 +34,8 @@ PADDING = "padding"
 class FsdpSlices(ModelSlice):
     """See `ModelSlice`. Raises UsageError unless every tensor of the model is sharded over this group only."""
 
-    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
-        super().__init__(flat, inner, group)
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group, check: GradientCheck) -> None:
+        super().__init__(flat, inner, group, check)
         for name, parameter in zip(flat.names, flat.parameters, strict=True):
             _check(name, parameter, group.size)
         locals_ = [_local(parameter) for parameter in flat.parameters]

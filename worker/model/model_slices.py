@@ -37,6 +37,7 @@ from narrows.worker.model.module_buffers import load_buffers, pack_buffers
 from narrows.worker.model.optimizers import each_of, why_whole
 
 State = dict[str, Any]
+GradientCheck = Callable[[], tuple[bool, float]]  # `SkippedSteps.check`
 SCALARS = ("step",)  # entries of an optimizer's state that are never cut, also if the parameter has no dimension
 
 
@@ -47,23 +48,23 @@ class ModelSlice(FlatSpace):
         flat: the model as this rank has it.
         inner: the script's optimizer.
         group: the group of this rank.
+        check: returns whether this rank's gradient is finite, and its scale (torch.amp.GradScaler).
 
     Raises:
         UsageError: the optimizer cannot step pieces of tensors, or the ranks have different models.
     """
 
-    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group, check: GradientCheck) -> None:
         super().__init__([], [], [0])
         for reason in filter(None, (why_whole(type(each)) for each in each_of(inner))):
             raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
-        self.flat, self.inner, self.group = flat, inner, group
+        self.flat, self.inner, self.group, self.check = flat, inner, group, check
         self._check_same()
         self.slices: list[Keys] = []  # the keys of each rank
         self.lacking: list[int] = []  # tensors without a gradient on any rank, in the newest step
         self.samples = 0  # samples of this rank's gradient; 0 has weight 0 if another rank has samples
         self.counted = 0  # samples of the newest gradients of all ranks; 0: unknown
-        self.scale = 1.0  # the scale of this rank's gradient (torch.amp.GradScaler)
-        self.finite: Callable[[], bool] = lambda: True  # whether this rank's gradient is finite
+        self.scale = 1.0  # of this rank's newest gradient
 
     def _check_same(self) -> None:
         """Raise UsageError if the ranks have different models."""
@@ -90,6 +91,10 @@ class ModelSlice(FlatSpace):
 
     # Steps.
 
+    def weigh(self, samples: int) -> None:
+        """Add `samples` to those of this rank's gradient."""
+        self.samples += samples
+
     def step(self, norm: float) -> None:
         """Clip the gradients of all ranks to the L2 norm `norm` (0: no clipping), and step this rank's slice."""
         if norm > 0:
@@ -112,7 +117,8 @@ class ModelSlice(FlatSpace):
         """Tell all ranks which tensors have a gradient, and of how many samples. Returns whether all are finite."""
         missing = set(self.flat.absent())
         present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
-        self.counted, wrong, *ranks = self.group.sums([self.samples, int(not self.finite()), *present])
+        finite, self.scale = self.check()
+        self.counted, wrong, *ranks = self.group.sums([self.samples, int(not finite), *present])
         self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
         return not wrong
 
@@ -167,8 +173,8 @@ class ModelCut(ModelSlice):
     key of the slice, and the optimizer's state of the slice.
     """
 
-    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
-        super().__init__(flat, inner, group)
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group, check: GradientCheck) -> None:
+        super().__init__(flat, inner, group, check)
         self.tensors: list[int] = []  # tensors of which the slice has keys
         flat.hold()
         for each in each_of(inner):  # a loaded state is of whole tensors

@@ -3,8 +3,8 @@
 The main thread owns it.
 
 How it works
-1. `Engine.looked` checks the gradients of a step before the script's optimizer steps, or before they are pushed. So no
-   NaN reaches weights, the optimizer's state, a residual, a peer or a server, in any mode and with any SPEC.
+1. `SkippedSteps.look` checks the gradients of a step before the script's optimizer steps, or before they are pushed. So
+   no NaN reaches weights, the optimizer's state, a residual, a peer or a server, in any mode and with any SPEC.
 2. `first_not_finite` computes one norm over all gradients, fused by torch, and the host waits for it once. The norm of
    finite values beyond 1e19 overflows too; so if the norm is not finite, each tensor is checked. A GradScaler has
    checked the gradients already, and its result is used.
@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from narrows.protocols.errors import UsageError
+from narrows.worker.model.flat import FlatModel
 
 LIMIT = "NARROWS_SKIP_LIMIT"  # the variable of ps-worker --skip-limit
 LIMIT_DEFAULT = 50  # steps in a row; a GradScaler that begins at 2**16 skips some 20 before a float16 model trains
@@ -74,32 +76,45 @@ class NotFiniteError(Exception):
         self.loss = loss
 
 
+class RowGradients(Protocol):
+    """The gradients of rows of embedding tables on the servers, which no parameter has."""
+
+    def gradients(self) -> Named:
+        """Return the gradients since the last push, each with the name of its table."""
+
+    def drop(self) -> None:
+        """Forget these gradients."""
+
+
 class SkippedSteps:
-    """Counts the skipped steps of one worker.
+    """Checks the gradients of each step of one worker, and counts the skipped steps.
 
     Args:
         limit: skipped steps in a row after which the worker ends.
         rank: the rank of this process in the run, for messages.
+        flat: the parameters whose gradients are checked.
+        rows: the other gradients that are checked.
+        hides: with --dp-noise, gradients of a skipped step are set to zero: noise is pushed in their place.
 
     Attributes:
         newest: the tensor whose gradient was not finite in the newest step; "" if the step was not skipped.
         quiet: a GradScaler has found the overflow, which it needs to find its scale; the user is not told.
     """
 
-    def __init__(self, limit: int, rank: int) -> None:
-        self.limit, self.rank = limit, rank
+    def __init__(self, limit: int, rank: int, flat: FlatModel, rows: RowGradients, hides: bool) -> None:
+        self.limit, self.rank, self.flat, self.rows, self.hides = limit, rank, flat, rows, hides
         self.scale: torch.Tensor | None = None  # scale of this step's gradients (torch.amp.GradScaler)
         self.overflow: torch.Tensor | None = None  # not 0 if these gradients have overflowed
         self.steps = self.row = 0  # skipped steps so far, and in a row until now
         self.newest, self.quiet, self.said = "", False, False
 
     @staticmethod
-    def of_environment(rank: int) -> SkippedSteps:
+    def of_environment(rank: int, flat: FlatModel, rows: RowGradients, hides: bool) -> SkippedSteps:
         """Make it with the limit of ps-worker --skip-limit. Raises UsageError if the limit is no positive number."""
         given = os.environ.get(LIMIT, "") or str(LIMIT_DEFAULT)
         if not given.isdecimal() or int(given) < 1:
             raise UsageError(f"--skip-limit {given}: give the number of steps, at least 1")
-        return SkippedSteps(int(given), rank)
+        return SkippedSteps(int(given), rank, flat, rows, hides)
 
     def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         """Take what a GradScaler says of this step's gradients.
@@ -110,17 +125,53 @@ class SkippedSteps:
         """
         self.scale, self.overflow = scale, overflow
 
-    def told(self) -> tuple[bool, float]:
-        """Return whether a GradScaler has found an overflow, and its scale. The host waits for the device once."""
-        if self.overflow is None:
-            return False, 1.0
-        scale = torch.ones_like(self.overflow) if self.scale is None else self.scale
-        overflow, value = torch.cat([self.overflow.reshape(1), scale.reshape(1)]).tolist()
-        return bool(overflow), value
-
     def begin(self) -> None:
         """Begin a step."""
         self.newest, self.quiet = "", False
+
+    def check(self) -> tuple[bool, float]:
+        """Check the gradients of this process. If they are not finite, this step is skipped.
+
+        Returns:
+            Whether all are finite, and the scale that a GradScaler has put on them; 1.0 without one.
+        """
+        value = 1.0
+        if self.overflow is not None:  # the host waits for the device once
+            scale = torch.ones_like(self.overflow) if self.scale is None else self.scale
+            overflow, value = torch.cat([self.overflow.reshape(1), scale.reshape(1)]).tolist()
+            self.quiet = bool(overflow)
+            if not overflow:
+                return True, value
+        each = zip(self.flat.names, self.flat.parameters, strict=True)
+        named = [(repr(name), parameter.grad) for name, parameter in each if parameter.grad is not None]
+        return self.look([*named, *self.rows.gradients()], "some tensor" if self.quiet else ""), value
+
+    def usable(self) -> bool:
+        """Return whether the gradients of this process are finite, and unscale those that a GradScaler has scaled."""
+        finite, _ = self.check()
+        if self.scale is not None and not self.quiet:
+            unscale([parameter.grad for parameter in self.flat.parameters if parameter.grad is not None], self.scale)
+        return finite
+
+    def look(self, gradients: Named, unless: str = "") -> bool:
+        """Return whether these gradients of a step are finite, and note the first tensor whose gradient is not.
+
+        If they are not, gradients of embedding rows are dropped, and with --dp-noise the others are set to zero.
+
+        Args:
+            gradients: pairs of a tensor's name and its gradient.
+            unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
+        """
+        self.newest = first_not_finite(gradients) or unless
+        if self.newest:
+            self.rows.drop()
+            for _, gradient in gradients if self.hides else ():
+                gradient.zero_()
+        return not self.newest
+
+    def skip(self, tensor: str) -> None:
+        """Skip this step, since `tensor` of another process of the group has a gradient that is not finite."""
+        self.newest = tensor
 
     def stepped(self) -> None:
         """End a step, and count it if it was skipped."""

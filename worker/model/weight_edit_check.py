@@ -105,11 +105,7 @@ class RegisteredTensor:
 
 
 class OwnedTensor:
-    """The parameters of a model that no optimizer steps.
-
-    Attributes:
-        kept_in: the folder in which their state is kept; "": none.
-    """
+    """The parameters of a model that no optimizer steps."""
 
     def __init__(self, flat: FlatModel, stepped: Collection[int]) -> None:
         """Take samples of the parameters of `flat.model`, except those whose ids are in `stepped`."""
@@ -118,10 +114,14 @@ class OwnedTensor:
             for name, parameter in flat.model.named_parameters()
             if id(parameter) not in stepped and _readable(parameter)
         }
-        self.kept_in = ""
+        self._kept_in = ""  # the folder in which their state is kept; "": none
         self._first = {name: _sample(tensor) for name, tensor in self.tensors.items()}
         self._changed: set[str] = set()
         self._told = False
+
+    def keep_in(self, folder: str) -> None:
+        """Note that the state of these tensors is kept in this folder."""
+        self._kept_in = folder
 
     def look(self, step: int) -> None:
         """Compare the samples after steps 1, 2, 4, 8, ..., and warn once if some tensors have changed."""
@@ -129,7 +129,7 @@ class OwnedTensor:
             return
         self._told = True
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        say(OWNED.format(names[0], more, KEPT.format(self.kept_in) if self.kept_in else NOT_KEPT))
+        say(OWNED.format(names[0], more, KEPT.format(self._kept_in) if self._kept_in else NOT_KEPT))
 
     def changed(self) -> list[str]:
         """Return the names of the tensors that have changed since the optimizer was wrapped, in the model's order."""
@@ -185,10 +185,6 @@ class WeightEditCheck:
         self.flat, self.text = flat, LOST if settings.mode().rule is FoldRule.OPTIMIZER else inexact
         self.registered = RegisteredTensor(flat)
         self.owned = OwnedTensor(flat, {*map(id, flat.parameters), *apart})
-
-    def ours(self) -> None:
-        """Note that this package has written the parameters, so the change is not the script's."""
-        self.flat.written()
 
     def look(self) -> None:
         """Check what the script has changed since the last call.

@@ -107,7 +107,8 @@ def pipeline(keeps_ties: bool = False) -> dist.ProcessGroup:
         UnreachableError: a stage did not connect in time.
     """
     group = _opened()
-    group.keeps_ties = group.keeps_ties or keeps_ties
+    if keeps_ties:
+        group.allow_ties()
     return group
 
 

@@ -68,7 +68,7 @@ class ReceiveWork(CompletedWork):
     def __init__(self, group: PipelineGroup, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__()
         self.group, self.tensor, self.peer, self.tag = group, tensor, peer, tag
-        self.filled = False
+        self.filled: bool = False
 
     def is_completed(self) -> bool:
         while not self.filled and self.group.peers.has(self.peer, self.tag):
@@ -115,12 +115,16 @@ class PipelineGroup(dist.ProcessGroup):
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as torch documents it
-        self.parameters, self.keeps_ties = parameters, False  # keeps_ties: the script keeps tied parameters equal
+        self.parameters, self._keeps_ties = parameters, False  # True: the script keeps tied parameters equal
         self._digests: dict[str, str] | None = None  # digests of the parameters, from the first tensor of a schedule on
         self.peers, self.edges, self.step, self.limit_s = peers, list(edges), step, limit_s
         self.place = rank
         self._asked: dict[tuple[int, int], deque[ReceiveWork]] = {}  # open recv calls by peer and tag, oldest first
         self._count = 0  # tensors sent so far; part of the seed of random rounding
+
+    def allow_ties(self) -> None:
+        """Take the script's word that it keeps tied parameters equal."""
+        self._keeps_ties = True
 
     def getBackendName(self) -> str:
         return NAME
@@ -140,7 +144,7 @@ class PipelineGroup(dist.ProcessGroup):
         if not by_schedule():
             return tag
         if self._digests is None:
-            self._digests = {} if self.keeps_ties else ties.digests(self.parameters())
+            self._digests = {} if self._keeps_ties else ties.digests(self.parameters())
             for other in range(self.size()):
                 if other != self.place:
                     self.peers.send(other, NO_STEP, ties.TAG, ties.packed(self._digests), self.limit_s)

@@ -158,12 +158,25 @@ class NotAWorkerError(UsageError):
         )
 
 
-class WorkerOfChild:
+class LoaderFacts:
+    """What the loaders of one process have said; part of its session."""
+
+    steps = batch = 0  # `steps=` of the training, and samples of a step in this process; 0: no loader has said them
+
+    def reads(self, batch: int) -> None:
+        """Note the samples of a step."""
+        self.batch = batch
+
+    def ends_after(self, steps: int) -> None:
+        """Note the steps of the whole training. Of several loaders the largest number counts."""
+        self.steps = max(self.steps, steps)
+
+
+class WorkerOfChild(LoaderFacts):
     """The session of a child process of a worker: it reads the worker's present counters, and changes nothing."""
 
     link = engine = group = None
     training = 0
-    steps = batch = 0  # as a loader of this process was told
 
     def __init__(self) -> None:
         self.pid = os.getpid()

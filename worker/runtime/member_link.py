@@ -109,7 +109,9 @@ class LinkCommands:
         raise NotImplementedError
 
     def say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        self.call(lambda member, now: member.say(shard, messages, now))
+        """Send the messages of an `Exchange` to its shard, if there are any."""
+        if messages:
+            self.call(lambda member, now: member.say(shard, messages, now))
 
     def declare(self, plan: bytes) -> None:
         self.call(lambda member, now: member.declare(plan, now))
@@ -207,7 +209,7 @@ class MemberLink(LinkEvents, LinkCommands):
 
         def open_to_peers(member: Member, now_ns: int) -> list[MemberEffect]:
             host = own_host(self.host, self.port)
-            member.address = keyed(f"tcp://{host}:{self._sockets.listen(f'tcp://{host}:0')}", self.key)
+            member.reached_at(keyed(f"tcp://{host}:{self._sockets.listen(f'tcp://{host}:0')}", self.key))
             return []
 
         self.call(open_to_peers)
@@ -288,7 +290,7 @@ class MemberLink(LinkEvents, LinkCommands):
             self._sockets.hang_up(gone)
         (self.host, self.port), self._standby = parse_address("", address), ""
         self._shards = [endpoint(self.host, port) for port in ports]
-        self._silence.told = False
+        self._silence = SilenceNotice()
         say(f"the standby at {address} serves now; training goes on")
 
     def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ The main thread owns it.
 from __future__ import annotations
 
 import struct
+from functools import partial
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -49,8 +50,8 @@ class Agreement:
             value = sum(DOUBLE.unpack(each)[0] for each in told) / len(told)
         self.at, self.calls = (step, 0) if step != self.at else (step, self.calls + 1)
         while not engine.sync.server_gone:
-            place = self._say(value)
-            engine.wait(lambda place=place: self._here(place), WAIT_LIMIT_S, "the other workers to call agree()")  # type: ignore[misc]
+            here = partial(self._here, self._say(value))
+            engine.waiting.until(here, WAIT_LIMIT_S, "the other workers to call agree()")
             if self.told is not None and self.ask is not None and self.told.number == self.ask.number:
                 return self.told.value
         if not self.alone:

@@ -22,7 +22,6 @@ leaving. Each kind of step is a `SyncStep` in a file of its own: updates.py, gra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -43,10 +42,11 @@ from narrows.worker.model.device_placement import home_of
 from narrows.worker.model.flat import Array, FlatModel, FloatArray
 from narrows.worker.model.model_slices import ModelCut, ModelSlice
 from narrows.worker.model.module_buffers import BufferState
-from narrows.worker.model.not_finite import Named, SkippedSteps, first_not_finite, unscale
+from narrows.worker.model.not_finite import SkippedSteps
 from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.model.optimizers import needs_closure
 from narrows.worker.model.privacy import UpdatePrivacy
+from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.agreement import Agreement
@@ -126,35 +126,37 @@ class Engine:
             group: the group in which this process is one rank, if any.
             rank: the rank of this process in the run, for messages to the user.
         """
-        self.link, self.settings, self.mode = link, settings, settings.mode()
-        self.waiting = EventWait(link, group, self._handle)
+        self.link, self.settings, self.mode, self.group = link, settings, settings.mode(), group
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.tables = EmbeddingTables(model, inner)
         self.tables.check(group is not None, bool(overlap), max_grad_norm)
+        self.dense = dense_of(inner, model, self.tables)
         self.flat = FlatModel(model, self.dense, self.tables.weights)
         if rounded := [*self.flat.rounded, *self.tables.rounded]:
             say(ROUNDED.format(rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""))
         self.privacy = UpdatePrivacy.of(settings)
         if self.privacy is not None:
             self.privacy.check(model)
+        self.hides = self.privacy is not None and self.privacy.hides
         self.buffers = BufferState(model, self.hides)
         self.home: Home[Array]
         self.home, self.told = home_of(self.flat, self._why_host())
         if self.home is not HOST:
             self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
+        self.skips = SkippedSteps.of_environment(rank, self.flat, self.tables, self.hides)
         self.slice = self._slice(inner, overlap)
-        if self.slice is not None:
-            self.slice.finite = self._finite
         self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments))
+        self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.tuning.waited)
         self.finished = self.left = self._started = False
+        self.steps = 0
         self.agreeing = Agreement(self)
-        self.skips = SkippedSteps.of_environment(rank)
+        self.changes = WeightEditCheck(self.flat, self.tables.weights, settings)
         self.shared = SharedModel(self)
         gradients = self.mode.rule is FoldRule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
         # A cluster has the same degree to its parent, which receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
-        self.sync = self._sync(overlap)
+        self.sync: SyncStep = self._sync(overlap)
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
         if isinstance(self.sync, GossipStep):
             self.sync.plan(packed)
@@ -162,10 +164,10 @@ class Engine:
         others = (
             "the server" if settings.workers == 1 else f"all of {settings.workers} workers, which the run begins with"
         )
-        self.wait(lambda: self._started, START_LIMIT_S, others)
+        self.waiting.until(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
-        self.tables.begin(self.sync.shards, self.wait)
+        self.tables.begin(self.sync.shards, self.waiting.until)
 
     def _why_host(self) -> str:
         """Return the reason why this worker's arrays must stay on the host in this mode; "" if there is none."""
@@ -181,10 +183,10 @@ class Engine:
         if why := why_no_group(self.mode, self.privacy is not None, overlap):
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
         if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
-            return ModelCut(self.flat, inner, self.group)
+            return ModelCut(self.flat, inner, self.group, self.skips.check)
         from narrows.worker.model.fsdp_slices import FsdpSlices  # it imports FSDP, which most scripts do not use
 
-        return FsdpSlices(self.flat, inner, self.group)
+        return FsdpSlices(self.flat, inner, self.group, self.skips.check)
 
     def _sync(self, overlap: int) -> SyncStep:
         """Make the `SyncStep` of this mode."""
@@ -205,32 +207,11 @@ class Engine:
         return (StreamingStep if mode.merges else UpdateStep)(self, arrays)
 
     @property
-    def dense(self) -> torch.optim.Optimizer:
-        """The script's optimizer, without the optimizers that step embedding tables only."""
-        return dense_of(self.inner, self.model, self.tables)
-
-    @property
-    def group(self) -> Group | None:
-        """The group in which this process is one rank, if any."""
-        return self.waiting.group
-
-    @property
-    def hides(self) -> bool:
-        """True if all values that leave this worker get noise (--dp-noise). Then nothing without noise may leave it."""
-        return self.privacy is not None and self.privacy.hides
-
-    @property
     def overlaps(self) -> bool:
         """True if gradients leave before step()."""
         return isinstance(self.sync, GradientStep) and self.sync.passes > 0
 
     # Events.
-
-    def wait(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """Wait as `EventWait.until` does, and count the time as waiting."""
-        began = time.monotonic()
-        self.waiting.until(done, limit_s, what, others)
-        self.tuning.waited(time.monotonic() - began)
 
     def _handle(self, event: MemberEffect) -> None:
         if isinstance(event, (e.MemberStarted, e.MemberResharded)):
@@ -248,7 +229,8 @@ class Engine:
         elif isinstance(event, e.MemberLeft):
             self.left = True
         else:
-            self.agreeing.handle(event)
+            if isinstance(event, (e.AgreementArrived, e.MemberResharded)):
+                self.agreeing.handle(event)
             self.sync.handle(event)
 
     def _change(self, settings: Settings) -> None:
@@ -272,13 +254,13 @@ class Engine:
             raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
         self.waiting.calls("step()")
         self.waiting.poll()
-        self.shared.changes.look()
+        self.changes.look()
         self.skips.begin()
         loss = self.sync.step(closure)
-        self.sync.steps += 1
+        self.steps += 1
         self.skips.stepped()
         self.buffers.statistics.stepped(bool(self.skips.newest))
-        self.shared.changes.owned.look(self.sync.steps)
+        self.changes.owned.look(self.steps)
         self._spread()
         return loss
 
@@ -302,7 +284,7 @@ class Engine:
             self.inner
         )  # LBFGS calls the closure again after it has moved the parameters
         before = self.flat.kept() if again else None
-        loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure, self._finite)
+        loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure, self.skips.usable)
         if before is not None and self.skips.newest:
             self.flat.put_back(before)
             self.flat.written()
@@ -311,45 +293,14 @@ class Engine:
     def reduce(self) -> bool:
         """Reduce the gradients over the ranks of a group. Returns False if a gradient of any rank is not finite."""
         if self.slice is None:
-            return self._finite()
+            return self.skips.usable()
         if self.slice.reduce():
             if self.slice.counted:  # the next push is weighted by the samples of all ranks
                 self.sync.weigh(self.slice.counted)
             return True
         names = [name.decode() for name in self.slice.group.told(self.skips.newest.encode())]
-        self.skips.newest = next(f"{name} of process {rank}" for rank, name in enumerate(names) if name)
+        self.skips.skip(next(f"{name} of process {rank}" for rank, name in enumerate(names) if name))
         return False
-
-    # Gradients that are not finite.
-
-    def _finite(self) -> bool:
-        """Return whether the gradients of this process are finite, and unscale those that a GradScaler has scaled."""
-        gradients = [(repr(n), p.grad) for n, p in zip(self.flat.names, self.flat.parameters, strict=True)]
-        named = [(name, gradient) for name, gradient in gradients if gradient is not None]
-        self.skips.quiet, scale = self.skips.told()
-        if self.slice is not None:
-            self.slice.scale = scale
-        elif self.skips.scale is not None and not self.skips.quiet:
-            unscale([gradient for _, gradient in named], self.skips.scale)
-        if self.skips.overflow is not None and not self.skips.quiet:
-            return True
-        return self.looked([*named, *self.tables.gradients()], "some tensor" if self.skips.quiet else "")
-
-    def looked(self, gradients: Named, unless: str = "") -> bool:
-        """Return whether these gradients of a step are finite, and note the first tensor whose gradient is not.
-
-        If they are not, gradients of embedding rows are dropped, and with --dp-noise the others are set to zero.
-
-        Args:
-            gradients: pairs of a tensor's name and its gradient.
-            unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
-        """
-        self.skips.newest = first_not_finite(gradients) or unless
-        if self.skips.newest:
-            self.tables.drop()
-            for _, gradient in gradients if self.hides else ():
-                gradient.zero_()
-        return not self.skips.newest
 
     def take(self, samples: int, size: int, limit: int) -> tuple[int, int]:
         """Take a range of samples, as `SampleClient.take` does.
@@ -375,7 +326,7 @@ class Engine:
     def weigh(self, samples: int) -> None:
         """Weight this step by the number of samples that its gradient was computed on. Calls add up."""
         if self.slice is not None:
-            self.slice.samples += samples
+            self.slice.weigh(samples)
         else:
             self.sync.weigh(samples)
 
@@ -391,7 +342,7 @@ class Engine:
     def _spread(self) -> None:
         if self.slice is not None:
             self.slice.spread()
-        self.shared.changes.ours()
+        self.flat.written()
 
     # The shared model and the end.
 
@@ -426,11 +377,12 @@ class Engine:
         self.finished, self.left = True, False
         self.tables.end()
         leads = self.group is None or self.group.leads
+        self.group = None
         self.waiting.alone()
         self.link.leave(clock)
         if not leads:
             return
         try:
-            self.wait(lambda: self.left, LEAVE_LIMIT_S, "the server to take leave")
+            self.waiting.until(lambda: self.left, LEAVE_LIMIT_S, "the server to take leave")
         except NarrowsError:
             return  # the coordinator learns it when this worker's lease expires

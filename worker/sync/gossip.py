@@ -58,15 +58,13 @@ STOPPED_LIMIT_S = 8.0  # the same for a worker that is stopped: ps-worker kills 
 class GossipStep:
     """See `SyncStep`."""
 
-    late = 0
-
     def __init__(self, engine: StepEngine) -> None:
         self.engine, self.mode = engine, engine.mode
         self.arrays = WorkerArrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
-        self.shards = ShardExchanges(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
+        self.shards = ShardExchanges(engine.link, engine.mode, self.arrays, engine.tuning, engine.waiting.until)
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
-        self.local_step = self.steps = 0
+        self.local_step = 0
         self.taken = 0  # local steps of this round that were not skipped
         self.wait_s = 0.0
         self.staleness = 0
@@ -117,6 +115,10 @@ class GossipStep:
 
     def weigh(self, samples: int) -> None:
         """Do nothing: a mix has no weights by samples."""
+
+    def take_late(self) -> int:
+        """Return 0: no round closes without this worker."""
+        return 0
 
     # Events.
 
@@ -175,7 +177,7 @@ class GossipStep:
                 raise NarrowsError(f"rank {self.engine.skips.rank}: {self.driver.trouble}")
             return done()
 
-        self.engine.wait(now, limit_s, what)
+        self.engine.waiting.until(now, limit_s, what)
 
     # Steps.
 
@@ -198,7 +200,7 @@ class GossipStep:
         member = getattr(self.engine.link, "member", None)
         if member is not None and member.welcome is not None:
             self.checkpoints = GossipCheckpoints.of(self.engine.settings, member.welcome.rank, packed)
-            member.models = self.checkpoints.models()
+            member.offer(self.checkpoints.models())
 
     def _give_weights(self, event: e.GiveWeights) -> None:
         """Send a shard its keys of the model that this worker has in a file, of a round of the earlier run or a newer one."""
@@ -207,7 +209,7 @@ class GossipStep:
             raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
         exchange = self.shards.exchanges[event.shard]
         begin, end = exchange.replica.begin, exchange.replica.end
-        self.shards.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
+        self.engine.link.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
 
     def _keep(self, last: bool = False) -> None:
         """Write the model to a file if a checkpoint is due after this round, or if this worker ends (`last`)."""
@@ -306,7 +308,7 @@ class GossipStep:
         """
         if self.server_gone or any(not exchange.may_push for exchange in self.shards.exchanges):
             return
-        self.shards.samples_pending = kind
+        self.shards.weigh(kind)
         for shard, replica in enumerate(self.shards.replicas):
             pieces = self.engine.home.raw_pieces(
                 model[replica.begin : replica.end], replica.begin, parts(replica.begin, replica.end)

@@ -32,7 +32,6 @@ class SamplingStep(Protocol):
     """The part of a `SyncStep` that `SampleClient` uses."""
 
     shards: ShardExchanges
-    steps: int  # steps that the script has taken
     composed: int  # the epoch in which the replica was composed
 
     def resume(self) -> bool:
@@ -56,7 +55,7 @@ class SampleClient:
     @property
     def unstepped(self) -> bool:
         """True if the script has taken a range since its newest step(): it may have gradients that no step has."""
-        return self.steps == self.sync.steps
+        return self.steps == self.engine.steps
 
     def take(self, samples: int, size: int, limit: int) -> int:
         """Take the next range.
@@ -80,7 +79,7 @@ class SampleClient:
                 continue
             if told.index >= 0:
                 self.fresh = self.fresh + 1 if self.unstepped else 1
-                self.steps, self.holds = self.sync.steps, self.holds + 1
+                self.steps, self.holds = self.engine.steps, self.holds + 1
                 return told.index
             if told.over or self.unstepped:
                 return -1
@@ -106,7 +105,7 @@ class SampleClient:
         def told() -> bool:
             return shards.epoch != epoch or (self.told is not None and self.told.number == number)
 
-        self.engine.wait(told, WAIT_LIMIT_S, "samples to compute on")
+        self.engine.waiting.until(told, WAIT_LIMIT_S, "samples to compute on")
         return self.told if shards.epoch == epoch else None
 
     def handle(self, event: MemberEffect) -> None:

@@ -16,7 +16,7 @@ How it works
 
 Rules
 - One clock is one push to every shard; the exchanges advance together.
-- The I/O thread sends the messages of all exchanges in the order in which `say` was called.
+- The I/O thread sends the messages of all exchanges in the order in which they were given to it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class ShardExchanges:
     ) -> None:
         self.link, self.mode, self.arrays, self.tuning, self.wait, self.group = link, mode, arrays, tuning, wait, group
         self.exchanges: list[Exchange[Array]] = []
+        self._each: list[tuple[int, Exchange[Array]]] = []  # pairs of a shard's number and its exchange
         self.replicas: list[ArrayReplica[Array]] = []
         self.ours = range(0)  # the shards of these exchanges: all shards, or those of this rank's slice
         self.count = 0  # number of all shards; 0: no place in the run yet
@@ -91,11 +92,6 @@ class ShardExchanges:
     def whole(self) -> bool:
         """True if the shards publish whole states, not differences."""
         return self.tuning.down_lossless and self.mode.fragments == 1
-
-    @property
-    def _each(self) -> list[tuple[int, Exchange[Array]]]:
-        """Pairs of a shard's number and its exchange."""
-        return list(zip(self.ours, self.exchanges, strict=True))
 
     @property
     def missed(self) -> int:
@@ -136,7 +132,7 @@ class ShardExchanges:
         self.place = event.epoch
         for shard, exchange in self._each:
             begun = exchange.begin(*_place(event))
-            self.say(shard, begun if follow else [])
+            self.link.say(shard, begun if follow else [])
 
     def _cut(self, event: e.MemberStarted | e.MemberResharded) -> None:
         """Make an exchange and a replica for each shard of this event. Residuals move with their keys."""
@@ -156,6 +152,7 @@ class ShardExchanges:
             for replica in self.replicas:
                 replica.inherit(before)
         self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
+        self._each = list(zip(self.ours, self.exchanges, strict=True))
 
     def _moved(self, event: e.MemberResharded) -> None:
         """Go on with new key ranges or a new plan.
@@ -166,13 +163,13 @@ class ShardExchanges:
         self._cut(event)
         for shard, exchange in self._each:
             going = exchange.go_on(*_place(event), before) if self.group is None else exchange.begin(*_place(event))
-            self.say(shard, going)
+            self.link.say(shard, going)
         if self.pulls is not None:
             self._pull(self.pulls)
 
     def _pull(self, last: bool) -> None:
         for shard, exchange in self._each:
-            self.say(shard, exchange.ask_shared(last))
+            self.link.say(shard, exchange.ask_shared(last))
 
     @property
     def master_clock(self) -> int:
@@ -191,12 +188,12 @@ class ShardExchanges:
             case e.GiveWeights(shard):
                 exchange = self._with(shard)
                 keys = exchange.replica.begin, exchange.replica.end
-                self.say(shard, exchange.give(self.arrays.first(*keys)))
+                self.link.say(shard, exchange.give(self.arrays.first(*keys)))
             case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
-                self.say(shard, self._with(shard).take(event))
+                self.link.say(shard, self._with(shard).take(event))
             case e.PushesPaused(at):
                 for exchange in self.exchanges:
-                    exchange.held_at = at
+                    exchange.hold(at)
             case e.MemberResharded():
                 self._moved(event)
             case e.LinkMeasured():
@@ -205,11 +202,11 @@ class ShardExchanges:
     def _with(self, shard: int) -> Exchange[Array]:
         return self.exchanges[shard - self.ours.start]
 
-    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        if messages:
-            self.link.say(shard, messages)
-
     # Waiting.
+
+    def begin_step(self) -> None:
+        """Begin a step, which has not waited yet."""
+        self.wait_s = 0.0
 
     def wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait until the present clock may compute on every shard's state."""
@@ -225,7 +222,7 @@ class ShardExchanges:
     def need(self, settled: int) -> None:
         """Ask each shard whose state lacks updates before clock `settled` to publish its next state at once."""
         for shard, exchange in self._each:
-            self.say(shard, exchange.need(settled))
+            self.link.say(shard, exchange.need(settled))
 
     def wait_settled(self, settled: int) -> None:
         """Wait until every shard's state has all updates before clock `settled`, or until this worker has rejoined."""
@@ -239,6 +236,10 @@ class ShardExchanges:
         self.wait_s += time.monotonic() - before
 
     # Pushing.
+
+    def weigh(self, samples: int) -> None:
+        """Set the weight of the next push; 0: the default."""
+        self.samples_pending = samples
 
     def push(
         self,
@@ -280,7 +281,7 @@ class ShardExchanges:
         self.tuning.encoded(time.monotonic() - began)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
         for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
-            self.say(shard, exchange.push(pieces, samples, coding, hyper, more))
+            self.link.say(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
     def send_part(
@@ -298,19 +299,19 @@ class ShardExchanges:
                 first part only.
         """
         samples = (self.samples_pending or self.samples) if counts else 0
-        self.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
+        self.link.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
         """End the present clock, once `send_part` has sent all parts."""
         coding = self._next_coding()
         for shard, exchange in self._each:
-            self.say(shard, exchange.pushed(coding))
+            self.link.say(shard, exchange.pushed(coding))
         self._said()
 
     def handed_over(self) -> None:
         """End the present clock under gossip: the model was sent in place of an update, and no state is awaited."""
         for exchange in self.exchanges:
-            exchange.clock += 1
+            exchange.hand_over()
         self.clock, self.samples_pending = self.clock + 1, 0
 
     def skip(self) -> None:
@@ -318,19 +319,18 @@ class ShardExchanges:
         self.samples_pending = 0
         coding = self._next_coding()
         for shard, exchange in self._each:
-            self.say(shard, exchange.skip(coding))
+            self.link.say(shard, exchange.skip(coding))
         self.clock += 1
 
     def _next_coding(self) -> str:
         """Return the SPEC for published states after this clock. A switch of `auto` changes the compressor too."""
-        if self.tuning.pushed(self.clock + 1, self.group):
+        if self.tuning.pushed(self.clock + 1, self.group, self.samples_pending):
             for replica in self.replicas:
                 for _, feedback in replica.feedbacks:
                     feedback.change(self.tuning.compressor)
         return self.tuning.coding
 
     def _said(self) -> None:
-        self.tuning.sampled += self.samples_pending
         self.samples_pending = 0
         self.clock += 1
         if self.tuning.chooses:

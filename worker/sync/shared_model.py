@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
 from narrows.protocols.config.modes import FoldRule
 from narrows.worker.model.flat import Array
-from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.launcher_pipe import complain as say
 from narrows.worker.sync.sync_step import RunEngine
 
@@ -21,7 +21,6 @@ class SharedModel:
     """The shared model in the module of one worker.
 
     Attributes:
-        changes: finds what the script has changed of its model.
         kept: this worker's own parameters and buffers while the shared model is shown; else None.
         asks: a request for the run's module buffers is open.
         told: the answer to the request has arrived.
@@ -29,7 +28,6 @@ class SharedModel:
 
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
-        self.changes = WeightEditCheck(engine.flat, engine.tables.weights, engine.settings)
         self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
         self.asks = self.told = False
 
@@ -39,7 +37,7 @@ class SharedModel:
         if engine.finished or self.kept is not None:
             return
         engine.waiting.calls("eval() or shared()")
-        self.changes.look()
+        engine.changes.look()
         kept = engine.flat.kept(), engine.buffers.kept()
         self._set(engine.sync.shared(), own=engine.mode.rule is FoldRule.MIX)
         self.kept = kept
@@ -53,7 +51,7 @@ class SharedModel:
         self.engine.buffers.put_back(buffers)
         if self.engine.slice is not None:
             self.engine.slice.refresh()
-        self.changes.ours()
+        self.engine.flat.written()
 
     def end(self, model: Array, own: bool) -> None:
         """Write the model that this worker ends with to the module; `own` as in `_set`."""
@@ -86,10 +84,14 @@ class SharedModel:
         for _ in range(BUFFERS_LIMIT_S):
             if group is None or group.leads:
                 engine.link.ask_buffers(engine.sync.buffers_clock)
-            by = time.monotonic() + ASK_S
-            engine.wait(lambda by=by: self.told or time.monotonic() > by, HEARD_LIMIT_S, "the module's buffers")  # type: ignore[misc]
+            here = partial(self._here, time.monotonic() + ASK_S)
+            engine.waiting.until(here, HEARD_LIMIT_S, "the module's buffers")
             if self.told if group is None else group.least(self.told)[0]:
                 self.asks = False
                 return
         self.asks = False
         say(f"the run's module buffers did not come within {BUFFERS_LIMIT_S} s: this worker shows its own")
+
+    def _here(self, by_s: float) -> bool:
+        """Return whether the buffers have arrived, or the request is to be made again."""
+        return self.told or time.monotonic() > by_s

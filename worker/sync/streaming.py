@@ -42,7 +42,7 @@ class StreamingStep(UpdateStep):
         if self.resume() and self.drops(closure):
             return None
         loss = self.inner_step(closure)
-        self.shards.wait_s = 0.0
+        self.shards.begin_step()
         if self._merge_due() and pushes:
             self.push()
             self._pushed()

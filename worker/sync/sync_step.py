@@ -17,8 +17,9 @@ from narrows.worker.group.group import Group
 from narrows.worker.model.flat import Array, FlatModel, FloatArray
 from narrows.worker.model.model_slices import ModelSlice
 from narrows.worker.model.module_buffers import BufferState
-from narrows.worker.model.not_finite import Named, SkippedSteps
+from narrows.worker.model.not_finite import SkippedSteps
 from narrows.worker.model.privacy import UpdatePrivacy
+from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.embedding_tables import EmbeddingTables
 from narrows.worker.sync.shard_exchanges import ShardExchanges
@@ -35,8 +36,6 @@ class SyncStep(Protocol):
     local_step: int  # local steps since the last push; below `Mode.local_steps`
     shards: ShardExchanges
     server_gone: bool  # the server is lost and the workers go on without it; only under gossip
-    steps: int  # steps that the script has taken; the engine counts them
-    late: int  # rounds that closed without this worker and are not yet reported to ps-worker (--quorum)
 
     @property
     def clock(self) -> int:
@@ -76,6 +75,9 @@ class SyncStep(Protocol):
 
         Raises NarrowsError after `limit_s` seconds.
         """
+
+    def take_late(self) -> int:
+        """Return the rounds that closed without this worker since the last call (--quorum)."""
 
     def weigh(self, samples: int) -> None:
         """Add `samples` to the weight of the next push."""
@@ -122,30 +124,19 @@ class StepEngine(Protocol):
     settings: Settings
     mode: Mode
     waiting: EventWait
+    group: Group | None  # the group in which this process is one rank, if any
     inner: torch.optim.Optimizer
+    dense: torch.optim.Optimizer  # `inner`, without the optimizers that step embedding tables only
     flat: FlatModel
     slice: ModelSlice | None
     home: Home[Array]
     tables: EmbeddingTables
     tuning: CodecTuning
     privacy: UpdatePrivacy | None
+    hides: bool  # all values that leave this worker get noise (--dp-noise): none without it may leave
     skips: SkippedSteps
+    steps: int  # steps that the script has taken
     finished: bool
-
-    @property
-    def dense(self) -> torch.optim.Optimizer:
-        """The script's optimizer, without the optimizers that step embedding tables only."""
-
-    @property
-    def group(self) -> Group | None:
-        """The group in which this process is one rank, if any."""
-
-    @property
-    def hides(self) -> bool:
-        """True if all values that leave this worker get noise (--dp-noise). Then nothing without noise may leave it."""
-
-    def wait(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """Handle events until `done()` is true; see `EventWait.until`. Raises NarrowsError after `limit_s` seconds."""
 
     def optimize(self, closure: Callable[[], Any] | None) -> Any:
         """Step the script's optimizer along the gradients, in a group along their mean over the ranks.
@@ -156,14 +147,6 @@ class StepEngine(Protocol):
     def reduce(self) -> bool:
         """Reduce the gradients over the ranks of a group. Returns False if a gradient of any rank is not finite."""
 
-    def looked(self, gradients: Named, unless: str = "") -> bool:
-        """Return whether these gradients of a step are finite; if not, the step is skipped.
-
-        Args:
-            gradients: pairs of a tensor's name and its gradient.
-            unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
-        """
-
     def send_buffers(self) -> None:
         """Send the module buffers to the coordinator, which uses those of the live worker with the lowest rank."""
 
@@ -173,6 +156,7 @@ class RunEngine(StepEngine, Protocol):
 
     buffers: BufferState
     sync: SyncStep
+    changes: WeightEditCheck
 
     def meet(self, call: str) -> None:
         """Check that all ranks of a group have called `call`, a name of `event_wait.CALLS`."""

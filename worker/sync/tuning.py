@@ -64,14 +64,20 @@ class CodecTuning:
         """The SPEC for published states; "" if this worker does not choose it, or has not chosen yet."""
         return self.auto.down if self.chooses_down and self.auto.chosen else ""
 
-    def pushed(self, clock: int, group: Group | None = None) -> bool:
+    def pushed(self, clock: int, group: Group | None = None, samples: int = 0) -> bool:
         """Note that the update of the clock before `clock` was pushed, and let `auto` choose.
 
         In a group the first rank chooses for all ranks.
 
+        Args:
+            clock: the next clock.
+            group: the group in which this process is one rank, if any.
+            samples: samples of the update, as step_samples() gave them; 0: unknown.
+
         Returns:
             True if `compressor` or `coding` has changed.
         """
+        self.sampled += samples
         now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
         cost = Clock(
             compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
@@ -89,8 +95,7 @@ class CodecTuning:
         switch = self.auto.clock(cost) if group is None or group.leads else None
         if group is not None:
             before = self.auto.at, self.auto.chosen
-            at, chosen = group.of_first(self.auto.at, self.auto.chosen)
-            self.auto.at, self.auto.chosen = at, bool(chosen)
+            self.auto.follow(*group.of_first(*before))
             if switch is None and before == (self.auto.at, self.auto.chosen):
                 return False
         elif switch is None:

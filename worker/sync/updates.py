@@ -101,9 +101,10 @@ class UpdateStep:
 
     def __init__(self, engine: StepEngine, arrays: WorkerArrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
-        self.shards = ShardExchanges(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
-        engine.waiting.missing = lambda: self.shards.missed
-        self.local_step = self.steps = 0
+        self.shards = ShardExchanges(
+            engine.link, engine.mode, arrays, engine.tuning, engine.waiting.until, engine.group
+        )
+        self.local_step = 0
         self.taken = 0  # local steps since the last push that were not skipped
         self.samples = 0  # samples of those steps, if the script calls step_samples(); else 0
         self.taking = SampleClient(engine, self)
@@ -112,7 +113,7 @@ class UpdateStep:
         self.missed = 0  # rounds that closed without this worker, in this epoch
         self.ended_at = -1  # the run's clock of the final model; -1: not received yet
         self.server_gone = False  # always: a worker of this mode ends when its server is lost
-        self.late = 0  # of the missed rounds, those not yet reported to ps-worker
+        self._late = 0  # of the missed rounds, those not yet reported to ps-worker
 
     @property
     def clock(self) -> int:
@@ -131,7 +132,7 @@ class UpdateStep:
         return self.shards.merging
 
     def weigh(self, samples: int) -> None:
-        self.shards.samples_pending += samples
+        self.shards.weigh(self.shards.samples_pending + samples)
 
     def begin(self, event: e.MemberStarted) -> None:
         self.mode = self.engine.mode
@@ -140,7 +141,8 @@ class UpdateStep:
     def handle(self, event: MemberEffect) -> None:
         self.mode = self.engine.mode
         self.shards.handle(event)
-        self.taking.handle(event)
+        if isinstance(event, (e.RangeArrived, e.MemberResharded)):
+            self.taking.handle(event)
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait for the state that the present clock needs, and compose the replica."""
@@ -152,8 +154,12 @@ class UpdateStep:
         """Count the rounds that closed without this worker, as far as the received states show."""
         missed = self.shards.missed if self.engine.group is None else self.engine.waiting.missed
         if self.composed == self.shards.epoch:
-            self.late += missed - self.missed
+            self._late += missed - self.missed
         self.missed = missed
+
+    def take_late(self) -> int:
+        late, self._late = self._late, 0
+        return late
 
     def compose(self) -> None:
         """Compose the replica, and write it to the parameters."""
@@ -167,7 +173,8 @@ class UpdateStep:
         """
         if self.composed == self.shards.epoch:
             return False
-        self.local_step = self.taken = self.samples = self.shards.samples_pending = 0
+        self.local_step = self.taken = self.samples = 0
+        self.shards.weigh(0)
         self.engine.tables.drop()
         self.ready()
         return True
@@ -210,7 +217,7 @@ class UpdateStep:
         self.moved = True
         loss = self.engine.optimize(closure)
         if self.engine.skips.newest:
-            self.shards.samples_pending = self.samples
+            self.shards.weigh(self.samples)
         else:
             self.taken, self.samples = self.taken + 1, self.shards.samples_pending
         return loss
