@@ -503,14 +503,18 @@ def g(): return parse("dense"), ladder("dense"), json.parse(x), {"compress": "de
     assert spec_readers(source) == ({"a", "b", "c", "d"}, {"e", "f"})
 
 
-# Attributes of objects of Python, NumPy, Numba and torch, which have no verb for what is assigned here.
+# Attributes of objects of Python, NumPy, Numba, torch and trainers, which have no verb for what is assigned here.
 FOREIGN_ATTRIBUTES = {
-    *("atexit", "writeable", "_cache", "__loader__", "grad", "data"),
-    *("tempdir", "argv", "orig_argv", "excepthook"),
+    *("atexit", "writeable", "_cache", "__loader__", "grad", "data", "param_groups", "_opt_called"),
+    *("tempdir", "argv", "orig_argv", "excepthook", "backward", "__iter__"),
+    *("global_step", "best_model_checkpoint", "_initial_global_step", "_globalstep_last_logged"),
+    *("optimizers", "save_checkpoint", "remove_checkpoint", "lightning_module_state_dict", "_batches_that_stepped"),
 }
-ASSIGNED_ELSEWHERE: dict[str, set[str]] = {}  # path: attributes, each with the reason
+ASSIGNED_ELSEWHERE: dict[str, set[str]] = {  # path: attributes, each with the reason
+    "worker/optimizer.py": {"state"},  # of a torch optimizer
+}
 UNCHECKED_YET = (
-    *("worker/", "compression/", "protocols/", "ps/command/", "ps/coordinator/", "ps/dashboard/", "ps/probe/"),
+    *("compression/", "protocols/", "ps/command/", "ps/coordinator/", "ps/dashboard/", "ps/probe/"),
     *("ps/process/", "ps/replication/", "ps/shard/", "ps/store/"),
 )
 

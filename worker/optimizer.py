@@ -56,6 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         IncompatibleError: the model is not the model of the run.
     """
 
+    _session: session.Session
+
     def __init__(
         self,
         inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -80,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
-        self._session: session.Session = session.of_new_training()
+        self._session = session.of_new_training()
         if isinstance(self._session, session.LocalSession):
             session.tell_alone(model)
         if isinstance(self._session, session.RunSession):

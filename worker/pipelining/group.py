@@ -65,10 +65,12 @@ def by_schedule() -> bool:
 class ReceiveWork(CompletedWork):
     """The receipt of one tensor. Tensors of one peer and tag are filled in the order of their recv calls."""
 
+    filled: bool
+
     def __init__(self, group: PipelineGroup, tensor: torch.Tensor, peer: int, tag: int) -> None:
         super().__init__()
         self.group, self.tensor, self.peer, self.tag = group, tensor, peer, tag
-        self.filled: bool = False
+        self.filled = False
 
     def is_completed(self) -> bool:
         while not self.filled and self.group.peers.has(self.peer, self.tag):
