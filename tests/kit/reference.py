@@ -4,6 +4,7 @@ Nothing here is fast or shares code with the package. reference_payload.py has t
 of this file are the values that the tests use.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def compact_blocks(bits: Array, k: int, block: int, places: Array, keys: Array, 
 # --- random numbers ---
 
 
+@cache  # tests ask for the same few blocks again and again
 def philox(counter: int, key_low: int, key_high: int) -> list[int]:
     """Return the four words of Philox4x32-10 for the counter (counter, 0, 0, 0)."""
     c, k = [counter, 0, 0, 0], [key_low, key_high]
@@ -432,14 +434,23 @@ def values_of(kind: str, count: int) -> Array:
     """Return float32[count] of a kind. Each kind resembles a real update, or breaks a careless kernel."""
     rng = np.random.default_rng(count)
     normal = rng.standard_normal(count, dtype=np.float32)
-    values = {
-        "normal": normal,
-        "zeros": np.where(normal > 0, 0.0, -0.0),
-        "equal": np.where(normal > 0, 1.5, -1.5),
-        "ties": np.round(normal * 2) / 8,
-        "denormal": normal * 1e-41,
-        "wide": normal * 2.0 ** rng.integers(-120, 120, count),
-        "huge": np.where(normal > 0, 3.4028235e38, normal),
-        "rows": np.where(np.arange(count) // 64 % 37 == 5, normal, 0.0),
-    }
-    return values[kind].astype(np.float32)
+    match kind:
+        case "normal":
+            values = normal
+        case "zeros":
+            values = np.where(normal > 0, 0.0, -0.0)
+        case "equal":
+            values = np.where(normal > 0, 1.5, -1.5)
+        case "ties":
+            values = np.round(normal * 2) / 8
+        case "denormal":
+            values = normal * 1e-41
+        case "wide":
+            values = normal * 2.0 ** rng.integers(-120, 120, count)
+        case "huge":
+            values = np.where(normal > 0, 3.4028235e38, normal)
+        case "rows":
+            values = np.where(np.arange(count) // 64 % 37 == 5, normal, 0.0)
+        case _:
+            raise ValueError(kind)
+    return values.astype(np.float32)
