@@ -10,10 +10,10 @@ How it works
 
 1. A codec says how a payload is read: RAW float32 as it lies in memory, CODED payloads that describe themselves
    (payload.py), ROWS of an embedding table (rows.py), VOID for a part whose values do not count.
-2. A receiver checks a piece before it adds it. `check` returns the squared L2 norm of the values, or a bound that
-   costs nothing: --max-update-norm needs it.
-3. Code that has pieces calls `check`, `add` and `put` and knows no codec. Arrays on a device have the same methods
-   (compression/device/).
+2. A receiver checks a piece before it adds it. `check` returns the squared L2 norm of the values (RAW), or an upper bound
+   of it from the payload's scales (CODED): --max-update-norm needs it.
+3. Code that has pieces calls `check`, `add` and `put`, and needs the codec only to set rows and void parts aside. Arrays
+   on a device have the same methods (compression/device/).
 """
 
 import math
@@ -99,7 +99,7 @@ def _put_coded(payload: Payload, weight: float, out: FloatArray) -> None:
 
 
 def _check_void(payload: Payload, count: int, finite: bool) -> float:
-    raise PayloadError("nothing travels as nothing")
+    raise PayloadError("codec VOID is internal: no peer may send it")
 
 
 def _add_nothing(payload: Payload, weight: float, out: FloatArray) -> None:
@@ -144,7 +144,7 @@ def check(piece: PieceLike, *, finite: bool = False) -> float:
         finite: also refuse NaN and infinity, and measure the norm.
 
     Returns:
-        With `finite` the squared L2 norm of the values, or an upper bound that costs nothing to know; else 0.0.
+        With `finite` the squared L2 norm of the values (RAW), or an upper bound of it (CODED); else 0.0.
 
     Raises:
         PayloadError: the payload is not valid for these keys, in one sentence.

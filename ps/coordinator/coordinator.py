@@ -11,8 +11,8 @@ How it works
 
 1. A message or a tick changes the state of one decision: `Members` admits a worker, `Clocks` sees in a Report which
    updates are on all shards.
-2. `_decide` asks the decisions in their order until none has anything more to decide. A decision reads `Run` and
-   the decisions before it, never those after it.
+2. `_decide` asks the decisions in their order until none has anything more to decide. A decision reads `Run` and other
+   decisions. It changes another decision only by a method of that decision.
 3. Each decision adds its fields to the ledger. The coordinator sends the ledger to each shard, and repeats it every
    `LEDGER_RETRY` until a Report shows that the shard has seen it.
 4. A shard obeys the newest ledger and reports what it has seen and done. Each Report replaces the one before, so a

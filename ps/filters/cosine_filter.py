@@ -41,12 +41,12 @@ class CosineFilter:
         self.struck: Counter[int] = Counter()  # updates of each worker that were left out
         self.logs: list[Log] = []
 
-    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sampled: Sequence[UpdateSample]) -> list[float]:
         """Return 1 for each update that counts, 0 for each that is left out."""
-        for look in sample:
-            self._saw(look.worker, look.sample)
+        for update in sampled:
+            self._saw(update.worker, update.sample)
         cosines = self.cosines()
-        return [self._factor(look.worker, look.clock, cosines) for look in sample]
+        return [self._factor(update.worker, update.clock, cosines) for update in sampled]
 
     def _saw(self, worker: int, values: FloatArray) -> None:
         """Take an update into the worker's mean direction."""

@@ -89,27 +89,27 @@ class NormClip:
         self.struck: Counter[int] = Counter()  # updates of each worker that were shortened
         self.logs: list[Log] = []
 
-    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sampled: Sequence[UpdateSample]) -> list[float]:
         """Return the factor of each update: 1 if it is short enough."""
-        if not sample:
+        if not sampled:
             return []
-        known = [*self.recent, *(look.length for look in sample)] if len(sample) > 1 else [*self.recent]
-        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(sample)) else FIRST * self.weights()
+        known = [*self.recent, *(update.length for update in sampled)] if len(sampled) > 1 else [*self.recent]
+        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(sampled)) else FIRST * self.weights()
         limit = self.most * usual or math.inf
-        for look in sample:
-            self.recent.append(min(look.length, limit))
-            if look.length > limit:
-                self._strike(look, usual)
-        return [usual / look.length if look.length > limit else 1.0 for look in sample]
+        for update in sampled:
+            self.recent.append(min(update.length, limit))
+            if update.length > limit:
+                self._strike(update, usual)
+        return [usual / update.length if update.length > limit else 1.0 for update in sampled]
 
-    def _strike(self, look: UpdateSample, usual: float) -> None:
+    def _strike(self, update: UpdateSample, usual: float) -> None:
         """Count a shortened update, and log the first of each worker."""
-        self.struck[look.worker] += 1
-        if self.struck[look.worker] > 1:
+        self.struck[update.worker] += 1
+        if self.struck[update.worker] > 1:
             return
-        found = f"update {look.clock} of worker {look.worker} is {look.length / usual:.3g} times as long as usual"
+        found = f"update {update.clock} of worker {update.worker} is {update.length / usual:.3g} times as long as usual"
         text = f"shard {self.index}: {found} and is shortened; more of its updates are only counted"
-        told = {"worker": look.worker, "clock": look.clock, "shard": self.index, "text": text}
+        told = {"worker": update.worker, "clock": update.clock, "shard": self.index, "text": text}
         self.logs.append(Log("long", told))
 
     def members(self, live: Container[int]) -> None:

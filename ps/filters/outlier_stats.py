@@ -56,28 +56,30 @@ class OutlierStats:
         self.holders = np.zeros(size, np.int32)  # for each position: how many workers' newest updates are not 0 there
         self.logs: list[Log] = []
 
-    def saw(self, sample: Sequence[UpdateSample], factors: Iterable[float]) -> None:
+    def saw(self, sampled: Sequence[UpdateSample], factors: Iterable[float]) -> None:
         """Take updates and their filter factors. Updates of one set (barrier) are compared with each other."""
-        for look in sample:
-            self._newest(look)
-        for look, factor in zip(sample, factors, strict=True):
-            row = self.rows[look.worker]
+        for update in sampled:
+            self._newest(update)
+        for update, factor in zip(sampled, factors, strict=True):
+            row = self.rows[update.worker]
             row.updates += 1
             row.left_out += not factor
             row.shortened += 0 < factor < 1
             if self._compare(row) and row.compared % EVERY == 0:
-                self.logs.append(Log("worker", self._values(look.worker) | {"clock": look.clock}))
+                self.logs.append(Log("worker", self._values(update.worker) | {"clock": update.clock}))
 
-    def _newest(self, look: UpdateSample) -> None:
+    def _newest(self, update: UpdateSample) -> None:
         """Make this the newest update of its worker."""
-        row = self.rows.get(look.worker)
+        row = self.rows.get(update.worker)
         if row is None:
-            row = self.rows[look.worker] = OutlierRow(np.zeros_like(look.sample), np.zeros(look.sample.size, bool))
-        length = float(np.linalg.norm(look.sample.astype(np.float64)))
-        unit = look.sample / np.float32(length) if length else look.sample
+            row = self.rows[update.worker] = OutlierRow(
+                np.zeros_like(update.sample), np.zeros(update.sample.size, bool)
+            )
+        length = float(np.linalg.norm(update.sample.astype(np.float64)))
+        unit = update.sample / np.float32(length) if length else update.sample
         self.total += unit.astype(np.float64) - row.unit
         self.holders -= row.kept
-        row.unit, row.kept = unit, look.sample != 0
+        row.unit, row.kept = unit, update.sample != 0
         self.holders += row.kept
 
     def _compare(self, row: OutlierRow) -> bool:

@@ -37,11 +37,11 @@ class UpdateCheck(Protocol):
     logs: list[Log]
     struck: Counter[int]
 
-    def factors(self, sample: Sequence[UpdateSample]) -> list[float]:
+    def factors(self, sampled: Sequence[UpdateSample]) -> list[float]:
         """Return the factor of each update, from 0 to 1.
 
         Args:
-            looks: The samples of the updates; all lengths are finite. At a barrier the updates are one set.
+            sampled: The samples of the updates; all lengths are finite. At a barrier the updates are one set.
         """
 
     def members(self, live: Container[int]) -> None:
@@ -52,20 +52,25 @@ class UpdateFilters:
     """All filters of one shard."""
 
     def __init__(
-        self, index: int, sample: UpdateSampler, far: UnboundedNorms, checks: Sequence[UpdateCheck], alike: bool = False
+        self,
+        index: int,
+        sampler: UpdateSampler,
+        far: UnboundedNorms,
+        checks: Sequence[UpdateCheck],
+        alike: bool = False,
     ) -> None:
         """Filters that have seen no update.
 
         Args:
             index: The number of the shard.
-            looks: Takes the length and a sample of an update.
+            sampler: Takes the length and a sample of an update.
             far: Finds updates that are absurdly long.
             checks: The filters that flags turn on.
             alike: True if all workers that are not left out have equal shares, whatever samples they name (--robust).
                 Without it and without `checks` no sample is taken.
         """
-        self.index, self.sample, self.far, self.checks, self.alike = index, sample, far, checks, alike
-        self.outlier_stats = OutlierStats(index, sample.at.size) if checks or alike else None
+        self.index, self.sampler, self.far, self.checks, self.alike = index, sampler, far, checks, alike
+        self.outlier_stats = OutlierStats(index, sampler.at.size) if checks or alike else None
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
@@ -85,13 +90,13 @@ class UpdateFilters:
         sound = [each for each, too_long in zip(finite, far, strict=True) if not too_long]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
         if self.outlier_stats is not None:
-            sample = [UpdateSample(worker, clock, *self.sample(update)) for worker, clock, update in sound]
-            sample = [look for look in sample if look.length < math.inf]  # inf: the square of the length overflowed
-            factors = [1.0] * len(sample)
+            sampled = [UpdateSample(worker, clock, *self.sampler(update)) for worker, clock, update in sound]
+            sampled = [each for each in sampled if each.length < math.inf]  # inf: the square of the length overflowed
+            factors = [1.0] * len(sampled)
             for check in self.checks:
-                factors = [a * b for a, b in zip(factors, check.factors(sample), strict=True)]
-            self.outlier_stats.saw(sample, factors)
-            found = {look[:2]: factor for look, factor in zip(sample, factors, strict=True)}
+                factors = [a * b for a, b in zip(factors, check.factors(sampled), strict=True)]
+            self.outlier_stats.saw(sampled, factors)
+            found = {each[:2]: factor for each, factor in zip(sampled, factors, strict=True)}
         for worker, clock, update in updates:
             if (worker, clock) not in found and not update.empty:
                 self._leave_out(worker, clock)

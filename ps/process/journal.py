@@ -8,17 +8,18 @@ How it works
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
    seen of this machine.
 2. `begin` writes the whole machine anew into the file that is not in use, and then empties the other one. The runner
-   calls it when `due`: after REPLAY_NS of handling, or COPY_TIMES the time of a copy (2 % of the work).
+   calls it when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or
+   when the events take as many bytes as the machine, and at least BYTES_MIN.
 3. A process that was killed leaves both files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
 Rules
-- The files have no name and lie in memory: memfd_create(2), elsewhere temporary files. ps-serve holds them too, so they
-  outlive the process and end with ps-serve.
+- The files have no name. They lie in memory where the system has memfd_create(2), and are temporary files elsewhere.
+  ps-serve holds them too, so they outlive the process and end with ps-serve.
 - A machine that is not whole does not count. A last event that is not whole has not happened.
 - The journal takes at most three times the memory of the machine: the newest copy, a new copy while it is written, and
-  events as large as a copy (64 MiB for a smaller machine). A machine that is
-  larger than the bound has no journal: a process that dies then goes back to a checkpoint.
+  events as large as a copy, or of BYTES_MIN if the copy is smaller.
+- A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
 

@@ -17,7 +17,7 @@ How it works
 3. A view is one choice of server and standby; views are numbered. A member votes once in each view: for the primary,
    or for its standby.
 4. The standby serves with the votes of half of the members. The primary goes on without its standby with the votes of
-   more than half. So the two never serve in one view.
+   more than half. A member votes once in a view, so the two never serve in one view.
 5. Shard 0 decides a view for all shards of its server; the other shards take a view from shard 0 alone.
 
 standby.py is the other side. peer_shards.py has what shard 0 knows of the other shards. docs/archive/decisions.md has the
@@ -73,14 +73,14 @@ class ReplicationPrimary:
         self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
         self.feed, self.first_view, self.followed = ReplicationStream(machine, lost_ns, freeze), first_view, before
         self.said_ns = 0  # when the newest beat was sent
-        # (event, members): the members since this event, by worker; back to the event that the standby acknowledged.
+        # (event, its members by worker). The oldest entry holds at the newest event that the standby has acknowledged.
         self.rosters: deque[tuple[int, dict[int, ReplicatedMember]]] = deque()
         self.known = machine.happened  # the first event of `rosters`: a restarted process lacks the older ones
         self.votes: dict[int, int] = {}  # by worker, the newest view that it voted for this server in
         self.shown = 0  # the newest view whose standby the console has shown
         self.greeted: set[int] = set()  # members that were told of the standby
-        # Since when the standby is silent, 0: it is not. For how long `before` was told that this server serves now.
-        self.missed_ns = self.deposed_ns = 0
+        self.missed_ns = 0  # since when the standby is silent; 0: it is not
+        self.deposed_ns = 0  # for how long this server has told `before` that it serves now
 
     # Events of this shard.
 

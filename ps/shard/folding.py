@@ -2,10 +2,10 @@
 
 How it works
 
-    FoldAtOnce (ssp, async)                          FoldAtBarrier (bsp, local)
+    FoldAtOnce (modes without a barrier)             FoldAtBarrier (`Mode.barrier`: bsp, and local with staleness 0)
     accept(update)                                   accept(update): held, acknowledged HELD
       share  = samples / samples of all members      ... until the ledger closes clock c over a set of (worker, update)
-      weight = share * gain * filter factor          close(c, set), in the order of worker ids
+      weight = share * gain (ADD) * filter factor    close(c, set), in the order of worker ids
       -> Fold | OuterStep | Step                       -> Fold | OuterStep | Step, over the samples of the set
 
 Both return changes (ps/store/changes.py) and touch no array: `Store.apply` carries a change out. The rule of the mode
@@ -15,8 +15,8 @@ with gradients, MIX (gossip) takes over the models that workers hand over at the
 1. The update filters give each update a factor: 1, less where it is shortened, 0 where it is left out.
 2. The samples of an update give its share. Under --robust all workers weigh alike.
 3. Where updates are added, the gain scales their mean (ps/store/update_gain.py).
-4. At a barrier with `max_grad_norm` the shard first tells the coordinator the norm of its part of the mean. The clock
-   closes once the coordinator knows the norm over all shards (`clip`).
+4. At a barrier with `max_grad_norm` the shard first reports the norm of its part of the mean to the coordinator. It folds
+   the clock once the ledger has the norm over all shards (`clip`).
 
 Rules
 - `weight` says what an update was folded with: an acknowledgement carries it, and the worker's replica needs it.
@@ -49,7 +49,8 @@ from narrows.ps.store.hyperparameter_vote import HyperparameterVote
 from narrows.ps.store.update_gain import Gain
 
 FAR_OFF = (
-    "shard {}: the hyper-parameters of worker {} are far from those of the others: its updates are stepped with theirs"
+    "shard {}: the hyper-parameters of worker {} are far from those of the others: "
+    "the server steps its updates with the hyper-parameters of the others"
 )
 
 
@@ -94,8 +95,8 @@ class Folding(Protocol):
     def weight(self, seat: PushSequence, clock: int) -> float | None:
         """Return the weight that accepted update `clock` was folded with.
 
-        None while the barrier holds the update; without a barrier never. 0 if the update has no weight of its own here:
-        it was left out, or it is so old that this list no longer has it.
+        None while the barrier holds the update. 0 if the worker needs no weight: the update was folded at a barrier, a
+        filter left it out, or it is so old that this list no longer has it.
         """
 
     def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:

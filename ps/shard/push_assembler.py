@@ -17,8 +17,8 @@ How it works
 
 Rules
 - A worker's updates are accepted in the order of their clocks, each exactly once.
-- A part with NaN, infinity or no samples keeps its place without its values: the update becomes whole, and the update
-  filters leave it out (ps/filters/update_filters.py).
+- The shard files a part with NaN, infinity or no samples as VOID, without its values. So the update becomes whole, and
+  the update filters leave it out (ps/filters/update_filters.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PushSequence:
     epoch: int
     clock: int
     taken: int  # at a barrier: all updates of this member below this clock are folded into x
-    # all its updates below this clock are published; a newcomer begins with its first clock or min_clock, the smaller
+    # All its updates below this clock are published. A new member begins with the smaller of its first clock and min_clock.
     settled: int
     name: bytes = b""  # the name in the member's routing ids
     peer: bytes = b""  # routing id of the member's newest message
@@ -147,8 +147,10 @@ class PushAssembler:
         if not 0 <= push.samples <= m.CLOCK_MAX:
             raise RemoteProtocolError(f"{push.samples} samples")
         pieces = seat.partial.get(push.clock, {}) | {push.part: push}
-        whole = len(pieces) >= push.parts and not covers([(each.begin, each.end) for each in pieces.values()], *keys)
-        if whole or any(each.parts != push.parts for each in pieces.values()):
+        uncovered = len(pieces) >= push.parts and not covers(
+            [(each.begin, each.end) for each in pieces.values()], *keys
+        )
+        if uncovered or any(each.parts != push.parts for each in pieces.values()):
             raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
         seat.partial[push.clock], seat.squared[push.clock, push.part] = pieces, squared
 

@@ -1,5 +1,6 @@
-"""The modes and SPECs that tests are tried with. A new mode is one row of `MODES`, a new stage some words of `SPECS`.
+"""The modes and SPECs that tests are tried with.
 
+A new mode is one row of `MODES`, a new stage some SPECs of `SPECS` and a row of `EACH_STAGE`.
 tests/runs/test_kit.py checks that no mode of narrows.protocols and no stage of narrows.compression is left out.
 """
 

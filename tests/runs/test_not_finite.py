@@ -133,5 +133,5 @@ def test_what_counts_for_nothing_has_no_values() -> None:
     assert (out == 1).all()
     codecs.put(Piece(VOID, 0, 4, b""), 2.0, out, 0)
     assert not out.any()
-    with pytest.raises(PayloadError, match="nothing travels as nothing"):
+    with pytest.raises(PayloadError, match="VOID is internal"):
         codecs.check(Piece(VOID, 0, 4, b""))

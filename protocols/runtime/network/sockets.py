@@ -2,7 +2,7 @@
 
 How it works
 
-    listen ── ROUTER <── peers that dial this process: a peer is its routing id (bytes), a `DiallerId` in runs with keys
+    listen ── ROUTER <── peers that dial this process: a peer is its routing id (bytes; with keys a `DiallerId`)
     send(address, frames) ── DEALER for each address: a peer is the address that this process dialled (str)
     receive(limit_ms) yields (peer, frames), at most BURST of one socket in a row
 
@@ -17,7 +17,7 @@ How it works
 Rules
 - One thread owns a `Sockets`. Another thread may only `wake` it.
 - Nothing that a peer sends raises an exception. A library error costs the message that was being read, and is counted
-  (`LibraryFaults`). Only FAULTS_MAX of them in a row are raised.
+  (`LibraryFaults`). The error is raised only after FAULTS_MAX of them in a row.
 - Only this file, curve_auth.py and encryption_cost.py import zmq.
 """
 
@@ -389,7 +389,7 @@ class Sockets:
         return peer, [frame.buffer for frame in frames]
 
     def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:
-        """Return the frames of the next message; of a message with too many frames, one more than allowed.
+        """Return the frames of the next message, at most FRAMES_MAX + 1 of them.
 
         Such a message must be read to its end before the next one. So its connection is ended, and the rest is thrown
         away a part in each turn.

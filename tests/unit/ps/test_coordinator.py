@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -382,27 +380,10 @@ def test_a_roster_goes_to_who_knows_what_to_do_with_it_once() -> None:
 # Each owns its fields.
 
 
-def foreign(source: str) -> Iterator[str]:
-    """Assignments to a field of what is a field: `self.other.field = ...`."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Attribute)
-        ):
-            yield ast.unparse(node)
-
-
 def test_decisions_share_out_the_fields_of_a_ledger() -> None:
     decisions = coordinator.Coordinator(Settings().validated(), 1).decisions
     named = [name for decision in decisions for name in decision.fields(0)]
     assert sorted([*named, "version", "report_seen"]) == sorted(m.Ledger.__slots__)
-
-
-def test_no_decision_assigns_to_the_fields_of_another() -> None:
-    assert [name for path in FILES for name in foreign(path.read_text("utf-8"))] == []
-    found = set(foreign("self.a, self.rounds.min_clock = 1, 2\nself.run.epoch += 1"))
-    assert found == {"self.rounds.min_clock", "self.run.epoch"}
 
 
 # The door.
