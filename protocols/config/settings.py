@@ -13,7 +13,7 @@ How it works
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, FoldRule, Mode, outer_momentum
@@ -314,7 +314,7 @@ class Settings:
         return told | {"text": f"plan {self.plan_number} from clock {clock} on: {summary}"}
 
     def packed(self) -> bytes:
-        return pack(asdict(self))
+        return pack({f.name: getattr(self, f.name) for f in fields(self)})
 
     @staticmethod
     def unpacked(packed: bytes) -> Settings:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError
@@ -87,6 +88,7 @@ class SummaryRow:
 
 Rows = Callable[[], tuple[SummaryRow, ...]]
 KINDS = tuple(str(f.type) for f in fields(Summary))
+_values = attrgetter(*(f.name for f in fields(Summary)))
 
 
 def packed(rows: Sequence[SummaryRow]) -> bytes:
@@ -104,7 +106,7 @@ def packed(rows: Sequence[SummaryRow]) -> bytes:
 
 
 def _plain(row: SummaryRow) -> list[Any]:
-    return [[*row.path], row.host, row.runs, *map(_fits, astuple(row.summary), KINDS)]
+    return [[*row.path], row.host, row.runs, *map(_fits, _values(row.summary), KINDS)]
 
 
 def _fits(value: Any, kind: str) -> Any:

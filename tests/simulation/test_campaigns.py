@@ -75,7 +75,7 @@ def _gain_of(run: Run) -> float:
 
 
 def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
-    runs = [Run(with_quorum(seed)).run() for seed in range(20)]
+    runs = [Run(with_quorum(seed)).run() for seed in range(8)]
     assert all(run.checker.late for run in runs)
     assert {run.case.settings.grace >= 0 for run in runs} == {True, False}
     assert max(age for run in runs for _, _, age in run.checker.late) > 3
@@ -83,11 +83,10 @@ def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_seed_replays_exactly(restart: bool) -> None:
-    for seed in range(3):
-        first, second = (Run(case_of(seed, restart)).run() for _ in range(2))
-        assert (first.sim.digest, first.sim.now_ns) == (second.sim.digest, second.sim.now_ns)
-        assert first.sim.struck == second.sim.struck
-    assert Run(case_of(3, restart)).run().sim.digest != first.sim.digest
+    first, second, other = (Run(case_of(seed, restart)).run() for seed in (2, 2, 3))
+    assert (first.sim.digest, first.sim.now_ns) == (second.sim.digest, second.sim.now_ns)
+    assert first.sim.struck == second.sim.struck
+    assert other.sim.digest != first.sim.digest
 
 
 def test_the_generator_is_splitmix64() -> None:
@@ -110,7 +109,7 @@ def deaths(seed: int) -> Case:
 
 
 def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
-    for seed in range(2 * len(DRAWN_MODES)):
+    for seed in range(len(DRAWN_MODES)):
         Run(deaths(seed)).run()
 
 

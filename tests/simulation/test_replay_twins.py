@@ -23,7 +23,7 @@ from simulation.mirror import Violation
 from simulation.replay_twins import Twin
 from simulation.trees import Tree, fault_case
 
-RUNS, RESTARTS, TREES = len(DRAWN_MODES), 2, 2
+RUNS, RESTARTS, TREES = len(DRAWN_MODES), 1, 1
 REPLAYS_LEAST = 20  # of one run
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 

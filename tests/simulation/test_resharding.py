@@ -24,7 +24,7 @@ from simulation.remote_shards import Visited, visit_of
 from simulation.replay_twins import Twin
 from simulation.resharding import Moved, moves_of
 
-RUNS, RESTARTS, KILLS, TWINS, VISITS = 12, 6, 9, 1, 8
+RUNS, RESTARTS, KILLS, TWINS, VISITS = 7, 4, 5, 1, 6
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 
 

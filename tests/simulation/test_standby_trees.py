@@ -17,8 +17,8 @@ from simulation.bug_hunt import hunt
 from simulation.mirror import Violation
 from simulation.standby_trees import House, PairCase, Pairs, Serving, Strike, fenced, pair_case
 
-RUNS = 17
-QUIET, FENCED = 6, 3
+RUNS = 10
+QUIET, FENCED = 4, 2
 PLANTED_RUNS = 150  # within so many a planted bug is found
 
 
@@ -26,7 +26,7 @@ def test_nothing_is_lost_on_either_level() -> None:
     struck: Counter[str] = Counter()
     for seed in range(RUNS):
         struck += Pairs(pair_case(seed)).run().sim.struck
-    assert min(struck[what] for what in ("root lost", "cluster lost", "shard killed", "cuts", "lost", "turned")) > 3, (
+    assert min(struck[what] for what in ("root lost", "cluster lost", "shard killed", "cuts", "lost", "turned")) > 1, (
         struck
     )
 

@@ -22,7 +22,7 @@ from simulation.mirror import Violation
 from simulation.simulator import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
 
-RUNS = 40
+RUNS = 24
 PLANTED_RUNS = 150  # within so many a planted bug is found
 
 
@@ -37,7 +37,7 @@ def test_nothing_is_lost_and_one_serves() -> None:
     for seed in range(RUNS):
         struck += Theatre(seed).run().sim.struck
     faults = ("took over", "alone", "moved", "machine lost", "process killed", "failed by itself", "cuts")
-    assert min(struck[what] for what in faults) > 5, struck
+    assert min(struck[what] for what in faults) > 2, struck
 
 
 def lose(theatre: Theatre, server: str) -> None:
@@ -53,7 +53,7 @@ def part(theatre: Theatre, one: str, other: str) -> None:
 
 @pytest.mark.parametrize(("fault", "words"), [(lose, "a"), (lose, "b"), (part, "ab")])
 def test_one_fault_delays_nobody_by_more_than_a_lease(fault: Callable[..., None], words: str) -> None:
-    for seed in range(10):
+    for seed in range(5):
         theatre = Theatre(seed, quiet=True)
         theatre.sim.at(10 * NS, fault, theatre, *words)
         theatre.run()
@@ -65,7 +65,7 @@ def test_one_fault_delays_nobody_by_more_than_a_lease(fault: Callable[..., None]
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_standby_copies_anew_what_begins_from_a_checkpoint(index: int) -> None:
     """A shard fails while it is being copied. Its standby needs no help, and can take over."""
-    for seed in range(10):
+    for seed in range(5):
         theatre = Theatre(seed, quiet=True)
         if index >= theatre.shards:
             continue

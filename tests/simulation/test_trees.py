@@ -88,11 +88,18 @@ def test_bytes_pass_a_wire_one_after_the_other_and_links_share_it() -> None:
 # Rounds, on links that are fixed, against tests/simulation/closed_forms.py.
 
 
-@pytest.mark.parametrize("below", BELOW)
-@pytest.mark.parametrize("above", [above for above in ABOVE if "compress" not in ABOVE[above]])
+LEVELS = [
+    (above, below)
+    for row, above in enumerate(above for above in ABOVE if "compress" not in ABOVE[above])
+    for column, below in enumerate(BELOW)
+    if (row + column) % 2 == 0
+]  # every second pair: each mode above with two or three below
+
+
+@pytest.mark.parametrize(("above", "below"), LEVELS)
 def test_a_round_takes_what_the_closed_form_says(above: str, below: str) -> None:
     """Neighbours have other links and step times: of two seeds in turn."""
-    seed = ([*ABOVE].index(above) + [*BELOW].index(below)) % 2
+    seed = [*BELOW].index(below) % 2
     clocks = ROUNDS * ABOVE[above].get("local_steps", 1)
     case = tree_of(seed, ABOVE[above], BELOW[below], 3, 3, clocks)
     tree, forms = Tree(case).run(), Forms(case)
@@ -131,10 +138,11 @@ def test_the_form_of_a_case_by_hand() -> None:
 
 
 def test_a_medium_tree() -> None:
-    case = tree_of(2, ABOVE["ssp"], BELOW["ssp"], 10, 20, ROUNDS)
+    rounds = 8
+    case = tree_of(2, ABOVE["ssp"], BELOW["ssp"], 10, 20, rounds)
     tree = Tree(case).run()
-    assert tree.events > 20 * WHOLE_EVERY
-    assert explained(Forms(case).round_s(), measured_s(tree), ROUNDS)
+    assert tree.events > 10 * WHOLE_EVERY
+    assert explained(Forms(case).round_s(), measured_s(tree), rounds)
 
 
 # Planted bugs: what each machine guards, taken out.
