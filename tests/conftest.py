@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def kept_for_kernels(pytestconfig: pytest.Config) -> Path:
+    """A folder for what is compiled from compression/, half a minute of a core. Pytest keeps the folder while no source and no
+    compiler changes."""
+    tests = Path(__file__).resolve().parent
+    compilers = ("numba", "llvmlite", "numpy", "cuda-", "nvidia-")
+    installed = sorted({f"{each.name} {each.version}" for each in distributions() if each.name.startswith(compilers)})
+    parts = [" ".join([sys.version, *installed]).encode(), (tests / "kit" / "cuda_linked.py").read_bytes()]
+    parts += [path.read_bytes() for path in sorted((tests.parent / "compression").rglob("*.py"))]
+    cache = pytestconfig.cache
+    assert cache is not None
+    folder = cache.mkdir("narrows-kernels") / hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    folder.mkdir(exist_ok=True)
+    for old in folder.parent.iterdir():
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)  # another process of xdist removes it too
+    return folder
