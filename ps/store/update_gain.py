@@ -13,7 +13,7 @@ Rules
   (worker/model/optimizer_scaling.py).
 - The gain is a function of the folds in their order, so a replay measures the same.
 
-docs/design/gain.md has what was tried, and the figures.
+docs/design/gain.md has the reasons, docs/archive/design-figures.md what else was tried.
 """
 
 from __future__ import annotations
