@@ -56,6 +56,7 @@ from narrows.worker.group.group_link import joined as through_first
 from narrows.worker.model import device_placement
 from narrows.worker.runtime import child_process, launcher_pipe
 from narrows.worker.runtime.child_process import LoaderFacts, NotAWorkerError, WorkerOfChild, only_here
+from narrows.worker.runtime.config import WorkerConfig, told
 from narrows.worker.runtime.connect import let_in
 from narrows.worker.runtime.launcher_pipe import say as _say
 from narrows.worker.runtime.launcher_pipe import tell as _tell
@@ -161,35 +162,31 @@ class RunSession(LoaderFacts):
     def __init__(self, address: str) -> None:
         self.began_unix = time.time()
         self.pid = os.getpid()
-        self.group = Group.of_environment()
+        self.config = config = WorkerConfig.taken()
+        self.group = Group.of(config)
         self.tells = self.group is None or self.group.leads  # this process writes the worker's record
         warm_up(lambda text: _tell("say", text=text))
-        connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
-        lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
-        # The variables are removed, so that processes that the script starts do not join as this worker.
-        token = os.environ.pop("NARROWS_TOKEN", "") or uuid.uuid4().hex
-        expect = bytes.fromhex(os.environ.get("NARROWS_EXPECT", ""))
-        file = os.environ.pop("NARROWS_KEY", "")
-        key = member_key(file, "--key") if file else None
-        _watch_launcher(address, token, key)
+        token = config.token or uuid.uuid4().hex
+        key = member_key(config.key, "--key") if config.key else None
+        _watch_launcher(address, token, key, config.parent_fd)
 
         def dial(one: str, limit_s: float) -> MemberLink:
-            timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(lost_s * NS))
+            timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(config.server_timeout * NS))
             return (MemberLink if self.group is None else GroupLink)(
-                one, token, socket.gethostname(), expect, timing, key
+                one, token, socket.gethostname(), config.expect, timing, key
             )
 
         addresses = parse_addresses("--server", address)
         self.link: MemberLink
         if self.group is None:
-            self.link, joined = let_in(addresses, dial, connect_s)
+            self.link, joined = let_in(addresses, dial, config.connect_timeout)
             self.rank, self.world_size = joined.rank, joined.world_size
         else:
-            self.link, joined = through_first(self.group, lambda: let_in(addresses, dial, connect_s))
+            self.link, joined = through_first(self.group, lambda: let_in(addresses, dial, config.connect_timeout))
             # Each worker has a share of the samples, and each process of its group has a share of the worker's share.
             self.rank = joined.rank + joined.world_size * self.group.rank
             self.world_size = joined.world_size * self.group.size
-        for name in os.environ.get("NARROWS_SETS", "").split():
+        for name in config.sets:
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
         self.engine: Engine | None = None
@@ -217,9 +214,16 @@ class RunSession(LoaderFacts):
             raise UsageError(SECOND_AFTER if self.engine.finished else SECOND)
         if self.settings.mode().rule is FoldRule.MIX and self.group is None:
             self.link.listen()
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
+        self.engine = Engine(
+            self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank, self.config
+        )
         self.moments = OptimizerStateFile.of(
-            self.engine, self.engine.changes.owned, lambda: self.clock, self.rank, self.began_unix
+            self.engine,
+            self.engine.changes.owned,
+            lambda: self.clock,
+            self.rank,
+            self.config.checkpoint_dir,
+            self.began_unix,
         )
         self.tell_children()
         self._begun = self.link.bytes_up, self.link.bytes_down
@@ -357,7 +361,7 @@ def current() -> Session:
 
 
 def _opened() -> Session:
-    address = os.environ.get("NARROWS_SERVER", "")
+    address: str = told("server")
     if child_process.is_child():
         return WorkerOfChild()
     if not address:
@@ -407,21 +411,20 @@ def tell_alone(model: torch.nn.Module) -> None:
             )
 
 
-def _watch_launcher(address: str, token: str, key: SecretKeyFile | None) -> None:
+def _watch_launcher(address: str, token: str, key: SecretKeyFile | None, parent_fd: int) -> None:
     """Start a thread that waits for the end of the ps-worker that started this process.
 
     Then it tells the coordinator that the worker has left, and ends this process group, which has only processes of
     this script.
     """
-    parent_fd = os.environ.pop("NARROWS_PARENT_FD", "")
 
     def watch() -> None:
-        os.read(int(parent_fd), 1)  # ps-worker writes nothing: the read returns when ps-worker ends
+        os.read(parent_fd, 1)  # ps-worker writes nothing: the read returns when ps-worker ends
         _orphaned.set()
         tell_left(address, token, key)
         _end_group()
 
-    if parent_fd:
+    if parent_fd >= 0:
         atexit.register(only_here(_end_group))  # the script may end before the thread sees it
         threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
 
@@ -434,7 +437,7 @@ def _end_group() -> None:
 
 def _end(error: NarrowsError) -> NoReturn:
     """Print `error`, which is one sentence and needs no traceback, and end this process with its exit code."""
-    if os.environ.get("NARROWS_DEBUG"):
+    if told("debug"):
         traceback.print_exception(error)
     if isinstance(error, GroupEndedError):
         time.sleep(LAST_S)  # the process that failed first ends first; ps-worker reports it, and ends this one

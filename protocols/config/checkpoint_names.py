@@ -1,4 +1,4 @@
-"""Names of the files in a run's --checkpoint-dir, and of the variables that give a worker its folders.
+"""Names of the files in a run's --checkpoint-dir.
 
 Writers and readers of these files take the names from here.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import re
 
-FOLDER = "NARROWS_CHECKPOINT_DIR"  # the variable with a worker's --checkpoint-dir
-# The variable with a folder that all workers of one ps-worker share; see worker/runtime/device.py.
-MACHINE_DIR = "NARROWS_MACHINE_DIR"
 SHARD = re.compile(
     r"shard-(\d+)\.clock-(\d+)\.safetensors"
 )  # a shard's checkpoint, see ps/checkpoints/checkpoint_files.py

@@ -175,5 +175,5 @@ def groups(settings: Settings, sizes: Sequence[int], cluster: Cluster | None = N
             patch.setattr(session, name, lambda address, token, *rest: scripts.Link(cluster, token))
         patch.setattr(session, "current", lambda: _here.session)
         patch.setattr(session, "through_first", _joined)
-        patch.setattr(Group, "of_environment", staticmethod(lambda: getattr(_here, "group", None)))
+        patch.setattr(Group, "of", staticmethod(lambda config: getattr(_here, "group", None)))
         yield Groups(cluster, sizes)

@@ -17,7 +17,6 @@ from kit.scripts import batch, loss_of, run, seeded
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from narrows.protocols.config.checkpoint_names import FOLDER
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.worker import DistributedOptimizer, step_count
@@ -281,7 +280,7 @@ def test_a_teacher_goes_on_after_a_resume(
     settings: Settings, by_data: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "states"
-    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(folder))
     said: list[str] = []
     monkeypatch.setattr(weight_edit_check, "say", said.append)
     cluster = OnDisk(settings.validated(), tmp_path / "run")
@@ -315,7 +314,7 @@ def test_a_teacher_that_is_kept_nowhere_is_told_of(capsys: pytest.CaptureFixture
 def test_frozen_parameters_that_stay_are_neither_told_of_nor_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "states"))
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(tmp_path / "states"))
     monkeypatch.setattr(Taught, "move", lambda self, by_data: None)
     with run(BSP) as started:
 
@@ -328,7 +327,7 @@ def test_frozen_parameters_that_stay_are_neither_told_of_nor_kept(
 
 
 def test_in_a_group_each_process_keeps_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "states"))
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(tmp_path / "states"))
     settings = Settings(sync="ssp", shards=2).validated()
     cluster = OnDisk(settings, tmp_path / "run")
     with groups(settings, [2], cluster) as started:

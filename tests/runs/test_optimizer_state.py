@@ -14,7 +14,6 @@ from kit.on_disk import OnDisk
 from kit.scripts import build, loss_of, run
 from torch import nn
 
-from narrows.protocols.config.checkpoint_names import FOLDER
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
 from narrows.worker import DistributedOptimizer, step_count
@@ -29,7 +28,7 @@ SSP = Settings(sync="ssp", workers=2, shards=2, checkpoint_every=1.0)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "states"))
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(tmp_path / "states"))
     return tmp_path / "states"
 
 
@@ -244,7 +243,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
         stepped(net, optimizer, 2)
         owned = optimizer._engine.changes.owned
         assert started.sessions[0].moments is None
-        assert OptimizerStateFile.of(optimizer._engine, owned, lambda: 0, 0) is None
+        assert OptimizerStateFile.of(optimizer._engine, owned, lambda: 0, 0, "") is None
 
 
 def test_what_the_user_has_in_the_folder_and_what_an_earlier_run_left_are_kept(folder: Path, said: list[str]) -> None:

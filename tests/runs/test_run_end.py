@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from kit.specs import MODES, NO_QUORUM, WITH_SERVER
 from torch import nn
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.checkpoint_names import FOLDER, ROUND, round_file
+from narrows.protocols.config.checkpoint_names import ROUND, round_file
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import MODEL_HAND_OVER_NS
 from narrows.protocols.effects import Send
@@ -383,8 +384,9 @@ def gossiped(
     folder: Path, cluster: Cluster, rounds: int, then: Callable[[int, DistributedOptimizer], Any]
 ) -> list[tuple[Array, int]]:
     """Each worker's first model and step; each has made so many rounds more before `then`."""
-    with pytest.MonkeyPatch.context() as patch, run(cluster.settings, cluster) as started:
-        patch.setenv(FOLDER, str(folder))
+    with ExitStack() as ends:
+        ends.enter_context(pytest.MonkeyPatch.context()).setenv("NARROWS_CHECKPOINT_DIR", str(folder))
+        started = ends.enter_context(run(cluster.settings, cluster))
 
         def work(worker: int) -> tuple[Array, int]:
             model = build(seed=7 + worker + 10 * len([*folder.iterdir()]))

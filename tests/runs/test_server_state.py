@@ -17,7 +17,6 @@ from torch import nn
 
 from narrows.protocols import messages as m
 from narrows.protocols.config import key_ranges
-from narrows.protocols.config.checkpoint_names import FOLDER
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.wire import pack
@@ -140,7 +139,7 @@ def test_it_is_in_the_checkpoints_too(settings: Settings, tmp_path: Path) -> Non
 
 
 def test_where_updates_are_pushed_it_is_that_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(tmp_path))
     net = build()
     with pytest.raises(UsageError, match="has no state of an optimizer"):
         saved_state(tmp_path, MAKES["two"](net), net)

@@ -152,12 +152,12 @@ def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.Mon
         seen = script_watch.ScriptWatch([], lambda event, to=events, **values: to.append(values))
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: here + 1)
-            forked.setenv(script_watch.WATCH, looks)
+            forked.setenv("NARROWS_WATCH", looks)
             for _ in range(STEPS):
                 adam.step()
             with pytest.raises(script_watch.CheckedScript) if looks else nullcontext():
                 adam.step()
-            assert script_watch.WATCH not in os.environ, "its own children are not looked at"
+            assert "NARROWS_WATCH" not in os.environ, "its own children are not looked at"
         seen.close()
         assert [each["what"] for each in events] == ["beside"] * (STEPS + 1) * bool(looks)
 

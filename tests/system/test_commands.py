@@ -309,8 +309,9 @@ def test_each_city_has_its_own_workers() -> None:
     assert ray_cities.cities_of((), 2, {"role": "any"}) == [ray_cities.RayCity(2, 2, {"role": "any"})]
 
 
-def shown(env: dict[str, str]) -> str:
-    return f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}"
+def shown(found: tuple[str, dict[str, str]]) -> str:
+    device, seen = found
+    return f"{device}:{seen.get('CUDA_VISIBLE_DEVICES', 'all')}"
 
 
 @pytest.mark.parametrize(("flag", "group", "there", "copies", "sizes", "seen"), [

@@ -61,8 +61,8 @@ SAYS = "import os\nprint(*(os.environ.get(name, 'none') for name in ('RANK', 'WO
 
 
 @pytest.mark.parametrize(("env", "flags", "said", "told"), [
-    (SKY, [], "SkyPilot says: rank 1, local rank 0, world size 2, server tcp://10.0.0.7:5555", "1 2 tcp://10.0.0.7:5555 "),
-    (SKY, ["--server", CLOSED], "SkyPilot says: rank 1,", f"1 2 {CLOSED} "),
+    (SKY, [], "SkyPilot says: rank 1, local rank 0, world size 2, server tcp://10.0.0.7:5555", "1 2 tcp://10.0.0.7:5555 none"),
+    (SKY, ["--server", CLOSED], "SkyPilot says: rank 1,", f"1 2 {CLOSED} none"),
     ({"JOB_COMPLETION_INDEX": "2"}, ["--server", CLOSED], "Kubernetes says: rank 2, local rank 0\n",
      f"2 1 {CLOSED} WORLD_SIZE"),
 ])  # fmt: skip

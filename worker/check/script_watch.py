@@ -32,9 +32,9 @@ from narrows.worker.model.embedding import Embedding
 from narrows.worker.model.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.child_process import is_child
+from narrows.worker.runtime.config import take
 from narrows.worker.sync.embedding_tables import EmbeddingTables
 
-WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; removed, so the script's processes lack it
 STEPS = 2  # steps that are watched
 BESIDE_MAX = 100  # steps of other optimizers after which the script ends, though the wrapper has made too few
 HEAD = 4096  # the largest number of values of each gradient that are compared
@@ -83,14 +83,14 @@ class ScriptWatch:
 
     @staticmethod
     def of_environment(tell: Tell) -> ScriptWatch | None:
-        specs = os.environ.pop(WATCH, "")
-        return ScriptWatch(specs.split(), tell) if specs and not is_child() else None
+        specs = take("watch")
+        return ScriptWatch([*specs], tell) if specs and not is_child() else None
 
     @property
     def here(self) -> bool:
         """Whether this process is watched: the environment of each forked worker has the variable."""
         if self.process[0] != os.getpid():
-            self.process = os.getpid(), bool(os.environ.pop(WATCH, "")) and not is_child()
+            self.process = os.getpid(), bool(take("watch")) and not is_child()
         return self.process[1]
 
     def _say(self, what: str, **values: Any) -> None:

@@ -17,7 +17,6 @@ A thread writes the files. A worker that is stopped or ends waits for the thread
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from narrows.protocols.config.checkpoint_names import FOLDER, ROUND, round_file
+from narrows.protocols.config.checkpoint_names import ROUND, round_file
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
@@ -59,10 +58,6 @@ class GossipCheckpoints:
         self.took_s = 0.0  # seconds that the newest file took to write
         self.thread: threading.Thread | None = None  # writes a file
         self.failed = False  # the newest file was not written, and the user has been warned
-
-    @staticmethod
-    def of(settings: Settings, rank: int, plan: bytes) -> GossipCheckpoints:
-        return GossipCheckpoints(settings, os.environ.get(FOLDER, ""), rank, plan)
 
     # Files.
 

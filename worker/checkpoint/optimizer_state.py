@@ -25,7 +25,6 @@ Rules
 from __future__ import annotations
 
 import math
-import os
 import queue
 import threading
 import time
@@ -37,7 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from narrows.protocols.config.checkpoint_names import FOLDER, STATE, state_file
+from narrows.protocols.config.checkpoint_names import STATE, state_file
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
@@ -93,13 +92,19 @@ class OptimizerStateFile:
 
     @staticmethod
     def of(
-        worker: StatefulWorker, owned: OwnedTensor, clock: Callable[[], int], rank: int, began_unix: float = math.inf
+        worker: StatefulWorker,
+        owned: OwnedTensor,
+        clock: Callable[[], int],
+        rank: int,
+        folder: str,
+        began_unix: float = math.inf,
     ) -> OptimizerStateFile | None:
-        """Load the state in the folder of NARROWS_CHECKPOINT_DIR, and keep it up to date there.
+        """Load the state in the folder of --checkpoint-dir, and keep it up to date there.
 
         Args:
             owned: parameters that the script changes.
             clock: returns the clock of this worker in the run.
+            folder: the folder; "" or "none" for none.
             began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier
                 run.
 
@@ -107,7 +112,6 @@ class OptimizerStateFile:
             None without a folder, or if there is nothing to keep: the servers have the moments, or the optimizer has
             weights in its state, as schedule-free ones do, and would take the run back to their clock.
         """
-        folder = os.environ.get(FOLDER, "")
         if folder in ("", "none") or not (_has_moments(worker) or owned.tensors):
             return None
         moments = OptimizerStateFile(worker, owned, clock, Path(folder), rank)

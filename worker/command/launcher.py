@@ -32,10 +32,9 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from narrows.protocols.config.checkpoint_names import MACHINE_DIR
 from narrows.protocols.errors import (
     AuthenticationError,
     IncompatibleError,
@@ -49,11 +48,11 @@ from narrows.protocols.runtime.cli.flags import ALLOCATOR
 from narrows.protocols.runtime.processes import signals
 from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild, signal_name
 from narrows.protocols.runtime.processes.scratch import ScratchFolder
-from narrows.protocols.wire import pack
 from narrows.worker.command import script_variables
 from narrows.worker.command.console import Console
 from narrows.worker.command.options import WorkerOptions
 from narrows.worker.command.record import WorkerRecord
+from narrows.worker.runtime.config import VARIABLES, WorkerConfig
 
 SERVER_START_S = 150.0  # how long the embedded server and the fork server may take to start
 CHILD_END_S = 15.0  # how long children may take to end after a signal
@@ -204,31 +203,36 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """Return the part of the environment that all workers share. Variables of the user win."""
         threads = _cores(self.options.place.local_size) // self.options.nproc
-        own = dict.fromkeys(THREADS, str(max(1, threads))) | script_variables.debugger()
+        own = dict.fromkeys(THREADS, str(max(1, threads)))
+        if script_variables.terminal():
+            own["PYTHONBREAKPOINT"] = "narrows.worker.runtime.debugging.enter"
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
+
+    def _config(self, index: int, device: str) -> WorkerConfig:
+        """Return what one process is told; `device` is where it computes."""
+        config = self.options.config(index)
+        return replace(
+            config,
+            server=config.server or self.server,
+            token=self._group(index).token,
+            machine_dir=self.scratch.path if self.scratch is not None else "",
+            device=device,
+            tty=script_variables.terminal(),
+        )
 
     def _own_environment(self, index: int) -> dict[str, str]:
         """Return the whole environment of one process."""
         options, there = self.options, script_variables.gpus(os.environ)
-        own = {
-            "NARROWS_SERVER": self.server,
-            **options.paths,
-            "NARROWS_TOKEN": self._group(index).token,
-            "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
-            "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
-            "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-            "NARROWS_SKIP_LIMIT": str(options.skip_limit),
-            MACHINE_DIR: self.scratch.path if self.scratch is not None else "",
-            **script_variables.device(options.device, index, options.nproc, options.group, there, options.place),
-            **(options.parts[index] if options.parts else {}),
-        }
-        env = script_variables.without_ranks(self._environment())
-        return env | own | (self._in_group(index) if options.group else options.in_run(index))
+        device, seen = script_variables.device(
+            options.device, index, options.nproc, options.group, there, options.place
+        )
+        env = self._config(index, device).into(script_variables.without_ranks(self._environment()))
+        return env | seen | (self._in_group(index) if options.group else options.ranks(index))
 
     def _in_group(self, index: int) -> dict[str, str]:
         """Return the variables of torch.distributed for one process of the group, as torchrun sets them."""
         count, port = str(self.options.nproc), str(self._group(index).port)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NARROWS_GROUP": "1"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return meeting | dict.fromkeys(("RANK", "LOCAL_RANK"), str(index)) | dict.fromkeys(WORLD, count)
 
     def _group(self, index: int) -> LaunchedGroup:
@@ -243,8 +247,8 @@ class Launcher:
                 free.bind(("127.0.0.1", 0))
                 group.port = free.getsockname()[1]
         for index in group.members:
-            listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
-            passed, name = {"NARROWS_PARENT_FD": self.parent_fd}, f"ps-worker-{index}"
+            listens: dict[int | str, str] = {1: "out", 2: "err", VARIABLES["record_fd"].name: "event"}
+            passed, name = {VARIABLES["parent_fd"].name: self.parent_fd}, f"ps-worker-{index}"
             words, environment = self.options.words_of(index), self._own_environment(index)
             self.codes.pop(index, None)
             self.errors.pop(index, None)
@@ -356,7 +360,7 @@ class Launcher:
         elif self.options.group:
             sentence += "; its group ends"
         elif self._running:
-            stages = {part["NARROWS_STAGE"] for part in self.options.parts}
+            stages = {part.stage for part in self.options.parts}
             sentence += "; its pipeline ends" if len(stages) > 1 else "; the others go on"
         self.console.say(sentence)
 
@@ -365,7 +369,7 @@ class Launcher:
         from narrows.protocols.runtime.network.key_files import member_key
         from narrows.worker.runtime.member_link import tell_left
 
-        server = self.options.parts[index]["NARROWS_SERVER"] if self.options.parts else self.server
+        server = self.options.parts[index].server if self.options.parts else self.server
         tell_left(server, token, member_key(self.options.key, "--key") if self.options.key else None)
 
     # The end.

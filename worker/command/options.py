@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.addresses import parse_addresses
-from narrows.protocols.config.checkpoint_names import FOLDER
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import given
+from narrows.protocols.wire import pack
 from narrows.worker.command.managers import ManagerPlace, place
+from narrows.worker.runtime.config import WorkerConfig
 
 if TYPE_CHECKING:
     from narrows.protocols.config.deployment import Deployment
-
-SAMPLES = "NARROWS_SAMPLES"  # variable of a process of a plan: its samples of a step
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class WorkerOptions:
         words: the command that follows `python`: the script, or -m and a module, and its arguments.
         run: the flags of the run that the user gave, by name.
         place: the place of this ps-worker in a manager's job.
-        parts: with --plan, the variables of each copy beside the common ones; else empty.
+        parts: with --plan, what the plan tells each copy; else empty.
 
     The other attributes are the flags of the same name in docs/reference.md.
     """
@@ -61,7 +60,7 @@ class WorkerOptions:
     words: list[str]
     run: dict[str, Any]
     place: ManagerPlace
-    parts: list[dict[str, str]]
+    parts: list[WorkerConfig]
 
     @property
     def workers(self) -> int:
@@ -69,41 +68,53 @@ class WorkerOptions:
         return 1 if self.group else self.nproc
 
     @property
-    def paths(self) -> dict[str, str]:
-        """The variables that name files, by name; each copy has them. A path is absolute, or "" without the flag."""
-        told = {"NARROWS_KEY": self.key, FOLDER: self.checkpoint_dir}
-        return {name: os.path.abspath(path) if path else "" for name, path in told.items()}
-
-    @property
     def server_steps(self) -> bool:
         """Whether the embedded server steps the script's optimizer."""
         return Settings(**self.run).validated().mode().rule is FoldRule.OPTIMIZER
 
-    def in_run(self, index: int) -> dict[str, str]:
-        """Return the rank variables of one copy.
-
-        A manager numbers its tasks, and each task is one ps-worker with `nproc` copies. NARROWS_SETS names the
-        variables that the manager does not know: the session sets them once the server has given the rank.
+    def config(self, index: int) -> WorkerConfig:
+        """Return what one copy is told, as far as the command line says it.
 
         Args:
             index: the number of the copy in this ps-worker.
         """
+        numbered = not self.group and not self.rank_variables
+        unknown = self.rank_variables and not self.group
+        return replace(
+            self.parts[index] if self.parts else WorkerConfig(checkpoint_dir=_absolute(self.checkpoint_dir)),
+            key=_absolute(self.key),
+            expect=pack(self.run) if self.run else b"",
+            connect_timeout=self.connect_timeout,
+            server_timeout=self.server_timeout,
+            skip_limit=self.skip_limit,
+            group=self.group,
+            local_rank=self.place.local_rank * self.nproc + index if numbered else None,
+            sets=tuple(name for name, value in self._ranks(index).items() if value is None) if unknown else (),
+        )
+
+    def _ranks(self, index: int) -> dict[str, int | None]:
+        """Return the rank variables of one copy. None: the session sets it once the server has given the rank.
+
+        A manager numbers its tasks, and each task is one ps-worker with `nproc` copies.
+        """
         place, count = self.place, self.nproc
-        local = str(place.local_rank * count + index)
-        if not self.rank_variables:
-            return {"NARROWS_LOCAL_RANK": local}
-        rank = str((place.rank or 0) * count + index)
+        rank = None if place.rank is None else place.rank * count + index
         return {
             "RANK": rank,
             "GLOBAL_RANK": rank,  # of litdata
-            "LOCAL_RANK": local,
-            "WORLD_SIZE": str((place.world_size or 1) * count),
-            "NARROWS_SETS": " ".join(
-                names
-                for names, told in (("RANK GLOBAL_RANK", place.rank), ("WORLD_SIZE", place.world_size))
-                if told is None
-            ),
+            "LOCAL_RANK": place.local_rank * count + index,
+            "WORLD_SIZE": None if place.world_size is None else place.world_size * count,
         }
+
+    def ranks(self, index: int) -> dict[str, str]:
+        """Return the rank variables of one copy, with --rank-variables; else none.
+
+        Args:
+            index: the number of the copy in this ps-worker.
+        """
+        alone = {"RANK": index, "GLOBAL_RANK": index, "WORLD_SIZE": self.nproc}  # until the session sets them
+        told = self._ranks(index) if self.rank_variables else {}
+        return {name: str(alone[name] if value is None else value) for name, value in told.items()}
 
     def words_of(self, index: int) -> list[str]:
         """Return the command of one copy. In it `{samples}` becomes the copy's samples of a step, if the plan has them.
@@ -111,11 +122,15 @@ class WorkerOptions:
         Args:
             index: the number of the copy in this ps-worker.
         """
-        samples = self.parts[index].get(SAMPLES) if self.parts else None
-        return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
+        samples = self.parts[index].samples if self.parts else None
+        return self.words if samples is None else [word.replace("{samples}", str(samples)) for word in self.words]
 
 
-def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Deployment]:
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path else ""
+
+
+def _parts(plan: str, host: str, folder: str) -> tuple[list[WorkerConfig], str, Deployment]:
     """Read the plan for this host.
 
     Args:
@@ -124,7 +139,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
         folder: the folder of checkpoints; each server has a folder in it, as under ps-serve --plan. "": none.
 
     Returns:
-        The variables of each process of this host, the name of the host's key file, and the plan.
+        What the plan tells each process of this host, the name of the host's key file, and the plan.
 
     Raises:
         UsageError: the plan is wrong, or has no process for this host.
@@ -135,14 +150,14 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
     here = plan_file.this_host(layout, host)
     names = {id(server.place): server.name.replace(" ", "-") for server in layout.servers()}
     found = [
-        {
-            "NARROWS_PLAN": os.path.abspath(plan),
-            "NARROWS_STAGE": str(process.stage),
-            "NARROWS_REPLICA": str(process.replica),
-            "NARROWS_SERVER": layout.address(layout.server_of(process)),
-            **({FOLDER: os.path.abspath(f"{folder}/{names[id(layout.server_of(process))]}")} if folder else {}),
-            **({SAMPLES: str(layout.samples[process.replica])} if layout.samples else {}),
-        }
+        WorkerConfig(
+            plan=os.path.abspath(plan),
+            stage=process.stage,
+            replica=process.replica,
+            server=layout.address(layout.server_of(process)),
+            checkpoint_dir=_absolute(f"{folder}/{names[id(layout.server_of(process))]}" if folder else ""),
+            samples=layout.samples[process.replica] if layout.samples else None,
+        )
         for process in layout.on(here)
     ]
     if not found:
@@ -184,7 +199,7 @@ def checked(
             raise UsageError(f"{name}: the plan says which processes this host has, and their servers; leave it out")
         if flags["restarts"] and layout and len(layout.stages) > 1:
             raise UsageError("--restarts: a stage is not started again alone, its pipeline ends with it; leave it out")
-        server, flags["nproc"] = parts[0]["NARROWS_SERVER"], len(parts)
+        server, flags["nproc"] = parts[0].server, len(parts)
     options = WorkerOptions(
         words=["-m", *command] if module else [*command],
         run=run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from narrows.compression.predict import Link
@@ -11,6 +12,7 @@ from narrows.worker.check import findings
 from narrows.worker.check.findings import CheckedEvents
 from narrows.worker.command.launcher import SERVER, Launcher
 from narrows.worker.command.options import checked
+from narrows.worker.runtime.config import WorkerConfig
 
 WORKERS = 2
 LIMIT_S = 1800.0  # how long the check may take, including the script's work before its first step
@@ -64,7 +66,10 @@ class ScriptCheck(Launcher):
         self.began_s = self.ahead_s = time.monotonic()
 
     def _environment(self) -> dict[str, str]:
-        return super()._environment() | {"NARROWS_WATCH": " ".join(self.specs)}
+        return WorkerConfig(watch=(*self.specs,)).into(super()._environment())  # the fork server imports the hooks
+
+    def _config(self, index: int, device: str) -> WorkerConfig:
+        return replace(super()._config(index, device), watch=(*self.specs,))
 
     def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
         if kind != "check":

@@ -37,8 +37,8 @@ def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
 
 def device(
     wanted: str, index: int, copies: int, group: bool, there: list[str], place: ManagerPlace = ALONE
-) -> dict[str, str]:
-    """Return the device variables of one copy.
+) -> tuple[str, dict[str, str]]:
+    """Return the device of one copy, and its CUDA_VISIBLE_DEVICES if it sees some of the GPUs alone.
 
     A copy that is a worker of its own sees one GPU as cuda:0; the GPUs are given out in turn. The copies of a group see
     all GPUs, as under torchrun. If several ps-workers share the machine and it has enough GPUs, each group sees its own
@@ -57,24 +57,24 @@ def device(
     if group:
         own = there[first : first + copies] if place.local_size > 1 and len(there) >= sharing else []
         seen = {VISIBLE: ",".join(own)} if own and kind != "cpu" and not number else {}
-        return {"NARROWS_DEVICE": f"cuda:{index}" if wanted == "cuda" else wanted} | seen
+        return f"cuda:{index}" if wanted == "cuda" else wanted, seen
     if kind == "cpu":
-        return {"NARROWS_DEVICE": "cpu", VISIBLE: ""}
+        return "cpu", {VISIBLE: ""}
     if number and int(number) < len(there):
-        return {"NARROWS_DEVICE": "cuda", VISIBLE: there[int(number)]}
+        return "cuda", {VISIBLE: there[int(number)]}
     if not number and sharing > 1 and there:
-        return {"NARROWS_DEVICE": kind, VISIBLE: there[(first + index) % len(there)]}
-    return {"NARROWS_DEVICE": wanted}
+        return kind, {VISIBLE: there[(first + index) % len(there)]}
+    return wanted, {}
 
 
-def debugger() -> dict[str, str]:
-    """Return variables that let breakpoint() use the terminal; empty without one.
+def terminal() -> str:
+    """Return the terminal that breakpoint() is to open, "" without one.
 
     The stdin of a copy is empty, and its stdout goes to ps-worker. So a debugger has to open the terminal itself.
     """
     if not (sys.platform == "linux" and sys.stdin is not None and sys.stdin.isatty()):
-        return {}
-    return {"PYTHONBREAKPOINT": "narrows.worker.runtime.debugging.enter", "NARROWS_TTY": os.ttyname(sys.stdin.fileno())}
+        return ""
+    return os.ttyname(sys.stdin.fileno())
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:

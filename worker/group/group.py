@@ -27,9 +27,9 @@ from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import group_liveness
 from narrows.worker.runtime.child_process import NotAWorkerError
+from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.launcher_pipe import complain as say
 
-GROUP = "NARROWS_GROUP"  # "1": the processes of this machine are one worker
 START_LIMIT_S = 600.0  # all ranks have started within this
 WAIT_LIMIT_S = 7200.0  # a rank's wait for the others: longer than any wait of one of them
 GLOO = "gloo"
@@ -72,14 +72,13 @@ class Group:
             os.unlink(memory)
 
     @staticmethod
-    def of_environment() -> Group | None:
-        """Return the group of this process; None if the process is a worker of its own.
+    def of(config: WorkerConfig) -> Group | None:
+        """Return the group of the process with this config; None if the process is a worker of its own.
 
         It is the group of ps-worker --group, or the process group that the script has made before.
         """
-        wanted = os.environ.get(GROUP, "0") not in ("", "0")
         made = dist.is_available() and dist.is_initialized()
-        if not wanted and (not made or "NARROWS_PARENT_FD" in os.environ):
+        if not config.group and (not made or config.parent_fd >= 0):
             return None  # copies that ps-worker starts without --group are workers, also if the script makes a group
         if (dist.get_world_size() if made else int(os.environ.get("WORLD_SIZE", "1"))) == 1:
             return None

@@ -6,7 +6,6 @@ treats parameters on the CPU as a device's, with the CPU's kernels.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +16,7 @@ from narrows.compression.device.kernels import HOST as HOST_DEVICE
 from narrows.compression.device.kernels import kernels_for
 from narrows.compression.home import HOST, Home
 from narrows.worker.model.flat import FlatModel
+from narrows.worker.runtime.config import told
 
 CUDA = "cuda"
 
@@ -33,7 +33,7 @@ def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
     """
     devices = {parameter.device for parameter in flat.parameters}
     device = next(iter(devices))
-    wanted = os.environ.get("NARROWS_ARRAYS", "")
+    wanted = told("arrays")
     if device.type != CUDA and not (wanted == "device" and device.type == "cpu"):
         return HOST, ""
     if wanted == "host":
@@ -50,7 +50,7 @@ def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
 
 def warm_up() -> None:
     """Compile the kernels of the GPU that the script uses already: in a run that would stop it for seconds."""
-    if torch.cuda.is_initialized() and os.environ.get("NARROWS_ARRAYS") != "host":
+    if torch.cuda.is_initialized() and told("arrays") != "host":
         with suppress(RuntimeError):  # `home_of` reports it once the model is known
             device_home(torch.device(CUDA, torch.cuda.current_device()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,12 +11,13 @@ import torch
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import FRAME_VALUES
-from narrows.worker.runtime.child_process import SERVER, NotAWorkerError, is_child
+from narrows.worker.runtime.child_process import NotAWorkerError, is_child
+from narrows.worker.runtime.config import told
 
 
 def of_run() -> bool:
-    """True in a worker of a run and in its child processes. session.py reads the same variable."""
-    return bool(os.environ.get(SERVER))
+    """True in a worker of a run and in its child processes."""
+    return bool(told("server"))
 
 
 class TableHolder(Protocol):

@@ -19,17 +19,12 @@ leaves at step(), and says that the update has no samples.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from narrows.protocols.errors import UsageError
 from narrows.worker.model.flat import FlatModel
-
-LIMIT = "NARROWS_SKIP_LIMIT"  # the variable of ps-worker --skip-limit
-LIMIT_DEFAULT = 50  # steps in a row; a GradScaler that begins at 2**16 skips some 20 before a float16 model trains
 
 FLOAT_BYTES = 4
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -107,14 +102,6 @@ class SkippedSteps:
         self.overflow: torch.Tensor | None = None  # not 0 if these gradients have overflowed
         self.steps = self.row = 0  # skipped steps so far, and in a row until now
         self.newest, self.quiet, self.said = "", False, False
-
-    @staticmethod
-    def of_environment(rank: int, flat: FlatModel, rows: RowGradients, hides: bool) -> SkippedSteps:
-        """Make it with the limit of ps-worker --skip-limit. Raises UsageError if the limit is no positive number."""
-        given = os.environ.get(LIMIT, "") or str(LIMIT_DEFAULT)
-        if not given.isdecimal() or int(given) < 1:
-            raise UsageError(f"--skip-limit {given}: give the number of steps, at least 1")
-        return SkippedSteps(int(given), rank, flat, rows, hides)
 
     def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
         """Take what a GradScaler says of this step's gradients.

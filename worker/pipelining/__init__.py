@@ -14,7 +14,6 @@ only stage of the only replica.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -31,6 +30,7 @@ from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.worker import session
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
+from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.launcher_pipe import complain as say
 
 ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0, "", 1)])
@@ -39,10 +39,11 @@ ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0,
 @cache
 def _place() -> tuple[Deployment, WorkerProcess]:
     """Return the deployment, and the place of this process in it, as ps-worker has set them."""
-    if "NARROWS_STAGE" not in os.environ:
+    config = WorkerConfig.from_environment()
+    if config.stage is None or config.replica is None:
         return ALONE, ALONE.processes[0]
-    layout = plan_file.read(os.environ["NARROWS_PLAN"])
-    return layout, layout.pipeline(int(os.environ["NARROWS_REPLICA"]))[int(os.environ["NARROWS_STAGE"])]
+    layout = plan_file.read(config.plan)
+    return layout, layout.pipeline(config.replica)[config.stage]
 
 
 def stage() -> int:

@@ -32,9 +32,8 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.processes.children import STARTED_BY
+from narrows.worker.runtime.config import told
 
-SERVER = "NARROWS_SERVER"
 COUNTERS = "NARROWS_COUNTERS"  # kind, pid and memory path of the process that has the session, separated by spaces
 RUN, ALONE = "run", "alone"  # kinds: a worker of a run, or a script without one
 MARK = int.from_bytes(b"narrows")  # the first value of that memory; a later process may have the same pid
@@ -56,13 +55,13 @@ def only_here(function: Callable[Args, object]) -> Callable[Args, None]:
 
 def is_child() -> bool:
     """True in a child process of a worker; False in a worker, and in a script without a run."""
-    if not os.environ.get(SERVER):
+    if not told("server"):
         return False
     kind, pid, _ = _announced()
     if pid == os.getpid():
         return False
-    if started_by := os.environ.get(STARTED_BY):
-        return str(os.getppid()) not in started_by.split(",")
+    if started_by := told("started_by"):
+        return os.getppid() not in started_by
     return kind == RUN or _imports() or _loads()
 
 

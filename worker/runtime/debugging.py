@@ -7,6 +7,7 @@ import pdb
 import sys
 from typing import Any
 
+from narrows.worker.runtime.config import told
 from narrows.worker.runtime.launcher_pipe import tell
 
 _debugger: pdb.Pdb | None = None
@@ -18,7 +19,7 @@ def enter(*args: Any, **values: Any) -> None:
     if _debugger is None:
         tell("say", text="a worker is in the debugger: no further progress is shown", quiet=True)
         # ps-worker keeps the terminal, and receives Ctrl-C.
-        terminal = os.open(os.environ["NARROWS_TTY"], os.O_RDWR | os.O_NOCTTY)
+        terminal = os.open(told("tty"), os.O_RDWR | os.O_NOCTTY)
         stdin, stdout = open(terminal), open(os.dup(terminal), "w")  # noqa: SIM115 - as long as the process
         _debugger = pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True)
     _debugger.set_trace(sys._getframe(1))

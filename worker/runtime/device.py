@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from narrows.protocols.config.checkpoint_names import MACHINE_DIR
+from narrows.worker.runtime.config import told
 
 CUDA = "cuda"
 TOLD_LIMIT_S = 60.0  # a process waits so long for the text of the first one
@@ -17,7 +17,8 @@ LOOK_S = 0.05  # between two attempts to read it
 
 def local_rank() -> int:
     """Return the number of this process on its machine, from 0."""
-    return int(os.environ.get("NARROWS_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or 0)
+    rank: int | None = told("local_rank")
+    return int(os.environ.get("LOCAL_RANK") or 0) if rank is None else rank
 
 
 def from_first(name: str, text: str) -> str | None:
@@ -31,7 +32,7 @@ def from_first(name: str, text: str) -> str | None:
         The text of the first process. None in another process if the text has not come within TOLD_LIMIT_S, or if no
         ps-worker has started both.
     """
-    folder = os.environ.get(MACHINE_DIR, "")
+    folder = told("machine_dir")
     if not local_rank():
         if folder:
             new = Path(folder, f"{name}.{os.getpid()}.new")
@@ -52,7 +53,7 @@ def device() -> torch.device:
 
     Of several GPUs the process has the one with the number of its local rank.
     """
-    kind, _, number = os.environ.get("NARROWS_DEVICE", "auto").partition(":")
+    kind, _, number = (told("device") or "auto").partition(":")
     if kind == "auto":
         kind = CUDA if torch.cuda.is_available() else "cpu"
     if kind == CUDA and not number:

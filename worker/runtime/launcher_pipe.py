@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.output import STDERR
 from narrows.worker.runtime.child_process import is_child
+from narrows.worker.runtime.config import take, told
 
 # The run's own figures in a line of the record, by name. record() refuses these names. All other names are the
 # script's; the dashboard shows two of them, `loss` and `total_steps`.
@@ -37,8 +38,8 @@ _pid = 0  # the process that has opened the pipe
 def find() -> bool:
     """Open the pipe, if there is one. Returns True if a ps-worker listens to this process; never in a child process."""
     global _pipe, _pid
-    if os.environ.get("NARROWS_RECORD_FD") and not is_child():
-        _pipe, _pid = os.fdopen(int(os.environ.pop("NARROWS_RECORD_FD")), "w"), os.getpid()
+    if told("record_fd") >= 0 and not is_child():
+        _pipe, _pid = os.fdopen(take("record_fd"), "w"), os.getpid()
     return _pipe is not None and _pid == os.getpid()
 
 

@@ -47,6 +47,7 @@ from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.model.optimizers import needs_closure
 from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.model.weight_edit_check import WeightEditCheck
+from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.agreement import Agreement
@@ -94,6 +95,9 @@ def why_no_ranges(mode: Mode) -> str:
     return ""
 
 
+ALONE = WorkerConfig()
+
+
 class Engine:
     """One worker's part of a run. The constructor returns once the run has started and the parameters hold its model.
 
@@ -112,6 +116,7 @@ class Engine:
         overlap: int = 0,
         group: Group | None = None,
         rank: int = 0,
+        config: WorkerConfig = ALONE,
     ) -> None:
         """Join the run with this model.
 
@@ -125,7 +130,9 @@ class Engine:
                 step().
             group: the group in which this process is one rank, if any.
             rank: the rank of this process in the run, for messages to the user.
+            config: what this process was told.
         """
+        self.config = config
         self.link, self.settings, self.mode, self.group = link, settings, settings.mode(), group
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.tables = EmbeddingTables(model, inner)
@@ -143,7 +150,7 @@ class Engine:
         self.home, self.told = home_of(self.flat, self._why_host())
         if self.home is not HOST:
             self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
-        self.skips = SkippedSteps.of_environment(rank, self.flat, self.tables, self.hides)
+        self.skips = SkippedSteps(config.skip_limit, rank, self.flat, self.tables, self.hides)
         self.slice = self._slice(inner, overlap)
         self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments))
         self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.tuning.waited)

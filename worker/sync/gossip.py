@@ -199,7 +199,9 @@ class GossipStep:
         """
         member = getattr(self.engine.link, "member", None)
         if member is not None and member.welcome is not None:
-            self.checkpoints = GossipCheckpoints.of(self.engine.settings, member.welcome.rank, packed)
+            self.checkpoints = GossipCheckpoints(
+                self.engine.settings, self.engine.config.checkpoint_dir, member.welcome.rank, packed
+            )
             member.offer(self.checkpoints.models())
 
     def _give_weights(self, event: e.GiveWeights) -> None:

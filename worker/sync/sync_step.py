@@ -20,6 +20,7 @@ from narrows.worker.model.module_buffers import BufferState
 from narrows.worker.model.not_finite import SkippedSteps
 from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.model.weight_edit_check import WeightEditCheck
+from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.embedding_tables import EmbeddingTables
 from narrows.worker.sync.shard_exchanges import ShardExchanges
@@ -121,6 +122,7 @@ class StepEngine(Protocol):
     """The part of the engine that a step uses. `settings` and `mode` change when the run changes its plan."""
 
     link: MemberLink
+    config: WorkerConfig
     settings: Settings
     mode: Mode
     waiting: EventWait
