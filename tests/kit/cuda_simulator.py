@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 BARRIER_S = 60.0  # in which the threads of a block meet, on a busy machine too
-SWITCH_S = 1e-5  # Python's is 5 ms: more interleavings are seen
+CALM_S = sys.getswitchinterval()  # Python's, 5 ms
+SWITCH_S = 1e-5  # more interleavings are seen, for half as much time again
 FOLDER = "narrows.compression.cuda."
 
 _shared = threading.Lock()
@@ -148,4 +149,3 @@ def install() -> None:
     import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared.array = shared_array
     simulator.BlockManager, simulator.swapped_cuda_module = Block, swapped
     kernel.__call__ = lambda self, *args: self.fn(*args) if self._device else launch(self, *args)
-    sys.setswitchinterval(SWITCH_S)
