@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -35,11 +35,18 @@ def linear() -> nn.Module:
 
 def taught(net: nn.Module, step: int, worker: int = 0, workers: int = 1) -> Tensor:
     """Return the loss of `net` against a linear teacher with noise, on rows that no other worker has."""
+    x, y = lesson(step, worker)
+    return nn.functional.mse_loss(net(x), y)
+
+
+@cache
+def lesson(step: int, worker: int) -> tuple[Tensor, Tensor]:
+    """Return rows and what the teacher says of them, with noise."""
     rng = np.random.default_rng((step, worker))
     teacher = np.random.default_rng(0).standard_normal((INPUTS, OUTPUTS))
     x = rng.standard_normal((ROWS, INPUTS))
     y = x @ teacher + rng.standard_normal((ROWS, OUTPUTS))
-    return nn.functional.mse_loss(net(torch.from_numpy(x).float()), torch.from_numpy(y).float())
+    return torch.from_numpy(x).float(), torch.from_numpy(y).float()
 
 
 class Problem(NamedTuple):

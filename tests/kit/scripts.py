@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -160,7 +161,9 @@ def build(seed: int = 7) -> nn.Module:
     return seeded(lambda: nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.LayerNorm(17), nn.Linear(17, 5)), seed)
 
 
+@cache
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows and labels of a step. Not to be written to."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(BATCH, 9, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -21,7 +23,9 @@ def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
+@cache
 def one_process() -> Array:
+    """Return the model of one process. Not to be written to."""
     with alone():
         net = build()
         optimizer = sgd(net)

@@ -80,9 +80,9 @@ def assert_ended(root: Cluster, clusters: list[Cluster], models: list[Array]) ->
         assert all(server.shard.at_rest for server in cluster.servers)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("bound", [0, 1])
-@pytest.mark.parametrize(("clusters", "workers"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("clusters", "workers", "bound", "shards"), [(2, 2, 0, 1), (2, 2, 1, 2), (3, 1, 0, 2), (3, 1, 1, 1)]
+)
 def test_barriers_below_are_decentralized_sgd(clusters: int, workers: int, bound: int, shards: int) -> None:
     """SGD is linear in the gradient: a cluster is one worker with the mean gradient of its own; twice the same, bit for bit."""
     ends = []
@@ -110,16 +110,17 @@ BELOW = {
 }
 
 
-@pytest.mark.parametrize("below", BELOW)
-@pytest.mark.parametrize("shards", [1, 2])
+MIXES: list[dict[str, Any]] = [
+    {"compress": "dense"},
+    {"compress": "topk:0.1+int8", "staleness": 1},
+    {"compress": "topk:0.1+int8", "topology": "ring", "local_steps": 3},
+    {"topology": "random", "staleness": -1},
+]
+
+
 @pytest.mark.parametrize(
-    "above",
-    [
-        {"compress": "dense"},
-        {"compress": "topk:0.1+int8", "staleness": 1},
-        {"compress": "topk:0.1+int8", "topology": "ring", "local_steps": 3},
-        {"topology": "random", "staleness": -1},
-    ],
+    ("above", "shards", "below"),
+    [(above, 1 + (row + column) % 2, below) for row, above in enumerate(MIXES) for column, below in enumerate(BELOW)],
     ids=str,
 )
 def test_every_mode_below_ends_with_one_model(above: dict[str, Any], shards: int, below: str) -> None:

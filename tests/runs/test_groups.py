@@ -33,7 +33,7 @@ from narrows.worker.sync import engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = 16
+STEPS = 12
 
 
 def _two_groups(net: nn.Module) -> list[dict[str, Any]]:

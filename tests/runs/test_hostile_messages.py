@@ -56,7 +56,7 @@ copyreg.pickle(
     memoryview, lambda view: (memoryview, (bytes(view),))
 )  # so that machines that hold messages can be copied
 
-FORGED = 15  # of each message of a worker; between two levels there are more messages, and more servers to copy
+FORGED = 10  # of each message of a worker; between two levels there are more messages, and more servers to copy
 STEPS = 4
 NAN = float("nan")
 INTS = (-1, 0, 1, 2, 7, 1 << 16, m.CLOCK_MAX + 1, (1 << 63) - 1)

@@ -39,9 +39,17 @@ def test_one_level(mode: str, compress: str) -> None:
         check(started.together(script))
 
 
-@pytest.mark.parametrize("above", ABOVE)
-@pytest.mark.parametrize("compress", SMALL_MODEL_SPECS[::2])
-@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.update_rule is not FoldRule.MIX])
+BELOW = [name for name, mode in MODES.items() if mode.update_rule is not FoldRule.MIX]
+
+
+@pytest.mark.parametrize(
+    ("mode", "compress", "above"),
+    [
+        (mode, compress, [*ABOVE][(row + column) % 2])
+        for row, mode in enumerate(BELOW)
+        for column, compress in enumerate(SMALL_MODEL_SPECS[::2])
+    ],
+)
 def test_two_levels(mode: str, compress: str, above: str) -> None:
     """Compressed above, where the link is narrow."""
     root = Cluster(Settings(sync=above, compress=compress, workers=2, shards=2, **ABOVE[above]))  # type: ignore[arg-type]

@@ -57,12 +57,10 @@ def test_a_run_whose_updates_all_grow_goes_on() -> None:
 
 
 @pytest.mark.parametrize("flags", [
-    {"sync": "bsp"},
-    {"sync": "bsp", "push": "update", "update_gain": 1.0},
     {"sync": "bsp", "shards": 2},
+    {"sync": "bsp", "push": "update", "update_gain": 1.0},
     {"sync": "ssp", "staleness": 1, "update_gain": 1.0, "look_ahead": 0.0},
     {"sync": "ssp", "push": "gradient"},
-    {"sync": "async", "update_gain": 1.0},
     {"sync": "local", "local_steps": 2},
 ], ids=str)  # fmt: skip
 def test_a_liar_costs_its_own_share_and_no_more(flags: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def exact(sigma: float, pushes: int) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:Optimal order")
-@pytest.mark.parametrize(("sigma", "pushes"), [(1.0, 1), (2.0, 40), (20.0, 400), (100.0, 10)])
+@pytest.mark.parametrize(("sigma", "pushes"), [(2.0, 40), (100.0, 10)])
 def test_epsilon_is_that_of_opacus(sigma: float, pushes: int) -> None:
     accountants = pytest.importorskip("opacus.accountants")
     hidden, theirs = UpdatePrivacy(1.0, sigma), accountants.RDPAccountant()

@@ -202,14 +202,11 @@ def test_where_honest_updates_cancel_out_nobody_is_left_out() -> None:
 
 
 DEFENCES: list[dict[str, Any]] = [
-    {"sync": "bsp", "robust": "cosine"},
     {"sync": "bsp", "robust": "trim:0.1"},
     {"sync": "bsp", "robust": "median", "shards": 2},
     {"sync": "bsp", "push": "update", "update_gain": 1.0, "robust": "cosine"},
     {"sync": "ssp", "staleness": 1, "robust": "cosine", "look_ahead": 0.0},
     {"sync": "ssp", "push": "gradient", "robust": "cosine"},
-    {"sync": "async", "robust": "cosine"},
-    {"sync": "local", "local_steps": 2, "robust": "median"},
     {"sync": "local", "local_steps": 2, "robust": "cosine"},
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,15 @@ def test_fragments_cut_a_range_as_shards_cut_the_model(begin: int, size: int, fr
 # The algorithm.
 
 
-@pytest.mark.parametrize("steps", [16, 27], ids=["whole rounds", "a round begun"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("fragments", "delay", "alpha", "steps"),
+    [
+        (fragments, delay, alpha, steps)
+        for row, fragments in enumerate((1, 2, 4))
+        for column, delay in enumerate((0, 1, 3))
+        for alpha, steps in zip((0.0, 0.5), ((16, 27), (27, 16))[(row + column) % 2], strict=True)
+    ],
+)  # whole rounds, and a round begun
 def test_a_run_is_streaming_diloco(fragments: int, delay: int, alpha: float, steps: int) -> None:
     """Sec. 2, alg. 2, every worker after every step; bit for bit where no values are mixed."""
     settings = replace(DENSE, fragments=fragments, merge_delay=delay, merge_alpha=alpha, shards=1 + fragments // 2)
@@ -94,9 +100,17 @@ def test_one_fragment_merged_at_once_is_local_as_ever() -> None:
         np.testing.assert_array_equal(shared[-1], x)
 
 
-@pytest.mark.parametrize("down", ["", "dense"], ids=["coded down", "dense down"])
-@pytest.mark.parametrize("spec", SMALL_MODEL_SPECS[1:])
-@pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 5), (4, 3)])
+CUTS = ((1, 3), (2, 0), (2, 5), (4, 3))  # fragments, delay
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "spec", "down"),
+    [
+        (*CUTS[(index + 2 * (down == "dense")) % len(CUTS)], spec, down)
+        for index, spec in enumerate(SMALL_MODEL_SPECS[1:])
+        for down in ("", "dense")
+    ],
+)
 def test_each_fragment_has_a_residual_of_its_own_both_ways(fragments: int, delay: int, spec: str, down: str) -> None:
     """Sparse and quantized pseudo-gradients with error feedback (2508.15706), against the same loop."""
     settings = replace(DENSE, fragments=fragments, merge_delay=delay, compress=spec, compress_down=down)
@@ -180,8 +194,9 @@ def ends(started: Run, optimizer: DistributedOptimizer, net: torch.nn.Module) ->
         return flat(net)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("expire_at", [None, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "expire_at"), [("dense", None), ("sparse", None), ("auto", 4), *zip(KINDS, cycle([3, 4]), strict=False)]
+)
 def test_all_end_with_one_model_whoever_had_to_join_again(kind: str, expire_at: int | None) -> None:
     def script(worker: int) -> Array:
         net = build()
