@@ -179,29 +179,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # a GradScaler sets these
-        if self._engine is None:
-            if isinstance(self._session, WorkerOfChild):
-                raise NotAWorkerError("step()")
+        ours, engine = self._session, self._engine
+        if isinstance(ours, WorkerOfChild):
+            raise NotAWorkerError("step()")
+        if isinstance(ours, session.LocalSession) or engine is None:
             loss = None
             if overflow is None or not overflow:
                 if scale is not None:
                     unscale([p.grad for p in parameters if p.grad is not None], scale)
                 loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
-            assert isinstance(self._session, session.LocalSession)
-            self._session.stepped()
+            ours.stepped()
             return loss
-        apart = self._engine.tables.weights
-        if sum(p.requires_grad and id(p) not in apart for p in parameters) > len(self._engine.flat.parameters):
+        apart = engine.tables.weights
+        if sum(p.requires_grad and id(p) not in apart for p in parameters) > len(engine.flat.parameters):
             raise UsageError(
                 "a parameter that was frozen when the run began now requires a gradient, and no other worker has it: "
                 "freeze parameters after DistributedOptimizer was made, not before"
             )
-        self._engine.skips.scaled(scale, overflow)
-        loss = self._engine.step(closure)
+        engine.skips.scaled(scale, overflow)
+        loss = engine.step(closure)
         for each in each_of(self.inner):
             each._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made of it, if a server has stepped
-        assert isinstance(self._session, session.RunSession)
-        self._session.stepped()
+        ours.stepped()
         return loss
 
     @property

@@ -54,6 +54,7 @@ from narrows.worker.group.group import Group, GroupEndedError
 from narrows.worker.group.group_link import GroupLink
 from narrows.worker.group.group_link import joined as through_first
 from narrows.worker.model import device_placement
+from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.runtime import child_process, launcher_pipe
 from narrows.worker.runtime.child_process import LoaderFacts, NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.runtime.config import WorkerConfig, told
@@ -244,10 +245,10 @@ class RunSession(LoaderFacts):
         self._flush()
         goes_on()
         self.tell_children()
-        engine = self.engine
-        assert engine is not None
         if self.moments is not None:
             self.moments.stepped()
+        if (engine := self.engine) is None:
+            return
         skips = engine.skips
         if self.tells and skips.newest:
             _tell("skipped", rank=self.rank, clock=engine.sync.clock, tensor=skips.newest)
@@ -275,8 +276,8 @@ class RunSession(LoaderFacts):
             _say(warning)
         if late := sync.take_late():
             _tell("late", clock=sync.clock, age=late)
-        if engine.hides and sync.clock // EPSILON_EVERY > self._told:
-            self._tell_privacy()
+        if engine.privacy is not None and engine.hides and sync.clock // EPSILON_EVERY > self._told:
+            self._tell_privacy(sync.clock, engine.privacy)
         while engine.tuning.switches:
             clock, switch = engine.tuning.switches.pop(0)
             _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)
@@ -284,11 +285,9 @@ class RunSession(LoaderFacts):
     def tell_children(self) -> None:
         child_process.tell(self.rank, self.world_size, self.clock, self.step_count)
 
-    def _tell_privacy(self) -> None:
-        engine = self.engine
-        assert engine is not None and engine.privacy is not None
-        self._told = engine.sync.clock // EPSILON_EVERY
-        _tell("privacy", clock=engine.sync.clock, **engine.privacy.figures())
+    def _tell_privacy(self, clock: int, privacy: UpdatePrivacy) -> None:
+        self._told = clock // EPSILON_EVERY
+        _tell("privacy", clock=clock, **privacy.figures())
 
     def record(self, values: dict[str, float]) -> None:
         if self.tells:
@@ -322,8 +321,8 @@ class RunSession(LoaderFacts):
             elif engine is None:
                 self.link.leave(-1)
             self._flush()
-            if engine is not None and engine.hides:
-                self._tell_privacy()
+            if engine is not None and engine.privacy is not None and engine.hides:
+                self._tell_privacy(engine.sync.clock, engine.privacy)
             if self.tells:
                 up, down = self.link.bytes_up, self.link.bytes_down
                 edges = [

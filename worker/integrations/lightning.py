@@ -71,11 +71,11 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
         if self.shared is inner:  # a new one counts from step 0 anyway
             begin_anew(self.shared)
         strategy.optimizers = [self.shared]
-        self._share_checkpoints(strategy)
+        self._share_checkpoints(strategy, self.shared)
         self._count_steps(trainer)
         torch.manual_seed((torch.initial_seed() + rank()) % 2**63)  # else dropout is the same in all workers
 
-    def _share_checkpoints(self, strategy: Any) -> None:
+    def _share_checkpoints(self, strategy: Any, shared: DistributedOptimizer) -> None:
         """Make the strategy return the shared model's state.
 
         Every save of Lightning asks the strategy for the module's state, but not every save calls the callbacks.
@@ -83,8 +83,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
         state_dict = strategy.lightning_module_state_dict
 
         def shared_state_dict() -> dict[str, Any]:
-            assert self.shared is not None
-            with self.shared.shared():
+            with shared.shared():
                 return {
                     name: value.clone() if isinstance(value, torch.Tensor) else value
                     for name, value in state_dict().items()

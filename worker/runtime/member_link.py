@@ -26,6 +26,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
@@ -176,7 +177,7 @@ class MemberLink(LinkEvents, LinkCommands):
             known_as=lambda address: (
                 name if address in (self._standby, *self._shards) else self._names.get(address, b"")
             ),
-            curve=CurveKeys(key.pair, self._keys_at, lambda public: public in self._admitted)
+            curve=CurveKeys(key.pair, partial(self._keys_at, key), lambda public: public in self._admitted)
             if key is not None
             else None,
             failed=self._shut_out,
@@ -312,9 +313,8 @@ class MemberLink(LinkEvents, LinkCommands):
 
     # Keys.
 
-    def _keys_at(self, address: str) -> tuple[KeyPair, str]:
-        assert self.key is not None
-        return self.key.pair, (parted(address)[1] or NOBODY) if address in self._peers else self.key.server
+    def _keys_at(self, key: SecretKeyFile, address: str) -> tuple[KeyPair, str]:
+        return key.pair, (parted(address)[1] or NOBODY) if address in self._peers else key.server
 
     def _check_speaker(self, peer: bytes, message: m.Message) -> None:
         """Raise RemoteProtocolError if a peer sends a message with the number of another worker."""

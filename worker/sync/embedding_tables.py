@@ -45,7 +45,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.model.embedding import Embedding
 from narrows.worker.model.flat import FloatArray, dtype_of
 from narrows.worker.model.optimizers import as_one, each_of
-from narrows.worker.sync.shard_exchanges import ShardExchanges, ShardWait
+from narrows.worker.sync.shard_exchanges import ShardExchanges
 
 Numbers = npt.NDArray[np.int64]  # row numbers of a table, int64[n]
 
@@ -99,7 +99,6 @@ class EmbeddingTables:
             self.groups.append(group)
             shape = (module.num_embeddings, module.embedding_dim)
             self.specs.append(TableSpec(f"{name}.weight", *shape, module.seed, module.std, kind))
-        self._wait_until: ShardWait | None = None
         self._shards: ShardExchanges | None = None  # None before and after the run
         self.up = self.down = 0  # codings of rows, keys of rows.CODINGS: of gradients, and of values
         self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
@@ -121,14 +120,13 @@ class EmbeddingTables:
                     f"{why}, and the model has an embedding table on the servers: leave out one of the two"
                 )
 
-    def begin(self, shards: ShardExchanges, wait: ShardWait) -> None:
+    def begin(self, shards: ShardExchanges) -> None:
         """Start to serve the modules: the run has begun.
 
         Args:
             shards: the exchanges with all shards.
-            wait: waits for an event; see `ShardWait`.
         """
-        self._shards, self._wait_until = shards, wait
+        self._shards = shards
         self.up, self.down = shards.tuning.codecs.up.row_coding, shards.tuning.codecs.down.row_coding
         for number, module in enumerate(self.modules):
             module.held_by(self, number)
@@ -228,9 +226,8 @@ class EmbeddingTables:
                 missing.pop()
             return not missing or shards.epoch != asked.place[0]
 
-        assert self._wait_until is not None
         what = f"{asked.numbers.size} rows of table {spec.name!r} at clock {asked.place[1]}"
-        self._wait_until(done, WAIT_LIMIT_S, what)
+        shards.wait(done, WAIT_LIMIT_S, what)
 
     def _take(self, asked: PendingRows, out: FloatArray) -> bool:
         """Decode the received rows into `out`, float32[n, dim]. Returns False if an answer is missing."""

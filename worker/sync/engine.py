@@ -174,7 +174,7 @@ class Engine:
         self.waiting.until(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
-        self.tables.begin(self.sync.shards, self.waiting.until)
+        self.tables.begin(self.sync.shards)
 
     def _why_host(self) -> str:
         """Return the reason why this worker's arrays must stay on the host in this mode; "" if there is none."""

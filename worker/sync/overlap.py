@@ -94,24 +94,23 @@ class GradientOverlap:
                 return
             with self.lock:
                 self.calls[tensor] += 1
-                if self.calls[tensor] == self.accumulate and self.target is not None:
-                    self._copy(tensor, parameter)
+                if self.calls[tensor] == self.accumulate and self.target is not None and parameter.grad is not None:
+                    self._copy(tensor, parameter.grad, self.target)
 
         return ready
 
-    def _copy(self, tensor: int, parameter: torch.Tensor) -> None:
-        assert self.target is not None and parameter.grad is not None
-        if parameter.grad.is_sparse:
+    def _copy(self, tensor: int, gradient: torch.Tensor, target: FloatArray) -> None:
+        if gradient.is_sparse:
             raise UsageError(f"the gradient of {self.flat.names[tensor]!r} is sparse: use --push update")
-        out = self.target[slice(*self.flat.offsets[tensor : tensor + 2])]
+        out = target[slice(*self.flat.offsets[tensor : tensor + 2])]
         with torch.no_grad():
-            landing = self.last = self._land(parameter.grad, out)
-        self.versions[tensor] = (id(parameter.grad), parameter.grad._version)
+            landing = self.last = self._land(gradient, out)
+        self.versions[tensor] = (id(gradient), gradient._version)
         for shard, part in self.parts_of[tensor]:
             self.left[shard][part] -= 1
             if self.left[shard][part] == 0 and part != 0:
                 self.landing.append((shard, part, landing))
-        self._leave()
+        self._leave(target)
 
     def _land(self, gradient: torch.Tensor, out: FloatArray) -> Landing:
         if self.home is HOST:
@@ -122,18 +121,17 @@ class GradientOverlap:
         self.copied.append(flat)
         return self.home.land(flat, out)
 
-    def _leave(self) -> None:
+    def _leave(self, target: FloatArray) -> None:
         """Send the parts that have landed."""
         while self.landing and self.landing[0][2].done():
-            self._send(*self.landing.popleft()[:2])
+            self._send(*self.landing.popleft()[:2], target)
 
-    def _send(self, shard: int, part: int) -> None:
-        assert self.target is not None
+    def _send(self, shard: int, part: int, target: FloatArray) -> None:
         keys = self.cuts[shard][part]
         self.gone.add((shard, part))
-        self.send(shard, part, len(self.cuts[shard]), keys, self.target[slice(*keys)])
+        self.send(shard, part, len(self.cuts[shard]), keys, target[slice(*keys)])
 
-    def _touched(self, tensor: int, gradient: torch.Tensor) -> bool:
+    def _touched(self, tensor: int, gradient: torch.Tensor, target: FloatArray) -> bool:
         """Return whether a gradient was changed after it left.
 
         Its version counter shows most changes. A sample of its values shows those through `p.grad.data`, which has no
@@ -143,10 +141,9 @@ class GradientOverlap:
             return True
         if gradient.device.type != "cpu":
             return False  # a comparison would wait for the device
-        assert self.target is not None
         numbers = real(gradient.detach()).reshape(-1)
         stride = 1 + numbers.numel() // SAMPLE
-        sent = torch.from_numpy(self.target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]])[::stride]
+        sent = torch.from_numpy(target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]])[::stride]
         now = numbers[::stride].float()
         return not bool(((sent == now) | sent.isnan()).all())
 
@@ -175,21 +172,22 @@ class GradientOverlap:
             UsageError: a gradient was changed since backward, or the number of backward passes is not `accumulate`.
         """
         with self.lock:
-            assert self.target is not None
+            target = self.target
+            assert target is not None
             self.sent_early = len(self.gone)
             self.last.wait()
-            self._leave()
+            self._leave(target)
             absent = []
             for tensor, parameter in enumerate(self.flat.parameters):
                 if self.calls[tensor] == 0:
                     absent.append(tensor)
-                    self.target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]] = 0
+                    target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]] = 0
                 elif self.calls[tensor] != self.accumulate:
                     raise UsageError(
                         f"{self.flat.names[tensor]!r} got {self.calls[tensor]} gradients this step, not {self.accumulate}: "
                         "tell DistributedOptimizer(overlap=True, accumulate=...) how many backward passes make a step"
                     )
-                elif parameter.grad is None or self._touched(tensor, parameter.grad):
+                elif parameter.grad is None or self._touched(tensor, parameter.grad, target):
                     raise UsageError(
                         f"the gradient of {self.flat.names[tensor]!r} was changed between backward() and step(), but with "
                         "overlap=True it has left already: clip with max_grad_norm=, or leave out overlap=True"
@@ -197,7 +195,7 @@ class GradientOverlap:
             for shard, cuts in enumerate(self.cuts):
                 for part in range(1, len(cuts)):
                     if (shard, part) not in self.gone:
-                        self._send(shard, part)
-            flat, self.target = self.target, None
+                        self._send(shard, part, target)
+            self.target = None
             self._begin()
-            return flat, absent
+            return target, absent

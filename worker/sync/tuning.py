@@ -22,6 +22,9 @@ from narrows.worker.group.group import Group
 class CodecTuning:
     """The present compressor of an engine, and the switches of `auto` that are not yet reported.
 
+    Attributes:
+        coding: the SPEC for published states; "" if this worker does not choose it, or has not chosen yet.
+
     Args:
         settings: the settings of the run.
         count: values of one update.
@@ -50,6 +53,7 @@ class CodecTuning:
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down.rungs) > 1
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = self.auto.compressor
+        self.coding = ""
 
     def waited(self, seconds: float) -> None:
         self.waited_s += seconds
@@ -58,11 +62,6 @@ class CodecTuning:
     def encoded(self, seconds: float) -> None:
         self.encode_s = seconds
         self.spent_s = self.spent_s[0], self.spent_s[1] + seconds
-
-    @property
-    def coding(self) -> str:
-        """The SPEC for published states; "" if this worker does not choose it, or has not chosen yet."""
-        return self.auto.down if self.chooses_down and self.auto.chosen else ""
 
     def pushed(self, clock: int, group: Group | None = None, samples: int = 0) -> bool:
         """Note that the update of the clock before `clock` was pushed, and let `auto` choose.
@@ -93,12 +92,11 @@ class CodecTuning:
             return False  # the time before the first push is no clock: imports, data, first weights
         self.seen = []
         switch = self.auto.clock(cost) if group is None or group.leads else None
+        before = self.auto.at, self.auto.chosen
         if group is not None:
-            before = self.auto.at, self.auto.chosen
             self.auto.follow(*group.of_first(*before))
-            if switch is None and before == (self.auto.at, self.auto.chosen):
-                return False
-        elif switch is None:
+        self.coding = self.auto.down if self.chooses_down and self.auto.chosen else ""
+        if switch is None and before == (self.auto.at, self.auto.chosen):
             return False
         self.compressor = self.auto.compressor
         if switch is not None:
