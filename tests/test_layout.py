@@ -710,7 +710,7 @@ SEARCHED = {
     "push": "ps/shard/push_assembler.py",
     "publication": "ps/shard/publications.py",
     "barrier": "ps/shard/barrier.py",
-    "quorum": "ps/coordinator/clock_quorum.py",
+    "clock": "ps/coordinator/clocks.py",
     "gossip": "protocols/gossip/driver.py",
     "topology": "protocols/config/topology.py",
     "momentum": "protocols/gossip/outer_momentum.py",

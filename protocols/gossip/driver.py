@@ -2,12 +2,12 @@
 
 How it works (TRANSITIONS has every phase)
 
-    EMPTY ─> ASKING ─> READY ─> COMPUTING ─step─> ROOM ─> MIXING ─> COMPUTING ... ─finish─> FLUSHING ─> ENDING ─> OVER
+    EMPTY ─> ASKING ─> READY ─> COMPUTING ─step─> CATCHING_UP ─> MIXING ─> COMPUTING ... ─finish─> FLUSHING ─> ENDING ─> OVER
 
 1. A node that joins a run under way asks the longest-standing peer that has a model for it (ASKING), and begins with
    that peer's round.
 2. COMPUTING: the owner takes the local steps of round t and hands over the sum of them (`step`).
-3. ROOM: with s >= 1 the node first applies the mixes that are due before round t, so that its offers contain them.
+3. CATCHING_UP: with s >= 1 the node first applies the mixes that are due before round t, so that its offers contain them.
 4. MIXING: the node offers round t to its partners (`GossipExchanges.begin`). The next steps begin once all mixes up to
    round t - s are applied. s = 0 is D_FP_S of BAGUA (2107.01499); with s = 1 the link's time lies under the next
    computation.
@@ -43,7 +43,7 @@ class GossipPhase(Enum):
     ASKING = "asking"  # the run has begun: the node asks a peer for its model
     READY = "ready"  # the node has a model, and no roster yet
     COMPUTING = "computing"  # the owner takes the steps of a round
-    ROOM = "room"  # the round is computed; the node waits for the mixes that are due before it
+    CATCHING_UP = "catching up"  # the round is computed; the node waits for the mixes that are due before it
     MIXING = "mixing"  # the round is offered; the node waits for the mixes that are due before the next steps
     FLUSHING = "flushing"  # the last step is done; the node mixes the rounds that have begun
     ENDING = "ending"  # the node waits until its peers are done, and mixes with those that ask
@@ -55,8 +55,8 @@ TRANSITIONS: dict[str, dict[GossipPhase, GossipPhase]] = {
     "late": {GossipPhase.EMPTY: GossipPhase.ASKING},
     "has a model": {GossipPhase.EMPTY: GossipPhase.READY, GossipPhase.ASKING: GossipPhase.READY},
     "introduced": {GossipPhase.READY: GossipPhase.COMPUTING},
-    "stepped": {GossipPhase.COMPUTING: GossipPhase.ROOM},
-    "has room": {GossipPhase.ROOM: GossipPhase.MIXING},
+    "stepped": {GossipPhase.COMPUTING: GossipPhase.CATCHING_UP},
+    "caught up": {GossipPhase.CATCHING_UP: GossipPhase.MIXING},
     "may go": {GossipPhase.MIXING: GossipPhase.COMPUTING},
     "finished": {GossipPhase.COMPUTING: GossipPhase.FLUSHING},
     "flushed": {GossipPhase.FLUSHING: GossipPhase.ENDING},
@@ -100,7 +100,7 @@ class GossipDriver:
 
     # Beginning.
 
-    def found(self, weights: Array, model: Array | None = None) -> None:
+    def begin_as_founder(self, weights: Array, model: Array | None = None) -> None:
         """Begin with the first weights of the run.
 
         Args:
@@ -153,7 +153,7 @@ class GossipDriver:
                 if self.has_model:
                     says.append(e.SendOffer(tuple(self.exchanges.whole(peer, self.round))))
                 else:
-                    self.has_none(peer)
+                    self.peer_without_model(peer)
             case e.PeerEnded(peer):
                 self.exchanges.peer_ended(peer)
             case e.PeerLost(peer, why):
@@ -165,7 +165,7 @@ class GossipDriver:
                 self.exchanges.alone = True
         return [*says, *self._refused(), *self.go_on(now_ns)]
 
-    def has_none(self, peer: int) -> None:
+    def peer_without_model(self, peer: int) -> None:
         """Note that a peer has no model. The peer repeats its own request, so no answer is due."""
         self.without.add(peer)
 
@@ -252,13 +252,13 @@ class GossipDriver:
     def _computing(self, now_ns: int) -> Says:
         return self._exchange(self.round - 1 - self.bound)
 
-    def _room(self, now_ns: int) -> Says:
+    def _catching_up(self, now_ns: int) -> Says:
         due = self.round - self.bound
         says = self._exchange(due) if self.bound else []
         if not self.trouble and not (self.bound and self._waits(due)):
             self.exchanges.begin(self.round)
             self.round += 1
-            self._go("has room")
+            self._go("caught up")
         return says
 
     def _mixing(self, now_ns: int) -> Says:
@@ -292,7 +292,7 @@ GO: dict[GossipPhase, Callable[[GossipDriver, int], Says]] = {
     GossipPhase.ASKING: GossipDriver._ask,
     GossipPhase.READY: GossipDriver._ready,
     GossipPhase.COMPUTING: GossipDriver._computing,
-    GossipPhase.ROOM: GossipDriver._room,
+    GossipPhase.CATCHING_UP: GossipDriver._catching_up,
     GossipPhase.MIXING: GossipDriver._mixing,
     GossipPhase.FLUSHING: GossipDriver._flushing,
     GossipPhase.ENDING: GossipDriver._ending,

@@ -20,7 +20,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat

@@ -13,7 +13,7 @@ from __future__ import annotations
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Run, Seat

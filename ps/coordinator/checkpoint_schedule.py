@@ -24,7 +24,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS, Log
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Key, Run, Seat
 

@@ -41,7 +41,7 @@ from narrows.protocols.member.heartbeat_summary import SummaryRow, unpacked
 from narrows.ps.coordinator.agreements import Agreements
 from narrows.ps.coordinator.attendance import StartNotice
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.parent_place import ParentPlace
@@ -180,7 +180,7 @@ class Coordinator:
         ):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
-        seat = self.members.seated(peer, message, now_ns)
+        seat = self.members.renew_lease(peer, message, now_ns)
         if seat is None:
             return [Send(peer, self.members.unknown(message.worker, message.epoch))]
         if isinstance(message, m.Declare):

@@ -43,7 +43,7 @@ from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.wire import unpack
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat
@@ -198,7 +198,7 @@ class Members(Decision):
 
     # Live members, and members that leave.
 
-    def seated(
+    def renew_lease(
         self,
         peer: bytes,
         message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersRequest | m.RangeRequest | m.AgreeRequest,
@@ -233,7 +233,7 @@ class Members(Decision):
     def _saw(seat: Seat, now_ns: int, peer: bytes = b"") -> None:
         seat.peer, seat.seen_ns, seat.cut_ns = peer or seat.peer, now_ns, 0
 
-    def moved(self, now_ns: int) -> None:
+    def standby_took_over(self, now_ns: int) -> None:
         """The standby has taken over, on another machine: each member has a lease's time to connect to it."""
         self.dialled_ns = now_ns + int(self.run.settings.lease * NS)
         for seat in self.run.seats.values():

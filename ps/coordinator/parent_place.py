@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from narrows.protocols import messages as m
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
 

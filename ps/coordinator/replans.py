@@ -20,7 +20,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run, Seat

@@ -41,7 +41,7 @@ from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import RESHARD_HOLD_LEASES
 from narrows.protocols.effects import NS, Log, Send
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat

@@ -34,7 +34,7 @@ from narrows.protocols.effects import Log, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat
 

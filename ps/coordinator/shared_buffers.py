@@ -13,7 +13,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import unpack_arrays
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import NS, Send, ServerEffect
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.run import Run, Seat
 
 

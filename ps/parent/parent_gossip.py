@@ -51,7 +51,10 @@ from narrows.protocols.wire import decode
 from narrows.ps.parent.parent_link import Asks, ParentSeat, ParentSession, ParentState
 from narrows.ps.store.changes import Change, FloatArray
 
-WAITING = (GossipPhase.ROOM, GossipPhase.MIXING)  # in these phases a peer's model is awaited before the next clock
+WAITING = (
+    GossipPhase.CATCHING_UP,
+    GossipPhase.MIXING,
+)  # in these phases a peer's model is awaited before the next clock
 
 
 class ParentGossip:
@@ -129,7 +132,7 @@ class ParentGossip:
                 continue
             effects += self.seat.take(event, now_ns)
             if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
-                self.driver.found(self.seat.replica.pulled, self.before)
+                self.driver.begin_as_founder(self.seat.replica.pulled, self.before)
                 self.seat.keep(model=None)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)
         return effects

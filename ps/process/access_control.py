@@ -41,7 +41,7 @@ FLIGHT_TIMES = 5  # size of all updates that a member may have in flight, in siz
 PEER = "cluster of the parent's run"  # role of a key that the parent's roster names
 
 
-class KnownPeer(Protocol):
+class OwnMachine(Protocol):
     """What access control reads of the process's machine."""
 
     @property
@@ -75,7 +75,7 @@ class AccessControl:
         self.guard = AdmittedKeys(keys) if keys else None
         self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
         self.secret, self.ours = secret.encode(), {coordinator, follows} - {""}
-        self.known: KnownPeer | None = None  # the machine, once there is one
+        self.machine: OwnMachine | None = None  # the machine, once there is one
         self.clusters = frozenset[str]()  # keys of the other clusters; the authenticator's thread reads it
         self.names: dict[str, str] = {}  # by key that was admitted, its name
         self.connections = Connections()
@@ -92,7 +92,7 @@ class AccessControl:
 
     def _is_above(self, address: str) -> bool:
         """True for the address of the parent's shard or of its standby."""
-        return self.known is not None and address in (self.known.above, self.known.beside)
+        return self.machine is not None and address in (self.machine.above, self.machine.beside)
 
     def name_at(self, address: str) -> bytes:
         """The name with which this process's routing ids begin when it dials `address`.
@@ -104,7 +104,7 @@ class AccessControl:
             return self.secret
         if self._is_above(address):
             return hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
-        others = self.known.others.values() if self.known is not None else ()
+        others = self.machine.others.values() if self.machine is not None else ()
         return next((other.name for other in others if other.address == address), b"")
 
     def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
@@ -129,8 +129,8 @@ class AccessControl:
 
     def tick(self) -> None:
         """Read the keys of the other clusters again: the parent's roster may have changed."""
-        if self.guard is not None and self.known is not None:
-            self.clusters = frozenset(parted(other.address)[1] for other in self.known.others.values())
+        if self.guard is not None and self.machine is not None:
+            self.clusters = frozenset(parted(other.address)[1] for other in self.machine.others.values())
 
     def check(self, peer: bytes, message: m.Message, size: int) -> None:
         """Check that the sender may send this message, and count its bytes.
@@ -152,7 +152,7 @@ class AccessControl:
         if reports and not asks and not peer.startswith(self.secret):
             raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
         mixes = isinstance(message, OF_CLUSTERS)
-        theirs = self.known.others.get(getattr(message, "worker", -1)) if mixes and self.known is not None else None
+        theirs = self.machine.others.get(getattr(message, "worker", -1)) if mixes and self.machine is not None else None
         # A cluster that is not on this server's roster yet repeats its message.
         if mixes and not isinstance(peer, DiallerId) and (theirs is None or not peer.startswith(theirs.name)):
             raise RemoteProtocolError("its number is not that of the cluster which dials by that name")

@@ -125,7 +125,7 @@ class ServerRunner:
             own = self.access_control.guard.own if self.access_control.guard is not None else None
             self.server = machine(config, number, self.lending.any, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
-        self.access_control.known = self.server
+        self.access_control.machine = self.server
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(config, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
         if copy is not None:

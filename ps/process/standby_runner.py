@@ -72,7 +72,7 @@ class StandbyRunner:
     def _thaw(self, packed: bytes) -> Server:
         server = thaw(io.BytesIO(packed), self.lending.any)
         self.replay = JournalReplay(server, self._load)
-        self.access_control.known = server
+        self.access_control.machine = server
         return server
 
     def _load(self, clock: int) -> None:

@@ -171,7 +171,7 @@ class Server:
             before: The address of the server that this one replaces, if that was on another machine; else "".
         """
         if before and self.coordinator is not None:
-            self.coordinator.members.moved(self.now_ns)
+            self.coordinator.members.standby_took_over(self.now_ns)
         self.before = before or self.before
         if self.membership is not None:
             self.membership.copied(standby)

@@ -3,7 +3,7 @@
 folding.py has the picture of both ways to fold.
 
 Rules
-- A shard holds an update until the ledger closes a clock over a set that names it (ps/coordinator/clock_quorum.py).
+- A shard holds an update until the ledger closes a clock over a set that names it (ps/coordinator/clocks.py).
 - It folds the updates of a set in the order of worker ids, each with its samples over those of the set.
 - An update that no set will name, since its worker left, is dropped and logged.
 - `early` sums a part once all live members have sent it. The store begins anew if the set is another one in the end.

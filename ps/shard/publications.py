@@ -100,7 +100,7 @@ class PublicationChild:
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationDifference:
+class PublicationRecord:
     """What the shard keeps of one publication.
 
     Attributes:
@@ -115,7 +115,7 @@ class PublicationDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedModel:
+class StateHeader:
     """The fields that all parts of one state share; each has the meaning that it has in `State`."""
 
     request: int
@@ -157,11 +157,11 @@ class Publications:
         self.children: dict[tuple[int, int], PublicationChild] = {}  # by (worker, epoch)
         self.lasts: set[int] = set()  # workers that wait for the last model
         # by number: the newest publication and up to CREDIT_MAX before it
-        self.made: dict[int, PublicationDifference] = {}
+        self.made: dict[int, PublicationRecord] = {}
 
     def begin(self, min_clock: int) -> None:
         """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""
-        self.made = {self.store.publication: PublicationDifference(min_clock, {}, self._merging())}
+        self.made = {self.store.publication: PublicationRecord(min_clock, {}, self._merging())}
 
     def members(self) -> None:
         """Forget the children that are no member any more."""
@@ -186,7 +186,7 @@ class Publications:
             for w, seat in self.assembler.seats.items()
             if seat.settled < min_clock and self.mode.barrier
         }
-        self.made[self.store.publication] = PublicationDifference(min_clock, late, self._merging())
+        self.made[self.store.publication] = PublicationRecord(min_clock, late, self._merging())
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
             del self.made[number]
         if after == before:
@@ -312,41 +312,41 @@ class Publications:
             pieces = codecs.raw_pieces(store.p[begin - store.begin : end - store.begin], begin, parts(begin, end))
         contains = self.folding.contains(seat, settled, number)
         made = self.made[number]
-        shown = PublishedModel(
+        header = StateHeader(
             0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging
         )
-        return _states(seat, pieces, shown, now_ns)
+        return _states(seat, pieces, header, now_ns)
 
     def master(self, seat: PushSequence, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
         """Answer this child's Pull with the values of `array`, float32[size]."""
         child = self.child(seat)
         pieces = codecs.raw_pieces(array, self.store.begin, parts(*self.store.whole))
         settled = seat.settled if self.mode.barrier else min_clock
-        shown = PublishedModel(child.request, True, False, self.store.publication, min_clock, settled, ())
+        header = StateHeader(child.request, True, False, self.store.publication, min_clock, settled, ())
         child.pull = None
         self.lasts.discard(seat.worker)
-        return [Send(seat.peer, state) for state in _states(seat, pieces, shown, now_ns)]
+        return [Send(seat.peer, state) for state in _states(seat, pieces, header, now_ns)]
 
 
-def _states(seat: PushSequence, pieces: Sequence[codecs.Piece], shown: PublishedModel, now_ns: int) -> list[m.State]:
+def _states(seat: PushSequence, pieces: Sequence[codecs.Piece], header: StateHeader, now_ns: int) -> list[m.State]:
     return [
         m.State(
             worker=seat.worker,
             epoch=seat.epoch,
-            request=shown.request,
+            request=header.request,
             part=part,
             parts=len(pieces),
             begin=piece.begin,
             end=piece.end,
-            whole=shown.whole,
-            add=shown.add,
-            publication=shown.publication,
-            min_clock=shown.min_clock,
-            settled=shown.settled,
-            contains=shown.contains,
-            gain=shown.merging.gain,
-            ahead=shown.merging.ahead,
-            agreement=shown.merging.agreement,
+            whole=header.whole,
+            add=header.add,
+            publication=header.publication,
+            min_clock=header.min_clock,
+            settled=header.settled,
+            contains=header.contains,
+            gain=header.merging.gain,
+            ahead=header.merging.ahead,
+            agreement=header.merging.agreement,
             sent_ns=now_ns,
             codec=piece.codec,
             payload=piece.payload,

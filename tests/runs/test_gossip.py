@@ -243,8 +243,8 @@ DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
     "three on a ring, each of which keeps back a complete exchange of another round for one that the next keeps back": (
         337, GossipExchanges, "_in_step", lambda exchanges, peer: True),
     "two that have no model, and ask each other: who has one is back under a later number": (
-        349, GossipDriver, "has_none", lambda driver, peer: None),
-    "the same, and who has one is done": (866, GossipDriver, "has_none", lambda driver, peer: None),
+        349, GossipDriver, "peer_without_model", lambda driver, peer: None),
+    "the same, and who has one is done": (866, GossipDriver, "peer_without_model", lambda driver, peer: None),
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from narrows.protocols.config.key_ranges import parts
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.ps.coordinator import run as cluster_run
-from narrows.ps.coordinator.clock_quorum import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
+from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS, Clocks
 from narrows.ps.server.server import Server
 from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.worker import DistributedOptimizer

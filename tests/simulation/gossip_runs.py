@@ -212,7 +212,7 @@ class Node:
 
     def begin(self, weights: Array, model: Array | None = None) -> None:
         """With the first weights; it waits for the first roster. `model`: its own, where it has come on since."""
-        self.driver.found(weights, model)
+        self.driver.begin_as_founder(weights, model)
         self.came(np.float32(0), self.mixing.model, self.mixing.model)
 
     def resume(self, before: Node) -> None:

@@ -35,7 +35,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.runtime.network.awake_clock import TURN_NS
-from narrows.ps.coordinator.clock_quorum import GRACE_MAX_NS, GRACE_MIN_NS
+from narrows.ps.coordinator.clocks import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.replication.events import MachineEvent

@@ -24,7 +24,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.shard.folding import FoldAtOnce

@@ -10,7 +10,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.member.exchange import Exchange
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.resharding import Resharding
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.shard.shard import Shard

@@ -9,7 +9,7 @@ from itertools import count, islice
 import pytest
 
 from narrows.protocols.config.settings import Settings
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.resharding import Resharding
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.coordinator.sample_leases import SampleLeases

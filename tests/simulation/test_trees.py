@@ -12,7 +12,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.effects import NS
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import WAITING
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Seat as ClusterSeat

@@ -148,7 +148,7 @@ class GossipStep:
             self.shards.handle(event)
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
         if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY and here:
-            self.driver.found(self.arrays.pulled, self.kept)
+            self.driver.begin_as_founder(self.arrays.pulled, self.kept)
         self._say(self.driver.hear(event, self._now()))
 
     def _tell(self, text: str) -> None:

@@ -6,7 +6,7 @@ How it works
 2. `fastest` tries numbers of replicas, unless --replicas gives one: a replica on a slow host or behind a slow link
    holds up all others.
 3. `candidates` searches a layout of hosts (pipelines/search.py), tries the hosts in the order of the network with it,
-   chooses servers, modes and codings for each layout (pipelines/choose.py), and moves hosts from the best, in virtual
+   chooses servers, modes and codings for each layout (pipelines/staged_planner.py), and moves hosts from the best, in virtual
    time.
 4. The cheapest layout becomes the plan. `rows`, `steps`, `decides` and `alone` explain it.
 """
@@ -24,11 +24,11 @@ from narrows.ps.planner import plan_writer
 from narrows.ps.planner.choose import SMALL
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.network import Network
-from narrows.ps.planner.pipelines.choose import StagedPlan, StagedPlanner
 from narrows.ps.planner.pipelines.cost import Job
 from narrows.ps.planner.pipelines.cost import Layout as Arrangement
 from narrows.ps.planner.pipelines.edge_costs import carried
 from narrows.ps.planner.pipelines.search import plan
+from narrows.ps.planner.pipelines.staged_planner import StagedPlan, StagedPlanner
 from narrows.ps.planner.pipelines.stages import (
     PARAMETER_MEMORY_BYTES,
     PipelineModel,

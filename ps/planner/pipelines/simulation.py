@@ -10,7 +10,7 @@ How it works
 4. The step is over with the last pass. `critical` then goes backwards from that pass: it follows the tensor where a
    pass waited for one, and the process itself where not. So each second of the step belongs to one host or to one link.
 
-ps/planner/pipelines/choose.py adds the exchanges by closed forms.
+ps/planner/pipelines/staged_planner.py adds the exchanges by closed forms.
 """
 
 from __future__ import annotations

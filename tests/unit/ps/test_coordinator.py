@@ -22,7 +22,7 @@ from narrows.ps.coordinator import coordinator
 from narrows.ps.coordinator.agreements import Agreements
 from narrows.ps.coordinator.attendance import FRESH_NS, StartNotice
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import FIRST_STEP_NS, Clocks
+from narrows.ps.coordinator.clocks import FIRST_STEP_NS, Clocks
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.members import EXPECT_BYTES_MAX, Members

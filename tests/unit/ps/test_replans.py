@@ -14,7 +14,7 @@ from narrows.protocols.effects import NS, Log
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow
 from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
-from narrows.ps.coordinator.clock_quorum import Clocks
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.gossip_directory import GossipDirectory
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.parent_place import ParentPlace

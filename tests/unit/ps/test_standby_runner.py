@@ -155,7 +155,7 @@ def test_it_takes_events_of_its_original_alone() -> None:
         life.hear(peer, machine)
         assert life.standby.machine is None
     life.hear(ORIGINAL, machine)
-    assert life.standby.have == 4 and life.follower.access_control.known is life.follower.server
+    assert life.standby.have == 4 and life.follower.access_control.machine is life.follower.server
     for peer in (FIRST, OTHER):
         life.hear(peer, m.Refuse(5, -1, 0, "no"))
     with pytest.raises(NarrowsError, match=": no"):

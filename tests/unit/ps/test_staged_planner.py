@@ -26,10 +26,10 @@ from narrows.ps.command.planning.staged import candidates, decides
 from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
-from narrows.ps.planner.pipelines.choose import LOSS_COST, StagedPlanner
 from narrows.ps.planner.pipelines.cost import Layout
 from narrows.ps.planner.pipelines.edge_costs import carried
 from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart, Stream
+from narrows.ps.planner.pipelines.staged_planner import LOSS_COST, StagedPlanner
 from narrows.ps.planner.pipelines.stages import (
     BACKWARD,
     FORWARD,
