@@ -161,9 +161,14 @@ def build(seed: int = 7) -> nn.Module:
     return seeded(lambda: nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.LayerNorm(17), nn.Linear(17, 5)), seed)
 
 
-@cache
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows and labels of a step. Not to be written to."""
+    """Return the rows and labels of a step, which are the caller's own."""
+    x, y = _drawn(step)
+    return x.clone(), y.clone()
+
+
+@cache
+def _drawn(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(BATCH, 9, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
 
