@@ -65,3 +65,8 @@ BY_EXIT_CODE: dict[int, type[NarrowsError]] = {
     error.exit_code: error
     for error in (UsageError, UnreachableError, AuthenticationError, IncompatibleError, ServerLostError)
 }
+
+
+def printable(text: str) -> str:
+    """Escape characters that are not printable, except newlines, so that a host's name cannot control the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

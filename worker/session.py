@@ -441,7 +441,7 @@ def _end(error: NarrowsError) -> NoReturn:
     if isinstance(error, GroupEndedError):
         time.sleep(LAST_S)  # the process that failed first ends first; ps-worker reports it, and ends this one
     if not launcher_pipe.find():
-        launcher_pipe.complain(str(error))
+        launcher_pipe.say_here(str(error))
     _tell("error", code=error.exit_code, text=str(error))
     output.end()
     _end_group()

@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from narrows.protocols.runtime.cli.output import STDERR, stdout
-from narrows.ps.dashboard.event_texts import printable, sentence
+from narrows.protocols.runtime.cli.output import STDERR, CommandConsole, stdout
+from narrows.ps.dashboard.event_texts import sentence
 
 # True if a ps-worker has started this ps-serve. The ps-worker ends it by closing its stdin.
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"
@@ -27,21 +27,20 @@ SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped",
                   "against", "epoch", "replan", "stalled", "resumed")  # fmt: skip
 
 
-def say(text: str, error: bool = False) -> None:
-    """Print a line for the user.
-
-    An embedded server prints in the name of ps-worker, to stderr: stdout belongs to the script.
-    """
-    (STDERR if error or EMBEDDED else OUT).line(f"{NAME}: {printable(text)}")
-
-
 def tell(event: str, **values: Any) -> None:
     """Send an event, as a line of JSON, to the ps-worker that embeds this server."""
     OUT.line(json.dumps({"event": event, **values}))
 
 
+def _refused(text: str) -> None:
+    if not EMBEDDED:
+        say(text, error=True)
+
+
 # An embedded server's stdout is a pipe to ps-worker. A line that is lost there means that ps-worker has ended.
-OUT = stdout(lambda text: None if EMBEDDED else say(text, error=True))
+OUT = stdout(_refused)
+# An embedded server prints in the name of ps-worker, to stderr: stdout belongs to the script.
+say = CommandConsole(NAME, STDERR if EMBEDDED else OUT).say
 
 
 def doing(text: str) -> None:

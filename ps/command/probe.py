@@ -28,7 +28,7 @@ import click
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import COMMAND, run
-from narrows.protocols.runtime.cli.output import replace_text
+from narrows.protocols.runtime.cli.output import CommandConsole, replace_text
 from narrows.ps.probe import measured_network
 from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES
 from narrows.ps.probe.director import MACHINES_MAX, ProbeDirector
@@ -144,8 +144,7 @@ def _write(out: str, found: MeasuredNetwork, code: int) -> int:
     return code
 
 
-def _say(text: str) -> None:
-    click.echo(f"ps-probe: {''.join(c if c.isprintable() else '?' for c in text)}", err=True)
+_say = CommandConsole("ps-probe").say
 
 
 def _towards(hosts: Sequence[str]) -> str:

@@ -33,8 +33,3 @@ def sentence(name: str, event: Mapping[str, Any]) -> str:
         except (KeyError, ValueError, TypeError, IndexError):
             continue
     return ""
-
-
-def printable(text: str) -> str:
-    """Escape characters that are not printable, except newlines, so that a host's name cannot control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group
 from rich.table import Table
 from rich.text import Text
 
-from narrows.ps.dashboard.event_texts import printable
+from narrows.protocols.errors import printable
 from narrows.ps.dashboard.time_buckets import LEVELS
 
 BARS = " ▁▂▃▄▅▆▇█"

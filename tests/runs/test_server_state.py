@@ -154,7 +154,7 @@ def test_where_updates_are_pushed_it_is_that_of_a_worker(tmp_path: Path, monkeyp
 
 def test_what_is_loaded_into_a_worker_is_not_used_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(gradients, "complain", said.append)
+    monkeypatch.setattr(gradients, "say_here", said.append)
     net = build()
     with run(Settings(sync="bsp")):
         wrapped = DistributedOptimizer(MAKES["adamw"](net), net)

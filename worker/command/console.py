@@ -10,17 +10,18 @@ import sys
 import time
 from typing import Any
 
-from narrows.protocols.runtime.cli.output import STDERR, stdout
+from narrows.protocols.runtime.cli.output import STDERR, CommandConsole, stdout
 
 PLAIN_S = 2.0  # from one plain line of progress to the next
 LIVE_S = 0.25  # from one update of the live line to the next
 AGAIN_S = 60.0  # the same text within this time comes from another worker, and is not shown again
 
 
-class Console:
+class Console(CommandConsole):
     """Prints lines of the workers to stdout, and all other lines to stderr. `close` restores the terminal."""
 
     def __init__(self) -> None:
+        super().__init__("ps-worker")
         self.live: Any = None  # rich's live line; None: stderr is no terminal
         self.stdout = stdout(self.say)
         self.due = 0.0  # the time before which no progress is shown, monotonic seconds
@@ -44,9 +45,6 @@ class Console:
 
     def err(self, line: str) -> None:
         STDERR.line(line)
-
-    def say(self, sentence: str) -> None:
-        self.err(f"ps-worker: {sentence}")
 
     def doing(self, text: str, quiet: bool = False) -> None:
         """Show a step of the start or the end of a run. A text that several workers send is shown once.

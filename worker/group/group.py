@@ -28,7 +28,7 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import group_liveness
 from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.config import WorkerConfig
-from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.launcher_pipe import say_here
 
 START_LIMIT_S = 600.0  # all ranks have started within this
 WAIT_LIMIT_S = 7200.0  # a rank's wait for the others: longer than any wait of one of them
@@ -171,7 +171,7 @@ class Group:
             if work.is_completed():
                 raise
             if self._presence is not None and (late := self._presence.missing()):
-                say(late)
+                say_here(late)
             work.wait()
 
     def waits(self) -> None:

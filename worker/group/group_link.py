@@ -41,7 +41,7 @@ from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
 from narrows.worker.group.group import Group, GroupEndedError
-from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.runtime.member_link import Command, LinkCommands, LinkEvents, MemberLink
 
 # Events that rank 0 passes on. Their fields travel as one frame; messages among them follow as frames of their own.
@@ -198,7 +198,7 @@ class GroupMemberLink(LinkEvents, LinkCommands):
 
     def __init__(self, address: str, key: bytes, rank: int) -> None:
         super().__init__()
-        self.address, self.drops = address, Drops(say)
+        self.address, self.drops = address, Drops(say_here)
         self._hub = Client(address, "AF_UNIX", authkey=key)
         self._hub.send_bytes(rank.to_bytes(8, "big"))
         threading.Thread(target=self._hear, name="narrows-group", daemon=True).start()

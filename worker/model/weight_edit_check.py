@@ -25,7 +25,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.worker.model.flat import FlatModel, dtype_of, plain, raw_bytes
-from narrows.worker.runtime.launcher_pipe import complain, say
+from narrows.worker.runtime.launcher_pipe import say, say_here
 
 LOST = (
     "{!r} was changed between two steps: where gradients are pushed the server's model holds, and that change is lost; load "
@@ -193,5 +193,5 @@ class WeightEditCheck:
         """
         self.registered.check()
         if self.text and (tensor := self.flat.overwritten()):
-            complain(self.text.format(tensor))
+            say_here(self.text.format(tensor))
             self.text = ""

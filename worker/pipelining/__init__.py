@@ -31,7 +31,7 @@ from narrows.worker import session
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.runtime.config import WorkerConfig
-from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.launcher_pipe import say_here
 
 ALONE = Deployment({"": "127.0.0.1"}, [StageServer("", 1)], [WorkerProcess(0, 0, "", 1)])
 
@@ -129,7 +129,7 @@ def _opened() -> PipelineGroup:
     names = [f"stage {p.stage} of replica {p.replica} on {p.host or 'this machine'}" for p in processes]
     addresses, keys = [layout.address(p) for p in processes], [p.key for p in processes]
     pair = key.pair if key is not None else None
-    peers = ChannelRunner(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
+    peers = ChannelRunner(ours.stage, addresses, names, layout.digest, layout.lease, say_here, pair, keys)
     _close_at_end(peers)
     peers.wait(WAIT_LIMIT_S)
     group = PipelineGroup(

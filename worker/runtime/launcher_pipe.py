@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.output import STDERR
+from narrows.protocols.runtime.cli.output import CommandConsole
 from narrows.worker.runtime.child_process import is_child
 from narrows.worker.runtime.config import take, told
 
@@ -69,14 +69,13 @@ def check_names(names: Iterable[str]) -> None:
             )
 
 
-def complain(text: str) -> None:
-    """Print one line on stderr; the script goes on if it cannot be written."""
-    STDERR.line(f"ps-worker: {text}")
+def _relay(text: str) -> bool:
+    """Have ps-worker print a line. Returns False without a ps-worker."""
+    if not find():
+        return False
+    tell("say", text=text)
+    return True
 
 
-def say(text: str) -> None:
-    """Print a line on ps-worker's console, once for all of its workers; without a ps-worker, on stderr."""
-    if find():
-        tell("say", text=text)
-    else:
-        complain(text)
+say_here = CommandConsole("ps-worker").say  # each worker prints its own lines, on its stderr
+say = CommandConsole("ps-worker", relay=_relay).say  # ps-worker prints a line once for all of its workers

@@ -53,7 +53,7 @@ from narrows.protocols.runtime.network.sockets import LINGER_MS, Drops, Peer, Re
 from narrows.protocols.wire import decode, encode
 from narrows.worker.runtime import launcher_pipe
 from narrows.worker.runtime.child_process import NotAWorkerError
-from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.runtime.server_silence_notice import SilenceNotice
 
 CLOSE_S = 10.0  # wait for the thread, which ends within a tick, and its sockets within LINGER_MS
@@ -164,7 +164,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self.member = Member(token, host, expect, timing)
         self.clock = AwakeClock()
         self.bytes_up = self.bytes_down = 0
-        self.drops = Drops(say)
+        self.drops = Drops(say_here)
         self._shards = [endpoint(self.host, self.port)]  # the endpoint of each shard
         self._standby = ""  # the endpoint of the standby; "": not dialled
         self._silence = SilenceNotice()
@@ -239,7 +239,7 @@ class MemberLink(LinkEvents, LinkCommands):
     def _tick(self, now_ns: int) -> None:
         self._apply(self.member.tick(now_ns))
         if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now_ns):
-            say(text)
+            say_here(text)
 
     def _hear(self, peer: Peer, frames: list[m.Buffer]) -> None:
         if peer in self._shards:
@@ -292,7 +292,7 @@ class MemberLink(LinkEvents, LinkCommands):
         (self.host, self.port), self._standby = parse_address("", address), ""
         self._shards = [endpoint(self.host, port) for port in ports]
         self._silence = SilenceNotice()
-        say(f"the standby at {address} serves now; training goes on")
+        say_here(f"the standby at {address} serves now; training goes on")
 
     def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:
         """Set the endpoints of the shards, and hang up on others. Shard 0 keeps its endpoint."""

@@ -47,7 +47,7 @@ from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
 from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizer_scaling import degree_of
-from narrows.worker.runtime.launcher_pipe import complain
+from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.sync.shard_exchanges import ShardExchanges
 from narrows.worker.sync.sync_step import StepEngine
 
@@ -152,7 +152,7 @@ class GossipStep:
         self._say(self.driver.hear(event, self._now()))
 
     def _tell(self, text: str) -> None:
-        complain(text)
+        say_here(text)
 
     def _say(self, says: Says) -> None:
         for say in says:

@@ -39,7 +39,7 @@ from narrows.worker.checkpoint.server_state import ServerOptimizerState
 from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
-from narrows.worker.runtime.launcher_pipe import complain
+from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.sync.overlap import GradientOverlap
 from narrows.worker.sync.sync_step import StepEngine
 from narrows.worker.sync.updates import UpdateStep, evaluated
@@ -187,7 +187,7 @@ class GradientStep(UpdateStep):
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn that a state loaded into the script's optimizer is not used, since the servers step."""
         if optimizer.state:
-            complain(UNUSED)
+            say_here(UNUSED)
 
     def _close(self, overlap: GradientOverlap) -> None:
         gradient, absent = overlap.close()

@@ -9,7 +9,7 @@ import torch
 
 from narrows.protocols.config.modes import FoldRule
 from narrows.worker.model.flat import Array
-from narrows.worker.runtime.launcher_pipe import complain as say
+from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.sync.sync_step import RunEngine
 
 BUFFERS_LIMIT_S = 10  # after this wait for the run's module buffers a worker shows its own
@@ -90,7 +90,7 @@ class SharedModel:
                 self.asks = False
                 return
         self.asks = False
-        say(f"the run's module buffers did not come within {BUFFERS_LIMIT_S} s: this worker shows its own")
+        say_here(f"the run's module buffers did not come within {BUFFERS_LIMIT_S} s: this worker shows its own")
 
     def _here(self, by_s: float) -> bool:
         """Return whether the buffers have arrived, or the request is to be made again."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from narrows.protocols.errors import UsageError
+from narrows.protocols.errors import UsageError, printable
 
 KEPT_MAX = 1000  # kept earlier files of one name
 BUFFER_BYTES = 1 << 20  # of a record: a line that fits is written whole or, on a full disk, not at all
@@ -110,6 +110,25 @@ STDERR = Output("stderr", lambda: sys.stderr, lambda text: None)  # no stream is
 def stdout(tell: Callable[[str], None]) -> Output:
     """Return the lines of stdout; `tell` as in Output."""
     return Output("stdout", lambda: sys.stdout, tell)
+
+
+class CommandConsole:
+    """The lines that one command prints for its user, each after the name of the command.
+
+    Args:
+        name: the command, such as "ps-serve".
+        plain: gets the lines that are no errors. Errors go to stderr.
+        relay: sends a line that is no error to the command that started this process, which prints it; returns False if
+            there is none. By default this process prints all lines itself.
+    """
+
+    def __init__(self, name: str, plain: Output = STDERR, relay: Callable[[str], bool] = lambda text: False) -> None:
+        self.name, self.plain, self.relay = name, plain, relay
+
+    def say(self, text: str, error: bool = False) -> None:
+        """Print a line. Characters that could control the terminal are shown as escapes."""
+        if error or not self.relay(text):
+            (STDERR if error else self.plain).line(f"{self.name}: {printable(text)}")
 
 
 def emit(event: str, **values: Any) -> None:

@@ -15,6 +15,7 @@ from kit.scripts import alone, build, loss_of, run
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime.cli.output import CommandConsole, stdout
 from narrows.worker import DistributedOptimizer, record, session
 from narrows.worker.command import console
 from narrows.worker.command.record import WorkerRecord
@@ -175,3 +176,16 @@ def test_the_docs_name_each() -> None:
     text = (Path(__file__).parents[3] / "docs/script.md").read_text()
     (told,) = re.findall(r"takes any name but those that a line of .*? has itself: (.*?)\.\s", text, re.S)
     assert {*re.findall(r"`(\w+)`", told)} == {*FIGURES}
+
+
+def test_a_line_has_the_name_of_its_command_and_goes_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    relayed: list[str] = []
+    plain = CommandConsole("ps-serve", stdout(lambda text: None))
+    above = CommandConsole("ps-worker", relay=lambda text: not relayed.append(text))
+    for each in (plain, above, CommandConsole("ps-probe")):
+        each.say("host \x1b[31m\nhere")
+        each.say("lost", error=True)
+    out, err = capsys.readouterr()
+    assert out == "ps-serve: host \\x1b[31m\nhere\n", "characters that could control the terminal are escapes"
+    assert err == "ps-serve: lost\nps-worker: lost\nps-probe: host \\x1b[31m\nhere\nps-probe: lost\n"
+    assert relayed == ["host \x1b[31m\nhere"], "an error is not sent on"
