@@ -66,6 +66,7 @@ Coded: TypeAlias = tuple[DeviceArray, ...]
 RECORD_BYTES = 8 * TOLD
 BODY = RECORD_BYTES + HEADER_BYTES  # the offset of a payload's body in staging memory: record, header, body
 FP32_SECTIONS = (Section(np.float32, 1, 1),)
+SECTIONS_MAX = 3  # value sections of a payload that `gather_sections` (cuda/landing.py) copies
 
 
 class PendingEncode(NamedTuple):
@@ -99,6 +100,7 @@ class DeviceErrorFeedback:
 
     Raises:
         ValueError: `decay` is not from 0 to 1, or `count` values do not fit one payload.
+        TypeError: no device has a kernel for this sparsifier or value coding.
     """
 
     def __init__(
@@ -218,11 +220,7 @@ class DeviceErrorFeedback:
         reducer = self.compressor.reducer
         if reducer is None or self.count <= DENSE_COUNT_MAX:
             return self._told(self._all(addends))
-        if isinstance(reducer, RandomK):
-            return self._told(self._random(reducer, addends))
-        if isinstance(reducer, Cycle) and not isinstance(reducer, CycleTop):
-            return self._told(self._strided(reducer, addends))
-        return self._told(self._selected(reducer, addends, sampled))
+        return self._told(REDUCES[type(reducer)](self, reducer, addends, sampled))
 
     def _all(self, addends: Sum) -> PendingEncode:
         """Code all values in the kernel that sums them."""
@@ -231,7 +229,7 @@ class DeviceErrorFeedback:
             self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
         return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
 
-    def _strided(self, reducer: Cycle, addends: Sum) -> PendingEncode:
+    def _strided(self, reducer: Cycle, addends: Sum, sampled: bool) -> PendingEncode:
         """Do Cycle.reduce, and code its values in the kernel that sums them."""
         phase = self.memory.step % reducer.stride
         kept = stride_count(phase, reducer.stride, self.count)
@@ -240,7 +238,7 @@ class DeviceErrorFeedback:
         self.kernels.encode_strided_as(self._name, addends, phase, reducer.stride, chosen, self._extra, coded, record)
         return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
 
-    def _random(self, reducer: RandomK, addends: Sum) -> PendingEncode:
+    def _random(self, reducer: RandomK, addends: Sum, sampled: bool) -> PendingEncode:
         """Do RandomK.reduce, unscaled, and code its values."""
         kernels, kept = self.kernels, reducer.kept_max(self.count)
         words = np.empty(RANDOM_BLOCK, np.uint32)
@@ -285,6 +283,7 @@ class DeviceErrorFeedback:
         elif isinstance(reducer, BlockTopK):
             kernels.top_of_blocks(addends, reducer.k, reducer.block, places, kept, record)
         else:
+            assert isinstance(reducer, Threshold)
             kernels.compact_above(bits, below, places, kept, record)
         sections = self.code(places, kept, count, turns, record)
         indices = (STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride) if turns else None
@@ -358,7 +357,7 @@ class DeviceErrorFeedback:
     def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> PendingEncode:
         """Begin to copy sections whose sizes only the device knows: a kernel writes exactly their bytes."""
         sizes = [(part.items * np.dtype(part.dtype).itemsize, part.per) for part in self._sections]
-        spare = 3 - len(sizes)
+        spare = SECTIONS_MAX - len(sizes)
         begins = sections.begins[:-3] + (0,) * spare + sections.begins[-3:]
         total = sum(part.byte_count(room) for part in self._sections) + sections.parts[-1].size
         lent = self.staging.lend(BODY + (total // 4 + 2) * 4)
@@ -398,9 +397,27 @@ class DeviceErrorFeedback:
         return told, finish
 
 
+# How a device does the reduce of each sparsifier.
+REDUCES: dict[type, Callable[[DeviceErrorFeedback, Any, Sum, bool], PendingEncode]] = {
+    TopK: DeviceErrorFeedback._selected,
+    BlockTopK: DeviceErrorFeedback._selected,
+    RandomK: DeviceErrorFeedback._random,
+    Cycle: DeviceErrorFeedback._strided,
+    CycleTop: DeviceErrorFeedback._selected,
+    Threshold: DeviceErrorFeedback._selected,
+}
+
+
 def _chain(compressor: Compressor) -> Chain:
     chain = compressor.contraction()
     assert isinstance(chain, Chain)
+    if chain.reducer is not None and type(chain.reducer) not in REDUCES:
+        raise TypeError(
+            f"no device codes {chain.spec}: add {type(chain.reducer).__name__} to REDUCES, device/feedback.py"
+        )
+    coding = chain.value_coding
+    if isinstance(coding, Sectioned) and len(coding.sections) > SECTIONS_MAX:
+        raise TypeError(f"no device codes {chain.spec}: a value coding has at most {SECTIONS_MAX} sections there")
     return chain
 
 

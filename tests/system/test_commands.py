@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -36,7 +37,7 @@ from narrows.worker.command import cli as worker
 from narrows.worker.command import script_variables
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.managers import ManagerPlace
-from narrows.worker.command.options import checked
+from narrows.worker.command.options import WorkerOptions, checked
 from narrows.worker.integrations import ray_cities
 from narrows.worker.runtime.member_link import tell_left
 
@@ -245,6 +246,22 @@ def test_each_copy_sees_its_own_gpu(flag: str, group: bool, there: str, seen: li
     assert script_variables.gpus({}, tmp_path) == ["0", "1"] and script_variables.gpus({}, tmp_path / "none") == []
     assert script_variables.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
     assert script_variables.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_no_flag_of_ps_worker_is_dropped() -> None:
+    """A flag without a field of `WorkerOptions` would be: `checked` takes those that it names."""
+    told = {"check", "link", *inspect.signature(checked).parameters} - {"flags"}
+    taken = told | {each.name for each in dataclasses.fields(WorkerOptions)} | {name for name, *_ in RUN_FLAGS}
+    dropped = [each.name for each in worker.command.params if each.expose_value and each.name not in taken]
+    assert not dropped, f"give WorkerOptions fields of these names, and `checked` their checks: {dropped}"
+
+
+def test_no_flag_of_ps_serve_is_dropped() -> None:
+    """A flag that is neither a parameter of `serve` nor a flag of a run would be: `given` takes those of a run."""
+    told = {"print", "plan", "host", *inspect.signature(serve.serve).parameters} - {"flags"}
+    taken = told | {name for name, *_ in RUN_FLAGS}
+    dropped = [each.name for each in serve.command.params if each.expose_value and each.name not in taken]
+    assert not dropped, f"give serve() parameters of these names: {dropped}"
 
 
 def test_keywords_are_flags() -> None:

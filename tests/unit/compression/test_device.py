@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,12 @@ from kit.specs import EACH_STAGE, OF_README
 
 from narrows import compression
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, parse
+from narrows.compression.compressor import Chain
 from narrows.compression.device import DeviceErrorFeedback, Staging, accumulate, add_raw, decode, kernels_for
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.host import HostKernels
+from narrows.compression.sparsifiers import TopK
+from narrows.compression.value_codings import FP32, INT8
 
 SIZES = (1, 64, 65, 4097, 300_001)
 STEPS = 3
@@ -49,6 +53,25 @@ def test_payloads_residuals_and_sums_are_the_cpus(spec: str, count: int) -> None
             decode(kernels, payload, got)
             compression.decode(payload, want)
             assert got.numpy().tobytes() == want.tobytes()
+
+
+def test_a_sparsifier_that_no_device_codes_is_named() -> None:
+    """It was coded as a threshold."""
+
+    class Largest(TopK):
+        pass
+
+    unknown = Chain(Largest(0.1), FP32, None)
+    feedback = DeviceErrorFeedback(kernels_for("host"), parse("topk:0.1"), 100)
+    for take in (feedback.change, lambda chain: DeviceErrorFeedback(kernels_for("host"), chain, 100)):
+        with pytest.raises(TypeError, match="add Largest to REDUCES"):
+            take(unknown)
+
+
+def test_a_value_coding_of_too_many_sections_is_named() -> None:
+    four = dataclasses.replace(INT8, sections=(*INT8.sections, *INT8.sections))
+    with pytest.raises(TypeError, match="at most 3 sections"):
+        DeviceErrorFeedback(kernels_for("host"), Chain(TopK(0.1), four, None), 100)
 
 
 def test_another_compressor_takes_the_residual_over() -> None:
