@@ -1,4 +1,4 @@
-"""The settings of a run: one field for each flag of ps-serve. Every child gets them on joining.
+"""The settings of a run: a field for each flag of a run, and two that no flag sets. Every child gets them on joining.
 
 How it works
 1. ps-serve makes `Settings` from its flags. -1, "" and 0 mean "not given".
@@ -38,7 +38,7 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The flags of ps-serve. -1, "" and 0 mean "not given": the mode decides."""
+    """The flags of a run (`RUN_FLAGS`, protocols/runtime/cli/flags.py). -1, "" and 0 mean "not given": the mode decides."""
 
     sync: str = "ssp"  # the mode, a key of MODES
     staleness: int = -1  # bound s, in clocks
@@ -113,12 +113,12 @@ class Settings:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         if self.max_update_norm != -1 and not 1 <= self.max_update_norm <= GAIN_MAX:
             raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
-        screens = [_flag(name) for name, given in
+        filters = [_flag(name) for name, given in
                    (("max_update_norm", self.max_update_norm != -1), ("robust", self.robust)) if given]  # fmt: skip
-        if screens and row.update_rule is FoldRule.MIX:
-            raise UsageError(f"{screens[0]}: under --sync gossip no update goes through the server")
-        if screens and self.fragments > 1:
-            raise UsageError(f"{screens[0]}: fragments differ, and are not compared; leave out one of the two")
+        if filters and row.update_rule is FoldRule.MIX:
+            raise UsageError(f"{filters[0]}: under --sync gossip no update goes through the server")
+        if filters and self.fragments > 1:
+            raise UsageError(f"{filters[0]}: fragments differ, and are not compared; leave out one of the two")
         self._check_privacy(row)
         self._check_merging(row)
         self._check_gain(row)

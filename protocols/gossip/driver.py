@@ -7,10 +7,11 @@ How it works (TRANSITIONS has every phase)
 1. A node that joins a run under way asks the longest-standing peer that has a model for it (ASKING), and begins with
    that peer's round.
 2. COMPUTING: the owner takes the local steps of round t and hands over the sum of them (`step`).
-3. CATCHING_UP: with s >= 1 the node first applies the mixes that are due before round t, so that its offers contain them.
-4. MIXING: the node offers round t to its partners (`GossipExchanges.begin`). The next steps begin once all mixes up to
-   round t - s are applied. s = 0 is D_FP_S of BAGUA (2107.01499); with s = 1 the link's time lies under the next
-   computation.
+3. CATCHING_UP: with s >= 1 the node waits for the mixes up to round t - s and applies them, so that its offers of round
+   t contain them. With s = 0 it does not wait here.
+4. MIXING: the node offers round t to its partners (`GossipExchanges.begin`). With s = 0 the next steps begin once round t
+   itself is mixed: BAGUA's decentralized full-precision synchronous SGD (D_FP_S, 2107.01499). With s >= 1 they begin at
+   once, and the transfer of round t overlaps the next computation.
 5. `finish`: the node mixes the rounds that have begun (FLUSHING), then mixes with each peer that asks until all are
    done (ENDING). One last round of all pairs makes the mean of all models (OVER).
 
@@ -43,8 +44,8 @@ class GossipPhase(Enum):
     ASKING = "asking"  # the run has begun: the node asks a peer for its model
     READY = "ready"  # the node has a model, and no roster yet
     COMPUTING = "computing"  # the owner takes the steps of a round
-    CATCHING_UP = "catching up"  # the round is computed; the node waits for the mixes that are due before it
-    MIXING = "mixing"  # the round is offered; the node waits for the mixes that are due before the next steps
+    CATCHING_UP = "catching up"  # the round t is computed; with s >= 1 the node waits for the mixes up to t - s
+    MIXING = "mixing"  # the round t is offered; with s = 0 the node waits for its mix
     FLUSHING = "flushing"  # the last step is done; the node mixes the rounds that have begun
     ENDING = "ending"  # the node waits until its peers are done, and mixes with those that ask
     OVER = "over"  # the model is the mean of all models
@@ -166,7 +167,7 @@ class GossipDriver:
         return [*says, *self._refused(), *self.go_on(now_ns)]
 
     def peer_without_model(self, peer: int) -> None:
-        """Note that a peer has no model. The peer repeats its own request, so no answer is due."""
+        """Note that a peer which asked for a model has none itself. The peer repeats its request, so no answer is due."""
         self.without.add(peer)
 
     def _adopt(self, event: e.OfferArrived) -> None:

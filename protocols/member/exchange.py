@@ -5,20 +5,23 @@ How it works
     clock c      may_compute: the pulled state is settled to c - s
       compute on base():  replica = pulled state + gain * residual + stand-ins of own updates that the state lacks
       push(c)             in flight: at most `window` updates
-      Follow              asks for the next state, so that the link's time lies under the next computation
+      Follow              asks for the next state, so that its transfer overlaps the next computation
     PushSettled c         the shard has folded update c: update c is no longer in flight
     StateArrived          absorb: the pulled state moves on; own updates that it contains stand in no longer
 
-1. `begin` starts at a place in the run. Updates in flight are given up; the residual stays.
+1. `begin` starts at a place in the run: worker number, epoch and clock. Updates in flight are given up; the residual
+   stays.
 2. A shard that publishes differences sends each as soon as it is made; one Follow asks for all. Whole states (`whole`)
    are asked for one by one: right after a push, and again if the state that came is too old (`need`).
 3. `push` numbers the parts of an update. `part` makes one part early, while the others are still computed.
-4. `take` handles the events of the session. It checks all parts of a state before it takes any.
+4. `take` handles the events of the session. It checks the parts of a state together before `Replica.absorb` gets them.
+   A part of a whole state goes to `Replica.early` before that, as it arrives. A replica in place (bsp, whose pulled state
+   is the parameters) writes it then, checked by itself alone.
 
 Rules
-- One clock is one update. With staleness s the child computes clock c on a state to which all updates below c - s are
-  settled. With --quorum a clock closes without late members, so only the child's own updates below c - s are sure to be
-  in that state.
+- One clock is one update. Without a quorum and with staleness s, the child computes clock c on a state that has the
+  updates of all members below c - s. With --quorum a clock closes without late members, so only the child's own updates
+  below c - s are sure to be in that state.
 - The replica rule is read-my-writes (Ho et al. 2013, sec. 3), defined in protocols/member/replica.py. `base` alone
   applies it.
 """
@@ -207,7 +210,8 @@ class Exchange(Generic[A]):
         """Handle an event of the session with the shard.
 
         Raises:
-            RemoteProtocolError: a state or payload is not valid; then nothing has changed.
+            RemoteProtocolError: a state or payload is not valid. Then nothing has changed, but what `Replica.early` has
+                written: the session ends.
         """
         if isinstance(event, e.PushSettled):
             self.in_flight.discard(event.clock)

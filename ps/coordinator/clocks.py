@@ -3,11 +3,11 @@
 How it works
 
     worker 0  ──u5──u6──                 min_clock 5 -> 6: u5 of every member is on every shard
-    worker 1  ──u5──────u6──             sets[5] = ((0, 5), (1, 5))    bsp, local: the shards fold these, in this order
+    worker 1  ──u5──────u6──             sets[5] = ((0, 5), (1, 5), (2, 5))    bsp, local: the shards fold these, in order
     worker 2  ────────u5────             staleness s: a worker computes clock c on a state of min_clock >= c - s
 
-1. A shard reports how many updates of each worker have arrived there (`Report.arrived`). An update is open once all
-   shards have it and no set contains it.
+1. A shard reports how many updates of each worker have arrived there (`Report.arrived`). An update is open while all
+   shards have it and no closed clock contains it.
 2. `_closable`: a clock closes when each member has an open update. The clock does not wait for a member that has done
    its last step and waits for the last model.
 3. With a barrier `_close` names a set: the oldest open update of each member, and of each member that left since. So
@@ -16,8 +16,9 @@ How it works
    A later update is in the next set. The log names its age.
 5. `norms` gathers the norm of a clock's mean over all shards, for `max_grad_norm`.
 
-Staleness is enforced in two places: here, since min_clock advances only when all members' updates are there; and at
-the worker, which waits for a state that is settled to its clock - s (`Exchange.may_compute`).
+Staleness is enforced in three places. Here min_clock advances only when the updates of all members are there. A shard
+sends a whole state only once its child may compute on that state (`Publications._whole`). A worker waits for a state that
+is settled to its clock - s (`Exchange.may_compute`). Both ask `Mode.allows`.
 
 `stalls` names the members that keep a clock open while others wait for it.
 """
@@ -32,7 +33,7 @@ from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
 # Adaptive grace, as a share of the time that recent rounds took until their quorum was there. The share leaves room for
-# workers of equal speed, and a truly slow worker costs the others at most a quarter of their pace.
+# workers of equal speed. A worker that is far slower makes the rounds of the others at most a quarter longer.
 GRACE_SHARE = 0.25
 GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
 GRACE_MAX_NS = 60 * NS  # the grace is never longer than a lease either: a worker that is silent for a lease is dead
@@ -49,7 +50,7 @@ class MemberProgress:
 
     arrived: list[int]  # by shard, the member's clock there: the number of its updates that the shard has
     taken: int  # with a barrier: updates below this number are in sets
-    due: int  # the clock that the member's next update is for; in the set of a later clock the update is late
+    due: int  # the clock of the member's next update; the update is late if the set of a later clock takes it
     moved_ns: int  # when its newest update arrived on shard 0, or a clock closed with its update
     step_ns: int = 0  # longest recent time between two of its updates
 

@@ -72,8 +72,8 @@ class Coordinator:
         settings: of the run.
         first_epoch: the first epoch of this life of the coordinator, greater than any epoch of an earlier life.
         restart_clock: clock of the checkpoint that the run resumes from; -1: none.
-        child: this cluster is a member of its parent's run. It admits workers once it has its place there
-            (`joined_above`, `placed`).
+        child: this cluster is a member of its parent's run. It admits workers once it has its place there:
+            after `joined_above`, then `placed`.
         keys_max: the largest number of model parameters that the shards have memory for.
         away: host of each shard that is on another machine, by shard.
         coded: cost of each SPEC, for replanning.

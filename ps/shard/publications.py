@@ -10,21 +10,23 @@ How it works
    children.
 2. A child says which publication it has and how many more it takes (`Follow`). The shard sends it each later difference
    when the difference is made.
-3. A child that lacks a difference which is no longer kept gets the newest state whole, alone, once its clock may be
-   computed on that state.
+3. A child that lacks a difference which is no longer kept gets only the newest state, whole, as soon as the staleness
+   bound lets the child compute its clock on that state.
 4. `have` in a Follow acknowledges all publications up to that number. The same Follow again asks for what has not
    arrived; the shard repeats those publications, but not before the link had time for their bytes (`RetryTimer`).
 5. A `Pull` asks for the master copy x in place of the published p. The pull of a worker that has done its last step
    (`last`) is answered once all workers have done theirs, so that all workers end with one model.
 
 Rules
-- `settled` of a state: the state has all updates of this child below that clock. At a barrier the shard knows it from
-  the sets that it has folded. In other modes the state also lists the weight of each later update of the child that it
+- `settled` of a state is its min_clock: the state has the updates of all members below that clock. With --quorum a clock
+  closes without late members. For a child whose own updates came late `settled` is lower: the state has all of its own
+  updates below `settled`. Without a barrier the state also lists the weight of each later update of the child that it
   contains (`contains`).
 - One residual serves all children, so one SPEC codes the downlink: the one that the slowest child asks for.
 - A new child follows no publication until its first Follow.
-- At a barrier p is x itself. From a fold to the publication of its clock, which in a cluster waits for the parent, the
-  shard sends no publication: it would have newer values than its number says.
+- At a barrier whose downlink has one SPEC, a lossless one, p is x itself (`Store.shared`). There the shard sends no
+  publication from a fold to the publication of its clock, which in a cluster waits for the parent: it would have newer
+  values than its number says.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from narrows.protocols.runtime.cli import flags
 from narrows.protocols.runtime.cli.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
+from narrows.ps.command.serve import serve as serve_work
 from narrows.worker.command import cli as worker
 from narrows.worker.command import script_variables
 from narrows.worker.command.launcher import Launcher
@@ -258,7 +259,7 @@ def test_no_flag_of_ps_worker_is_dropped() -> None:
 
 def test_no_flag_of_ps_serve_is_dropped() -> None:
     """A flag that is neither a parameter of `serve` nor a flag of a run would be: `given` takes those of a run."""
-    told = {"print", "plan", "host", *inspect.signature(serve.serve).parameters} - {"flags"}
+    told = {"print", "plan", "host", *inspect.signature(serve_work).parameters} - {"flags"}
     taken = told | {name for name, *_ in RUN_FLAGS}
     dropped = [each.name for each in serve.command.params if each.expose_value and each.name not in taken]
     assert not dropped, f"give serve() parameters of these names: {dropped}"

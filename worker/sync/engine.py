@@ -4,9 +4,9 @@ How it works
 
     DistributedOptimizer.step()
       Engine.step ── SyncStep.step            by the mode's rule: UpdateStep, GradientStep, StreamingStep, GossipStep
-                       ready()                wait until the parameters hold what this clock computes on
-                       optimize()             the script's optimizer, or none where the server steps
+                       Engine.optimize        the script's optimizer; none where the server steps
                        ShardExchanges.push    one Exchange a shard, over the MemberLink's I/O thread
+                       SyncStep.ready         wait until the parameters hold what the next clock computes on
       EventWait.poll ── Engine._handle        events of that thread: MemberStarted, StateArrived, PushSettled, ...
 
 1. The constructor lays the model out as one flat float32 space, declares it to the server, and waits until the run
@@ -161,7 +161,7 @@ class Engine:
         self.shared = SharedModel(self)
         gradients = self.mode.rule is FoldRule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
-        # A cluster has the same degree to its parent, which receives the cluster's steps as updates.
+        # The optimizer's degree (0 AdamW, 1 SGD) holds for a cluster too: its parent receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync: SyncStep = self._sync(overlap)
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
@@ -318,7 +318,7 @@ class Engine:
             limit: a range has a number below this one. Ranges are numbered through all epochs.
 
         Returns:
-            The number of the range, or -1, and how many ranges the next step has now.
+            The number of the range, or -1, and the number of ranges that are taken for the next step.
 
         Raises:
             UsageError: in this mode an update does not say which samples it was computed on.

@@ -50,9 +50,9 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "outer_lr",
         float,
         "0.7; 1 without momentum",
-        "rate of the outer optimizer (local); 1 with momentum 0 is local SGD",
+        "rate of the outer optimizer (local, gossip); 1 with momentum 0 is local SGD",
     ),
-    ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
+    ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local, gossip)"),
     ("update_gain", float, "measured", "factor on the mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
     (
         "look_ahead",
