@@ -44,8 +44,9 @@ class ClusterPrices:
         own_s = self.own_s.get(below, np.zeros(0))
         own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
         sizes, begins = np.diff(self.ends), self.ends[:-1]
-        new = np.unique(numbers[np.isnan(own_s[begins[numbers]])])
-        for size in np.unique(sizes[new]):
+        new = numbers[np.isnan(own_s[begins[numbers]])]
+        new = np.unique(new) if len(new) else new
+        for size in np.unique(sizes[new]) if len(new) else ():
             alike = new[sizes[new] == size]
             for some in np.array_split(alike, min(len(alike), -(-len(alike) * int(size) ** 2 // PRICED_MAX))):
                 hosts = np.array([self.groups[number] for number in some])

@@ -112,6 +112,7 @@ class Chooser:
         self.least = np.inf  # the least cost so far, of the shape that is being priced
         sizes = range(max(2, len(self.hosts)) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
+        self._steps: dict[tuple[tuple[ModeAndSpec, ...], tuple[ModeAndSpec, ...]], Array] = {}
 
     def own_s(self, below: ModeAndSpec, groups: Groups) -> Array:
         """Return (n,) seconds of a step of each host's group, if the group's server stood on that host."""
@@ -154,6 +155,14 @@ class Chooser:
         found: Array = np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
         return found
 
+    def steps_of(self, aboves: Sequence[ModeAndSpec], belows: Sequence[ModeAndSpec], children: Indices) -> Array:
+        """Return (aboves, belows, b) `times` of each pair of ways."""
+        key = (*aboves,), (*belows,)
+        if key not in self._steps:
+            counts = np.arange(len(self.hosts) + 1)
+            self._steps[key] = np.stack([[self.times(above, below, counts) for below in belows] for above in aboves])
+        return self._steps[key][:, :, children]
+
     def look(
         self, groupings: Sequence[Groups], aboves: Sequence[ModeAndSpec], belows: Sequence[ModeAndSpec], roots: Indices
     ) -> PricedCandidates:
@@ -174,7 +183,7 @@ class Chooser:
         own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
             len(belows), *table.order.shape
         )
-        steps = np.stack([[self.times(above, below, table.children) for below in belows] for above in aboves])
+        steps = self.steps_of(aboves, belows, table.children)
         inside = np.array([way.inside for way in belows])
         below, at = np.nonzero(undominated(own_s, steps, inside))
         own_s, steps, rows = own_s[below, at], steps[:, below, at], table.rows(at).below(inside[below])

@@ -61,6 +61,7 @@ PLACES = 1.5  # least ratio of the rates inside a place to the rate of the link 
 NEAR = 2.0  # where the delay of the link out is this many times the delay inside, the ratio SAME suffices
 DEPTH_MAX = 3  # levels of places
 SHORTEST_S = 1e-12  # least seconds of a message on a link, where the network gives 0
+ROADS_KEPT, ROADS_MAX = 8, 1 << 20  # results of `roads` that are kept for other modes; values of each of its arrays
 SLOWEST = 1e-9  # bytes a second of the port of a host that has no link
 SAME = 1.05  # two rates with a smaller ratio differ by the noise of a measurement
 
@@ -230,6 +231,8 @@ class HostGroupings:
     inside: (
         Indices  # (b, n) updates in flight inside the host's group, as ModeAndSpec.inside; 1 for a group of one host
     )
+    kinds: tuple[tuple[int, ...], ...]  # the few rows (children, share of each level) that occur
+    kind: Indices  # (b, n) the row of `kinds` of each host
 
     @classmethod
     def of(cls, groupings: Sequence[Groups], place: Indices) -> HostGroupings:
@@ -252,8 +255,18 @@ class HostGroupings:
             share.append(np.repeat(np.where(low == high, crossing[home], 1), sizes).reshape(len(groupings), -1))
         first = np.zeros(len(order), bool)
         first[begins] = True
-        rows = len(groupings), -1
-        return cls(order.reshape(rows), first.reshape(rows), np.stack(share), np.ones_like(order).reshape(rows))
+        rows, n = (len(groupings), -1), len(place[0])
+        order, first = order.reshape(rows), first.reshape(rows)
+        code = first.sum(1)[:, None]
+        for each in share:
+            code = code * (n + 1) + each
+        codes, kind = np.unique(code, return_inverse=True)
+        found = list[Indices]()
+        for _ in share:
+            codes, others = divmod(codes, n + 1)
+            found.insert(0, others)
+        kinds = tuple(zip(codes.tolist(), *(others.tolist() for others in found), strict=True))
+        return cls(order, first, np.stack(share), np.ones_like(order), kinds, kind.reshape(rows))
 
     @property
     def children(self) -> Indices:
@@ -262,7 +275,9 @@ class HostGroupings:
         return found
 
     def rows(self, at: Indices) -> HostGroupings:
-        return HostGroupings(self.order[at], self.first[at], self.share[:, at], self.inside[at])
+        return HostGroupings(
+            self.order[at], self.first[at], self.share[:, at], self.inside[at], self.kinds, self.kind[at]
+        )
 
     def below(self, inside: Indices) -> HostGroupings:
         """Return the same groupings with `inside`, (b,), updates in flight inside each group of several hosts."""
@@ -289,6 +304,7 @@ class StepPrices:
         self.place = places(network)  # (levels, n)
         self._sent_s: dict[float, Array] = {}
         self._between: dict[tuple[int, int, int, float], float] = {}
+        self._roads: dict[tuple[str, tuple[tuple[int, ...], ...], bytes], list[Array]] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
         """Return (n, n) seconds of a message's bytes without delay; the row is the sender."""
@@ -433,28 +449,34 @@ class StepPrices:
             roots: (r,) hosts that may have the root.
         """
         n, order = len(self.hosts), groupings.order.ravel()
-        # Few pairs of `children` and `share` occur: `roads` computes each pair once, and the rows look theirs up.
-        code = groupings.children[:, None]
-        for row in groupings.share:
-            code = code * (n + 1) + row
-        kinds, at = np.unique(code, return_inverse=True)
-        share = list[Indices]()
-        for _ in groupings.share:
-            kinds, others = divmod(kinds, n + 1)
-            share.insert(0, others[:, None, None])
-        children = kinds[:, None, None]
-        up, down, trip = self.roads(way, self.hosts[:, None], roots, children, share)
-        row = at.ravel() * n + order
+        up, down, trip = self._roads_of(way, groupings.kinds, roots)
+        row = groupings.kind.ravel() * n + order
         up, down = (part.reshape(-1, len(roots)).take(row, 0) for part in (up, down))
         return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0), groupings.inside.reshape(-1, 1))
+
+    def _roads_of(self, way: ModeAndSpec, kinds: tuple[tuple[int, ...], ...], roots: Indices) -> list[Array]:
+        """Return `roads` of each host to each root, for each of `HostGroupings.kinds`. Ways of one SPEC have the same."""
+        key = way.compress, kinds, roots.tobytes()
+        found = self._roads.get(key)
+        if found is None:
+            children, *share = np.array(kinds).T[:, :, None, None]
+            found = self.roads(way, self.hosts[:, None], roots, children, share)
+            if found[0].size <= ROADS_MAX:
+                if len(self._roads) == ROADS_KEPT:
+                    self._roads.clear()
+                self._roads[key] = found
+        return found
 
     def steps_s(self, way: ModeAndSpec, own_s: Array, groupings: HostGroupings, roots: Indices) -> Array:
         """Return (b, r) seconds of a step with each of `roots`.
 
         The choice of servers is exact: for a given root, each child's server is chosen without regard to the others.
         """
+        return self._steps_s(way, self.children_s(way, own_s, groupings, roots), groupings)
+
+    def _steps_s(self, way: ModeAndSpec, children_s: Array, groupings: HostGroupings) -> Array:
         begins = np.flatnonzero(groupings.first)
-        clocks = np.minimum.reduceat(self.children_s(way, own_s, groupings, roots), begins)
+        clocks = np.minimum.reduceat(children_s, begins)
         samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
         return self.together_s(way, clocks, samples, groupings.children)
 
@@ -501,10 +523,10 @@ class StepPrices:
             The seconds of a step, the host of the root, and the host of each group's server.
         """
         groupings = HostGroupings.of([groups], self.place).below(np.array([inside]))
-        own_s = own_s[groupings.order]
-        step_s = self.steps_s(way, own_s, groupings, roots)[0]
+        children_s = self.children_s(way, own_s[groupings.order], groupings, roots)
+        step_s = self._steps_s(way, children_s, groupings)[0]
         best = int(step_s.argmin())
-        clocks = self.children_s(way, own_s, groupings, roots[[best]]).ravel()
+        clocks = children_s[:, best]
         sizes = np.cumsum([0, *map(len, groups)])
         servers = [group[int(clocks[b:e].argmin())] for group, b, e in zip(groups, sizes, sizes[1:], strict=False)]
         return float(step_s[best]), int(roots[best]), tuple(servers)

@@ -434,6 +434,7 @@ def values_of(kind: str, count: int) -> Array:
     """Return float32[count] of a kind. Each kind resembles a real update, or breaks a careless kernel."""
     rng = np.random.default_rng(count)
     normal = rng.standard_normal(count, dtype=np.float32)
+    values: Array
     match kind:
         case "normal":
             values = normal

@@ -139,7 +139,7 @@ def test_no_root_no_server_no_way_and_no_cut_is_cheaper(seed: int) -> None:
         assert plan.cost == pytest.approx(costs[plan.groups, plan.above, plan.below])
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_other_clusters_and_no_other_ways_are_cheaper(seed: int) -> None:
     """Every partition of 3 or 4 hosts with every two ways, each priced by itself."""
     network = drawn_cities(100 + seed, 3 + seed % 2)
@@ -152,7 +152,7 @@ def test_no_other_clusters_and_no_other_ways_are_cheaper(seed: int) -> None:
         assert plan.cost * PATIENT <= other.cost, other
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_moves_come_near_to_the_cheapest_of_all_plans(seed: int) -> None:
     """On 6 and 7 hosts, all of whose plans are priced too."""
     network = drawn_cities(seed, 6 + seed % 2)
@@ -404,6 +404,10 @@ def test_a_host_that_costs_more_than_it_adds_is_left_out(tmp_path: Path, count: 
         rf"without {network.hosts[slow]}, the host that is missed least, a loss takes (0\.\d+) times", output
     )
     assert len(plan["hosts"]) == count and gain and float(gain[1]) < 0.95
+
+
+@pytest.mark.parametrize("count", [4, 9])
+def test_of_hosts_that_are_alike_none_is_left_out(tmp_path: Path, count: int) -> None:
     assert len(planned(tmp_path, cities([count], 20, 60), "--insecure")[1]["hosts"]) == count
 
 
