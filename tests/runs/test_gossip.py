@@ -109,7 +109,7 @@ def consensus(models: npt.NDArray[Any]) -> float:
 @pytest.mark.parametrize("count", [4, 7])
 def test_the_mean_is_kept_over_a_thousand_rounds(topology: str, count: int) -> None:
     """Up to float32 rounding, in full and low precision, and the models come together. A thousand for four who are matched."""
-    many = 1000 if (topology, count) == ("matching", 4) else 200
+    many = 1000 if (topology, count) == ("matching", 4) else 100
     for spec, rounds in (("dense", many), ("int8", 60), ("topk:0.1+int8", 60)):
         net = Net(topology, spec)
         models = begun(net, count, rounds)

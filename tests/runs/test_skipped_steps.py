@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,7 @@ def reference(make: Make, spoils: Spoils, of: int = 1) -> Array:
     return flat(net)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("mode", FLAGS)
+@pytest.mark.parametrize(("mode", "value"), [*zip(FLAGS, cycle([math.nan, -math.inf]), strict=False)])
 def test_one_worker_takes_all_its_other_steps(mode: str, value: float) -> None:
     spoils: Spoils = lambda step, worker: value if step in SPOILED else None  # noqa: E731
     settings = Settings(**FLAGS[mode], shards=1 if mode.startswith("gossip") else 2).validated()
