@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ ENCODE_S, SERVE_S = np.where(DENSE, 0.0, 2e-9), np.where(DENSE, 1.6e-9, 0.65e-9)
 INSIDE = np.where(DENSE, 1.0, WINDOW)
 
 
+@cache
 def steps(children: int) -> Array:
     """By row, steps to a loss beside those of bsp."""
     found = []
@@ -298,7 +299,7 @@ def drawn(seed: int) -> World:
     return World(document, [row.tolist() for row in tree], *work)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(14))  # each kind twice
 def test_the_plan_of_a_drawn_network_is_near_the_best(tmp_path: Path, seed: int) -> None:
     world = drawn(seed)
     assert world.printed(tmp_path) <= BEST * world.best()
