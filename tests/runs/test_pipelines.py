@@ -24,7 +24,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from narrows.compression.value_codings import EDGE_CODINGS, Key
+from narrows.protocols import pipeline_channels
 from narrows.protocols.config.deployment import Deployment, StageEdge, StageServer, WorkerProcess
+from narrows.protocols.effects import NS
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
 from narrows.protocols.runtime.network.channel_runner import ChannelRunner
 from narrows.protocols.runtime.network.curve_auth import new_pair
@@ -85,6 +87,8 @@ def group_of(
 @pytest.fixture(autouse=True)
 def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(distributed_c10d, "_world", ThreadLocalWorld())
+    # What was sent before a process listened is lost, and comes with the next heartbeat: all stages begin within some.
+    monkeypatch.setattr(pipeline_channels, "BEAT_NS_MAX", NS // 20)
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     isolate(True)
     yield
