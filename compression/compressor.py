@@ -109,7 +109,7 @@ class Chain:
             raise ValueError(f"{values.size} values do not fit one payload; at most {COUNT_MAX} do")
         memory = memory or Memory()
         if self.reducer is None and self.value_coding is FP32 and self.byte_coding is None:
-            memory.step += 1
+            memory.advance()
             # An empty memoryview cannot be cast, and an empty part would be an empty frame to a transport.
             body: Parts = [values.data.cast("B")] if values.size else []
             return [self._header(values.size, values.size, ALL, PLAIN_BYTES).pack(), *body]
@@ -120,7 +120,7 @@ class Chain:
             elif cpu.largest_key(values) >= INFINITY_KEY:
                 raise non_finite(values)
         payload = self._payload(values.size, reduced, memory)
-        memory.step += 1
+        memory.advance()
         if self.byte_coding is not None:
             coded = self.byte_coding.encode(payload[HEADER_BYTES:])
             if coded is not None:

@@ -70,7 +70,7 @@ def memory_state(memory: Memory) -> State:
 
 def load_memory(memory: Memory, state: State) -> None:
     """Load the step of a saved state; without such an entry the memory stays as it is."""
-    memory.step = int(state.get("step", np.array(memory.step)))
+    memory.go_to(int(state.get("step", np.array(memory.step))))
 
 
 class ErrorFeedback:

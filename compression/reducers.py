@@ -29,6 +29,14 @@ class Memory:
     seed: int = 0
     step: int = 0
 
+    def advance(self) -> None:
+        """Count one encode."""
+        self.step += 1
+
+    def go_to(self, step: int) -> None:
+        """Continue at this step: both ends of a stream, or all workers, then draw the same random numbers."""
+        self.step = step
+
     @property
     def key(self) -> Key:
         """The key of this step's random numbers."""

@@ -110,7 +110,7 @@ class ArrayReplica(Generic[A]):
                 update = self.home.sum(update, feedback.residual)
             feedback.load_state_dict({})
             return self.home.raw_pieces(update, begin, self.cut(begin, end))
-        feedback.memory.step = clock  # the same step in all workers, whenever they joined
+        feedback.memory.go_to(clock)  # the same step in all workers, whenever they joined
         at = self.samples[clock % len(self.feedbacks)]
         self._look()
         moved = self.home.sampling(update, at, 0)

@@ -150,7 +150,7 @@ class DeviceErrorFeedback:
         if self.compressor.lossless:
             values = self._lossless(update)
             finish = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))[1]
-            self.memory.step += 1
+            self.memory.advance()
             return finish()
         if self._successor is None:
             self._successor = self._zeros()
@@ -162,7 +162,7 @@ class DeviceErrorFeedback:
         if told[LARGEST] >= INFINITY_KEY:
             raise _non_finite(self.kernels, addends)
         self.residual, self._successor = addends.sums, self.residual
-        self.memory.step += 1
+        self.memory.advance()
         return finish()
 
     def encode_parts(self, update: Any) -> Parts:

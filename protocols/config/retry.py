@@ -105,6 +105,10 @@ class NumberedStream:
         """Count all that is under way as lost."""
         self.sent = self.acked
 
+    def begin_anew(self) -> None:
+        """Count no message as sent: those that follow are others."""
+        self.sent = 0
+
     def take(self, there: int) -> range:
         """Return the numbers to send now, of messages before `there`, and count them as sent."""
         end = there if self.window is None else min(there, self.acked + self.window)

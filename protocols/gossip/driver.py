@@ -108,9 +108,7 @@ class GossipDriver:
             weights: float32[size], the same on all founders.
             model: this node's own model, if it has moved on from `weights` since.
         """
-        self.mixing.start(weights)
-        if model is not None:
-            self.mixing.model = self.mixing.copied(model)
+        self.mixing.start(weights, model)
         self._go("has a model")
 
     def keep(self, model: Array) -> None:
@@ -163,7 +161,7 @@ class GossipDriver:
             case e.PeersSettled():
                 self.delivered = True
             case e.ServerGone():
-                self.exchanges.alone = True
+                self.exchanges.leave_server()
         return [*says, *self._refused(), *self.go_on(now_ns)]
 
     def peer_without_model(self, peer: int) -> None:
@@ -181,8 +179,7 @@ class GossipDriver:
 
     def _refused(self) -> Says:
         """Drop peers whose offers were not valid."""
-        refused, self.exchanges.refused = self.exchanges.refused, []
-        return [say for peer, why in refused for say in (_parted(peer, why), e.DropPeer(peer))]
+        return [say for peer, why in self.exchanges.take_refused() for say in (_parted(peer, why), e.DropPeer(peer))]
 
     # Rounds.
 

@@ -120,7 +120,7 @@ class GossipExchanges:
         self.lost: set[int] = set()  # peers that this worker never mixes with again
         self.needed: dict[int, dict[int, tuple[ExchangeLabel, float]]] = {}  # round -> peer -> label, weight; not mixed
         self.ending = self.last = False  # own last step is done; round LAST has begun
-        self.refused: list[tuple[int, str]] = []  # peers whose offers were not valid, and why; the driver empties it
+        self.refused: list[tuple[int, str]] = []  # peers whose offers were not valid, and why (`take_refused`)
 
     def admit(self, roster: m.Roster) -> None:
         """Use this roster from the next round on.
@@ -166,6 +166,15 @@ class GossipExchanges:
     def end(self) -> None:
         """Note that this worker has done its last step, and mixed all its rounds."""
         self.ending = True
+
+    def leave_server(self) -> None:
+        """Go on without the server: no roster can close the run any more."""
+        self.alone = True
+
+    def take_refused(self) -> list[tuple[int, str]]:
+        """Return (peer, why) of the peers whose offers were not valid, since the last call."""
+        refused, self.refused = self.refused, []
+        return refused
 
     def peer_ended(self, peer: int) -> None:
         if peer in self.pairs:

@@ -91,10 +91,17 @@ class Mixing:
     def finite(self) -> bool:
         return self.home.finite(self.model)
 
-    def start(self, weights: Array) -> None:
-        """Begin with these weights, float32[end - begin]."""
+    def start(self, weights: Array, model: Array | None = None) -> None:
+        """Begin with these weights, float32[end - begin].
+
+        Args:
+            weights: the weights, the same on all founders.
+            model: this node's own model, if it has moved on from `weights` since.
+        """
         self.model = self.copied(weights)
         self.first = self.copied(weights) if self.compressor is not None else self.model
+        if model is not None:
+            self.model = self.copied(model)
 
     def forget(self, peer: int) -> None:
         """Drop all state of a peer that is lost: the open exchange with it never completes."""
@@ -137,7 +144,7 @@ class Mixing:
         if reference is None:
             reference = self.references[peer] = self.copied(self.first)
         memory = self.memories.setdefault(peer, self.remember())
-        memory.step = number  # alike on both sides
+        memory.go_to(number)  # alike on both sides
         payload = self.home.code(self.compressor, self.model - reference, memory)
         self.sent[peer] = (False, [self.home.coded_piece(payload, self.begin, self.end)])
         return self.sent[peer]

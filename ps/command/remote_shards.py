@@ -128,7 +128,7 @@ class RemoteShardOffer(ReshardRequest):
         """Start the shards that a grant names, and end the others."""
         cluster, most = self.cluster, max(room.shards, room.target)
         mine = range(room.first, min(room.first + room.count, most)) if room.first >= 0 else range(0)
-        cluster.settings = replace(cluster.settings, shards=max(1, most))
+        cluster.recut(max(1, most))
         self.had |= {index for index in mine if index < room.shards}
         for index in [index for index in cluster.shards if index not in mine and index not in self.going]:
             self._let_go(index, killed=index not in self.had or room.code not in (0, RefuseCode.NOT_A_MEMBER))
@@ -146,10 +146,14 @@ class RemoteShardSupervisor(ShardSupervisor):
         keys: the folder of the keys, "" for none.
         host: the address at which others reach this machine.
         wanted: the number of shards that this machine offers to have.
+        journal: shards keep journals.
+        ready_file: the value of --ready-file, "" for none.
     """
 
-    def __init__(self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int) -> None:
-        super().__init__(Settings(**told["settings"]))
+    def __init__(
+        self, there: str, told: dict[str, Any], keys: str, host: str, wanted: int, journal: bool, ready_file: str
+    ) -> None:
+        super().__init__(Settings(**told["settings"]), journal, ready_file)
         self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
         self.restart_policy.over(wanted)
         self.reshard_request: RemoteShardOffer = RemoteShardOffer(self)
@@ -330,11 +334,11 @@ def join(
         raise IncompatibleError(f"{there}: {text}")
     if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
-    guest = RemoteShardSupervisor(there, told, keys, reached(bind, there), wanted)
+    guest = RemoteShardSupervisor(there, told, keys, reached(bind, there), wanted, journal, ready_file)
     scratch = None
     try:
         guest.prepare()
-        guest.host, guest.port, guest.ready_file, guest.restart_policy.keeps = host, port, ready_file, journal
+        guest.host, guest.port = host, port
         scratch = ScratchFolder()  # holds a checkpoint on its way to the server
         guest.config = replace(
             guest.config,

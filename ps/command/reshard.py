@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Protocol
 
 from narrows.protocols.config.settings import Settings
@@ -90,6 +89,7 @@ class ShardProcesses(Protocol):
     done: set[int]  # shards that have sent "done"
     restart_policy: RestartPolicy
 
+    def recut(self, shards: int) -> None: ...
     def start_shard(self, index: int) -> None: ...
     def forget(self, index: int) -> None: ...
     def write_ready(self) -> None: ...
@@ -175,7 +175,7 @@ class ReshardRequest:
         cluster, self.target = self.cluster, target
         self.away = {int(shard): host for shard, host in away.items()}
         moved = shards != cluster.settings.shards
-        cluster.settings = replace(cluster.settings, shards=shards)
+        cluster.recut(shards)
         for index in [index for index in cluster.shards if index >= max(shards, target)]:
             if index not in self.going:
                 self._let_go(index, killed=not moved)

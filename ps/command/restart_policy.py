@@ -69,8 +69,8 @@ class LeftWithoutServer:
 class RestartPolicy:
     """Decides for each dead shard whether it begins again, and from its journal or from a checkpoint."""
 
-    def __init__(self, shards: int) -> None:
-        self.keeps = True  # journals are kept
+    def __init__(self, shards: int, journals: bool = True) -> None:
+        self.keeps = journals  # journals are kept
         self.files: dict[int, Files] = {}  # by shard, the file descriptors of its journal
         self.serving: set[int] = set()  # shards whose present process has bound its port
         self.restarts = 0  # of all shards together

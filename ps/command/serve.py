@@ -33,7 +33,6 @@ from narrows.protocols.config.robust import Robust
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import StageLostError, UsageError
 from narrows.protocols.runtime.cli.flags import given
-from narrows.protocols.runtime.cli.output import open_record
 from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 from narrows.ps.command.shard_supervisor import ShardSupervisor
@@ -155,7 +154,7 @@ def serve(
     more = parent or resume or replicas or steps or fresh_run
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
-    cluster = ShardSupervisor(Settings(**settings).validated())
+    cluster = ShardSupervisor(Settings(**settings).validated(), journal, ready_file)
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.protocols.runtime.network import encryption_cost
@@ -179,9 +178,8 @@ def serve(
         if scratch and cluster.settings.checkpoint_every > 0:
             every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
-        cluster.ready_file, cluster.restart_policy.keeps = ready_file, journal
         if record:
-            cluster.run_watch.record = open_record(record, say)
+            cluster.run_watch.open_record(record, say)
         cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.config = replace(
             cluster.config,
@@ -329,7 +327,8 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
 def announce(cluster: ShardSupervisor) -> None:
     """Print the address at which workers can join, and write --ready-file."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
-    cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"
+    address = f"tcp://{shown}:{cluster.ports[0]}"
+    cluster.serve_at(address)
     cluster.write_ready()
     settings = cluster.settings
     told = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}

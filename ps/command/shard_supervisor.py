@@ -64,11 +64,18 @@ def environment(hash_seed: str) -> dict[str, str]:
 class ShardSupervisor:
     """The shard processes of one ps-serve, and what the supervisor knows of them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, journal: bool = True, ready_file: str = "") -> None:
+        """A supervisor before its first process.
+
+        Args:
+            settings: the settings of the run.
+            journal: shards keep journals.
+            ready_file: the value of --ready-file, "" for none.
+        """
         self.settings = settings
         self.host, self.port = "", 0
         self.address = ""  # printed for workers; "" until all shards have bound
-        self.ready_file = ""  # --ready-file, "" for none
+        self.ready_file = ready_file
         self.run_watch = RunWatch()
         self.config = ServerConfig(
             0, settings, "", "", 0, "", False
@@ -83,7 +90,7 @@ class ShardSupervisor:
         self.ports: dict[int, int] = {}  # by shard that has bound, its port
         self.done: set[int] = set()  # shards that have sent "done"
         self.ended: set[int] = set()  # shards whose process has ended and is not restarted
-        self.restart_policy = RestartPolicy(settings.shards)
+        self.restart_policy = RestartPolicy(settings.shards, journal)
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest checkpoint, -1 for none
         self.disk: dict[int, str] = {}  # by shard, why its newest checkpoint could not be written
@@ -102,6 +109,14 @@ class ShardSupervisor:
         host, _ = parse_address("--standby", standby)
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
         self.config = self.config.of_standby(original)
+
+    def serve_at(self, address: str) -> None:
+        """Note the address at which workers join: all shards have bound."""
+        self.address = address
+
+    def recut(self, shards: int) -> None:
+        """Note the number of shards over which the keys are cut now."""
+        self.settings = replace(self.settings, shards=shards)
 
     def listen(self) -> None:
         """Listen to signals, and to the end of stdin where a ps-worker embeds this server."""
@@ -335,7 +350,7 @@ class ShardSupervisor:
                 elif name == "journal":  # the shard has given its journal up
                     self.restart_policy.forget(index)
                 elif name == "standby":
-                    self.standby_notice.by = values.get("there", False)
+                    self.standby_notice.copied(values.get("there", False))
                 elif name == "above":
                     parent = values.get("parent", self.config.parent)
                     self.config = replace(self.config, parent=parent)  # for the shard's next process

@@ -20,6 +20,10 @@ class StandbyNotice:
         """Start the time within which a standby must have come."""
         self.due = time.monotonic() + ALONE_S
 
+    def copied(self, whole: bool) -> None:
+        """Note whether the standby has a whole copy of this server."""
+        self.by = whole
+
     def missing(self, address: str) -> str:
         """Return the notice, once, if no standby has come in time; else ""."""
         if time.monotonic() < self.due:

@@ -140,10 +140,11 @@ class Agreements(Decision):
 
     def ask_above(self, epoch: int) -> ParentAgreement | None:
         """Return the ask to send to the parent in its epoch `epoch`. None if there is none, or if it was sent."""
-        if self.upward is None or self.upward.said == epoch:
+        upward = self.upward
+        if upward is None or upward.said == epoch:
             return None
-        self.upward.said = epoch
-        return self.upward
+        upward.said = epoch
+        return upward
 
     def told_above(self, number: int, value: float) -> list[Send]:
         """Take the parent's answer to the ask of this number, and return the answers to the workers."""

@@ -203,8 +203,7 @@ class Coordinator:
             return []  # the worker repeats its Declare
         if self.above.holds(seat, declare):
             return []
-        self.members.admit(seat, declare.address, now_ns)
-        seat.models = declare.models[: m.MODELS_MAX]
+        self.members.admit(seat, declare.address, now_ns, declare.models[: m.MODELS_MAX])
         self._decide(now_ns)
         return self._broadcast(now_ns)
 

@@ -37,7 +37,6 @@ from narrows.protocols.config.timing import (
     RECONNECT_LEASES,
     RECONNECT_LEAST_NS,
     RECONNECT_ROUND_TRIPS,
-    ROUND_TRIP_MAX_NS,
 )
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
@@ -108,7 +107,7 @@ class Members(Decision):
         if seat is None:
             seat = self.run.sit(hello, peer, now_ns, key)
             effects.append(self.event("joined", seat))
-        self._saw(seat, now_ns, peer)
+        seat.heard(now_ns, peer)
         return [*effects, Send(peer, self._welcome(seat))]
 
     def _unwelcome(self, name: bytes, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
@@ -169,13 +168,13 @@ class Members(Decision):
             return f"the model has {size} parameters, and the server's memory holds {self.keys_max} at most"
         return ""
 
-    def admit(self, seat: Seat, address: str, now_ns: int) -> None:
+    def admit(self, seat: Seat, address: str, now_ns: int, models: m.Pairs = ()) -> None:
         """Make the worker a member, at the members' min_clock.
 
         Under gossip the coordinator closes no clock. There a start clock of 1 means that the run has begun and the
         workers have the model; 0 means that it has not.
         """
-        seat.declare(self.run.changed(), self.clocks.min_clock + self.gossip_directory.begun, address)
+        seat.declare(self.run.changed(), self.clocks.min_clock + self.gossip_directory.begun, address, models)
         self.clocks.enter(seat, now_ns)
 
     def readies(self, buffers: bytes, only: Seat | None = None) -> list[ServerEffect]:
@@ -191,7 +190,7 @@ class Members(Decision):
         effects: list[ServerEffect] = []
         for seat in waiting:
             if seat.epoch <= known:
-                seat.ready_sent = True
+                seat.readied()
                 ready = m.Ready(seat.worker, seat.epoch, seat.start, ranges, buffers)
                 effects += [Send(seat.peer, ready), *self.gossip_directory.rosters([seat])]
         return effects
@@ -218,26 +217,21 @@ class Members(Decision):
         if seat is None or message.epoch < self.run.first_epoch:
             return None
         check_name(peer, seat.name, seat.worker)
-        self._saw(seat, now_ns, peer)
+        seat.heard(now_ns, peer)
         if isinstance(message, m.Heartbeat):
-            seat.below, seat.copied = message.below, message.copied
-            seat.road_ns = min(max(0, message.road_ns), ROUND_TRIP_MAX_NS)
+            seat.beat(message)
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
         """Renew the lease of a member that sent any message to shard 0."""
         if worker in self.run.seats:
-            self._saw(self.run.seats[worker], now_ns)
-
-    @staticmethod
-    def _saw(seat: Seat, now_ns: int, peer: bytes = b"") -> None:
-        seat.peer, seat.seen_ns, seat.cut_ns = peer or seat.peer, now_ns, 0
+            self.run.seats[worker].heard(now_ns)
 
     def standby_took_over(self, now_ns: int) -> None:
         """The standby has taken over, on another machine: each member has a lease's time to connect to it."""
         self.dialled_ns = now_ns + int(self.run.settings.lease * NS)
         for seat in self.run.seats.values():
-            seat.seen_ns, seat.cut_ns = now_ns, 0
+            seat.heard(now_ns)
 
     def unreached(self, peer: bytes, now_ns: int) -> None:
         """No connection has the name of `peer`: shorten the time that its member may be silent.
@@ -246,14 +240,14 @@ class Members(Decision):
         """
         for seat in self.run.seats.values():
             if seat.name == m.name_of(peer) and not seat.copied and now_ns >= self.dialled_ns:
-                seat.cut_ns = seat.cut_ns or now_ns
+                seat.unreached(now_ns)
 
     def probes(self, now_ns: int) -> list[Send]:
         """Return a small message to each silent member: the runner reports a name that has no connection."""
         effects = []
         for seat in self.run.declared:
             if now_ns - max(seat.seen_ns, seat.asked_ns) >= MEMBER_PROBE_NS:
-                seat.asked_ns = now_ns
+                seat.probed(now_ns)
                 effects.append(Send(seat.peer, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns)))
         return effects
 

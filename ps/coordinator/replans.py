@@ -62,7 +62,7 @@ class Replans(Decision):
         """
         if self.plan != self.run.settings.plan_number:
             self.anew()
-        seat.rows = rows
+        seat.show(rows)
         for row in rows:
             key, news = (seat.worker, *row.path), row.summary
             before = self.steps.get(key)

@@ -358,11 +358,7 @@ class Resharding(Decision):
 
     def knows(self, seat: Seat, number: int) -> bool:
         """Note the number of the newest Reshard that this member has. Return False if that was known."""
-        news = seat.move != number
-        seat.move = number
-        if number == self.number and not self.holds:
-            seat.before = 0
-        return news
+        return seat.follow(number, done=number == self.number and not self.holds)
 
     def tell(self) -> list[Log]:
         said, self.said = self.said, []

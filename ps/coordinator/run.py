@@ -22,6 +22,7 @@ from enum import Enum
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.timing import ROUND_TRIP_MAX_NS
 from narrows.protocols.effects import Log
 from narrows.protocols.member.heartbeat_summary import SummaryRow
 
@@ -104,15 +105,58 @@ class Seat:
         """The worker has declared its model, and waits for this cluster's place in its parent's run."""
         self.phase = SEAT_LIFE[self.phase]["wait"]
 
-    def declare(self, epoch: int, start: int, address: str) -> None:
-        """The worker becomes a member in this epoch, at clock `start`. `address`: where its peers reach it (gossip)."""
+    def declare(self, epoch: int, start: int, address: str, models: m.Pairs = ()) -> None:
+        """The worker becomes a member.
+
+        Args:
+            epoch: the epoch in which it becomes one.
+            start: its first clock.
+            address: where its peers reach it (gossip).
+            models: (rank, round) of the models of an earlier run that it has in files (gossip).
+        """
         self.phase = SEAT_LIFE[self.phase]["declare"]
-        self.epoch, self.start, self.address = epoch, start, address
+        self.epoch, self.start, self.address, self.models = epoch, start, address, models
 
     def finish(self, clock: int, now_ns: int) -> None:
         """The worker leaves after its last step; `clock` is its final clock."""
         self.phase = SEAT_LIFE[self.phase]["finish"]
         self.last, self.seen_ns = clock, now_ns
+
+    def readied(self) -> None:
+        """Its Ready is on the way."""
+        self.ready_sent = True
+
+    def heard(self, now_ns: int, peer: bytes = b"") -> None:
+        """A message of the worker renews its lease. `peer`: the routing id of a message to the coordinator."""
+        self.peer, self.seen_ns, self.cut_ns = peer or self.peer, now_ns, 0
+
+    def beat(self, heartbeat: m.Heartbeat) -> None:
+        """Take what a heartbeat says of the worker's machine: the members below it, its standby, its round trip."""
+        self.below, self.copied = heartbeat.below, heartbeat.copied
+        self.road_ns = min(max(0, heartbeat.road_ns), ROUND_TRIP_MAX_NS)
+
+    def show(self, rows: tuple[SummaryRow, ...]) -> None:
+        """Take the newest summaries of the worker and of the members below it."""
+        self.rows = rows
+
+    def unreached(self, now_ns: int) -> None:
+        """No connection has the worker's name."""
+        self.cut_ns = self.cut_ns or now_ns
+
+    def probed(self, now_ns: int) -> None:
+        """A message to find out whether the worker is connected is on the way."""
+        self.asked_ns = now_ns
+
+    def follow(self, number: int, done: bool) -> bool:
+        """The worker has the Reshard of this number. `done`: it is the newest, and the keys have moved.
+
+        Returns:
+            False if that was known.
+        """
+        news, self.move = self.move != number, number
+        if done:
+            self.before = 0
+        return news
 
 
 def skips(seat: Seat, clock: int) -> Log:

@@ -168,13 +168,12 @@ class RunHistory:
                 lane.hear(row, self.seconds, self.width)
                 if lane.lost_loss:
                     self._not_finite(lane)
-                if lane.total["skipped"] and not lane.skips:
-                    lane.skips = True
+                if lane.begins_to_skip():
                     self._say("skipped", f"{lane} skips steps whose gradient is not finite")
         first = next(iter(told))
         if first in self.lanes:
             slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
-            self.lanes[first].ahead = max(0, told[first]["clock"] - slowest)
+            self.lanes[first].leads(max(0, told[first]["clock"] - slowest))
             self.clock, before = max(self.clock, slowest), self.clock
             self.moved = self.seconds if self.clock > before else self.moved
         if told[first]["runs"]:
@@ -196,18 +195,18 @@ class RunHistory:
         missed, gone = dict[tuple[int, ...], list[MemberTimeline]](), dict[str, list[MemberTimeline]]()
         for lane in below:
             if lane.path in told:
-                lane.ahead = told[lane.path]["clock"] - slowest[lane.path[:-1]]
+                lane.leads(told[lane.path]["clock"] - slowest[lane.path[:-1]])
             elif lane.live:
-                lane.live = False
+                lane.end("")
                 missed.setdefault(lane.path[:-1], []).append(lane)
         for above, lanes in missed.items():  # the parent counts its lost members: none, all or some of these
             lost = self.lanes[above].lost if above in told and above in self.lanes else -1
             for lane in lanes:
-                lane.parting = {0: "left", len(lanes): "lost"}.get(lost, "gone")
+                lane.supposes({0: "left", len(lanes): "lost"}.get(lost, "gone"))
         whole = not any(row["hidden"] for row in told.values())
         for lane in below:
             if whole and not lane.live and not lane.how and self.seconds - lane.heard >= GONE_S:
-                lane.how = lane.parting
+                lane.end(lane.parting)
                 gone.setdefault(lane.how, []).append(lane)
         for how, lanes in gone.items():
             more = f" and {len(lanes) - NAMED} more" if len(lanes) > NAMED else ""
@@ -215,16 +214,15 @@ class RunHistory:
 
     def _not_finite(self, lane: MemberTimeline) -> None:
         """Note that a member's loss is not finite, once until it is finite again."""
-        if not lane.odd:
+        if lane.turns_odd():
             self._say("loss", f"the loss of {lane} is not finite")
-        lane.odd = True
 
     def _member(self, event: Mapping[str, Any]) -> None:
         rank = event["local_rank" if "local_rank" in event else "rank"]  # records of ps-worker have local ranks
         if event["how"] != "joined":
             for path, lane in self.lanes.items():
                 if path[0] == rank and lane.live:
-                    lane.live, lane.how = False, event["how"]
+                    lane.end(event["how"])
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
         """Take a step from a record of ps-worker, as the summary that its worker would have sent."""

@@ -94,6 +94,28 @@ class MemberTimeline:
             self._move(anew)
             self.moved = now_s
 
+    def leads(self, clocks: int) -> None:
+        """Note by how many clocks the member is ahead of the slowest one of its server."""
+        self.ahead = clocks
+
+    def end(self, how: str) -> None:
+        """Note that the member is dead. `how`: the way in which it ended, "" while that is not known."""
+        self.live, self.how = False, how
+
+    def supposes(self, parting: str) -> None:
+        """Note how a member that its cluster no longer names has probably ended."""
+        self.parting = parting
+
+    def begins_to_skip(self) -> bool:
+        """True once: the member has skipped its first step."""
+        before, self.skips = self.skips, self.skips or bool(self.total["skipped"])
+        return self.skips and not before
+
+    def turns_odd(self) -> bool:
+        """Note that the member's loss is not finite. True if that was not known."""
+        before, self.odd = self.odd, True
+        return not before
+
     def _move(self, anew: bool) -> None:
         """Make the growth since the newest part a part of its own.
 

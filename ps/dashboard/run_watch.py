@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.output import Output, as_json
+from narrows.protocols.runtime.cli import output
 from narrows.ps.dashboard.history import RunHistory
 from narrows.ps.dashboard.web import DashboardServer, FrameStream
 
@@ -45,12 +46,16 @@ class RunWatch:
         self.began, self.began_unix = time.monotonic(), time.time()
         self.history = RunHistory()
         self.lock = threading.Lock()  # guards the history, which threads of the dashboard read
-        self.record: Output | None = None
+        self.record: output.Output | None = None
         self.sites: list[DashboardServer] = []
 
     @property
     def watched(self) -> bool:
         return self.record is not None or bool(self.sites)
+
+    def open_record(self, path: str, say: Callable[[str], None]) -> None:
+        """Write each event of the run to a file. Raises UsageError."""
+        self.record = output.open_record(path, say)
 
     def open_sites(self, dashboard: str, metrics: str, trusted: bool) -> None:
         """Serve the dashboard and the metrics, on one port if both have the same address; "" for none.
@@ -79,7 +84,7 @@ class RunWatch:
             return
         line = {"event": name, "seconds": round(self.seconds, 6), **values}
         if self.record is not None:
-            self.record.line(as_json(line))
+            self.record.line(output.as_json(line))
         if self.sites:
             with self.lock:
                 self.history.take(line)

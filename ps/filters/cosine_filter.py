@@ -88,6 +88,11 @@ class CosineFilter:
             self.logs.append(Log("against", told))
         return 0.0
 
+    def take(self) -> list[Log]:
+        """Return the log lines since the last call."""
+        found, self.logs = self.logs, []
+        return found
+
     def members(self, live: Container[int]) -> None:
         """Forget workers that have left."""
         for worker in [worker for worker in self.means if worker not in live]:

@@ -112,5 +112,10 @@ class NormClip:
         told = {"worker": update.worker, "clock": update.clock, "shard": self.index, "text": text}
         self.logs.append(Log("long", told))
 
+    def take(self) -> list[Log]:
+        """Return the log lines since the last call."""
+        found, self.logs = self.logs, []
+        return found
+
     def members(self, live: Container[int]) -> None:
         """Change nothing: the lengths of a departed worker's updates still count."""

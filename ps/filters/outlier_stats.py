@@ -118,6 +118,11 @@ class OutlierStats:
             text += "its keys are theirs too; "
         return text + f"of {row.updates} {row.left_out} were left out and {row.shortened} shortened"
 
+    def take(self) -> list[Log]:
+        """Return the log lines since the last call."""
+        found, self.logs = self.logs, []
+        return found
+
     def members(self, live: Container[int]) -> None:
         """Log the figures of workers that have left, and forget them."""
         for worker in [worker for worker in self.rows if worker not in live]:

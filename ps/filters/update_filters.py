@@ -30,11 +30,9 @@ class UpdateCheck(Protocol):
     """A filter that a flag turns on: `NormClip`, `CosineFilter`.
 
     Attributes:
-        logs: Log lines that `UpdateFilters.take` has not taken yet.
         struck: By worker: its updates that were shortened or left out.
     """
 
-    logs: list[Log]
     struck: Counter[int]
 
     def factors(self, sampled: Sequence[UpdateSample]) -> list[float]:
@@ -46,6 +44,9 @@ class UpdateCheck(Protocol):
 
     def members(self, live: Container[int]) -> None:
         """Forget workers that have left."""
+
+    def take(self) -> list[Log]:
+        """Return the log lines since the last call."""
 
 
 class UpdateFilters:
@@ -71,6 +72,8 @@ class UpdateFilters:
         """
         self.index, self.sampler, self.far, self.checks, self.alike = index, sampler, far, checks, alike
         self.outlier_stats = OutlierStats(index, sampler.at.size) if checks or alike else None
+        last = [self.outlier_stats] if self.outlier_stats is not None else []
+        self.watchers: list[UpdateCheck | OutlierStats] = [*checks, *last]
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
@@ -115,19 +118,14 @@ class UpdateFilters:
         """Take over the members that are live now."""
         self.out &= set(live)
         self.far.members(live)
-        for each in self._all:
+        for each in self.watchers:
             each.members(live)
-
-    @property
-    def _all(self) -> list[UpdateCheck | OutlierStats]:
-        return [*self.checks, *([self.outlier_stats] if self.outlier_stats is not None else [])]
 
     def take(self) -> list[Log]:
         """Return the log lines since the last call."""
         found, self.logs = self.logs, []
-        for each in self._all:
-            found += each.logs
-            each.logs = []
+        for each in self.watchers:
+            found += each.take()
         return found
 
     def lines(self) -> list[str]:

@@ -87,7 +87,7 @@ class ParentSlot:
     @property
     def ready(self) -> bool:
         """True once the first state of this seat is here."""
-        return self.seat is not None and self.seat.ready
+        return self.above is not None and self.above.seat.ready
 
     @property
     def at_rest(self) -> bool:
@@ -99,7 +99,7 @@ class ParentSlot:
     @property
     def ended(self) -> bool:
         """True if the last round is done here, and peers are only answered until all have done theirs (gossip)."""
-        return self.gossip is not None and self.gossip.ended
+        return isinstance(self.above, ParentGossip) and self.above.ended
 
     def placed(self, ledger: m.Ledger) -> bool:
         """True if the shard has the seat that the ledger names."""

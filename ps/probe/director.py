@@ -53,7 +53,7 @@ from narrows.ps.probe.messages import (
     ProbeReport,
     ProbeStepTime,
 )
-from narrows.ps.probe.probe_schedule import PairTry, PairVisit, ProbedMachine, ProbeFindings, again, rounds
+from narrows.ps.probe.probe_schedule import PairTry, PairVisit, ProbeFindings, again, rounds
 from narrows.ps.probe.shared_paths import Pair, SharedPath, rounds_alone, shared, shares
 
 MACHINES_MAX = 256
@@ -81,6 +81,17 @@ class PrintLine:
 
 
 Effects = list[SendToMachine | PrintLine]
+
+
+@dataclass(slots=True)
+class ProbedMachine:
+    """A machine that has joined."""
+
+    peer: bytes  # its routing id
+    join: ProbeJoin
+    came_ns: int  # when it joined
+    heard_ns: int  # when its newest message came
+    step_s: float | None = None  # None: it still times its steps; 0: not known
 
 
 class ProbeDirector:

@@ -1,4 +1,4 @@
-"""The records that the director keeps of machines and pairs, and the rounds in which pairs are visited. No I/O."""
+"""The records that the director keeps of pairs, and the rounds in which pairs are visited. No I/O."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from itertools import zip_longest
 
 from narrows.protocols.config.topology import edges
 from narrows.ps.probe.flows import Flow
-from narrows.ps.probe.messages import ProbeJoin
 from narrows.ps.probe.shared_paths import Pair
-
-
-@dataclass(slots=True)
-class ProbedMachine:
-    """A machine that has joined."""
-
-    peer: bytes  # its routing id
-    join: ProbeJoin
-    came_ns: int  # when it joined
-    heard_ns: int  # when its newest message came
-    step_s: float | None = None  # None: it still times its steps; 0: not known
 
 
 @dataclass(slots=True)

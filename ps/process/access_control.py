@@ -127,6 +127,10 @@ class AccessControl:
             return ()
         return self.names[peer.key], len(self.guard.members) - 1
 
+    def serve(self, machine: KnownPeer) -> None:
+        """Take the parent and the other clusters that this process dials from its machine."""
+        self.machine = machine
+
     def tick(self) -> None:
         """Read the keys of the other clusters again: the parent's roster may have changed."""
         if self.guard is not None and self.machine is not None:
@@ -206,7 +210,7 @@ class AccessControl:
         Args:
             nbytes: bytes of the machine.
         """
-        self.connections.bytes_most = STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes
+        self.connections.allow(STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes)
         for why, count in [*self.connections.ended.items()]:
             if why not in self.refused:
                 self._tell(f"connections are ended: {why}")

@@ -125,6 +125,10 @@ class Journal:
             self.spent_ns >= longest or self.end - HEAD.size - self.size >= max(BYTES_MIN, self.size)
         )
 
+    def spend(self, took_ns: int) -> None:
+        """Count the time that handling an event took: a replay takes as long."""
+        self.spent_ns += took_ns
+
     def begin(self, server: Server) -> None:
         """Write the machine into the other file; events go there from now on."""
         if self.trouble:

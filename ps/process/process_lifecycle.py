@@ -38,12 +38,12 @@ def run(config: ServerConfig, ready: Callable[..., None]) -> None:
         number = sockets.listen(config.bind)
         follower = StandbyRunner(config, sockets, number, access_control) if config.follows else None
         if follower is not None:
-            sockets.cut = follower.cut
+            sockets.report_to(follower.cut)
             ready(port=number, epoch=0, parent=config.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=access_control.totals())
         runner = ServerRunner(config, sockets, number, access_control, follower)
-        sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
+        sockets.report_to(runner.cut, runner.linked, runner.shut_out)
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
         ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else config.parent)

@@ -125,7 +125,7 @@ class ServerRunner:
             own = self.access_control.guard.own if self.access_control.guard is not None else None
             self.server = machine(config, number, self.lending.any, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
-        self.access_control.machine = self.server
+        self.access_control.serve(self.server)
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(config, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
         if copy is not None:
@@ -165,7 +165,8 @@ class ServerRunner:
         journal = self.journal
         if journal is None:
             return
-        journal.spent_ns += time.monotonic_ns() - self.began_ns if self.began_ns else 0
+        if self.began_ns:
+            journal.spend(time.monotonic_ns() - self.began_ns)
         self.began_ns = 0
         if self.anew or journal.due:
             self.anew = False
@@ -277,7 +278,7 @@ class ServerRunner:
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
         size = sum(map(len, frames))
-        self.watchdog.encryption_cost.passed += size
+        self.watchdog.encryption_cost.add(size)
         return size
 
     def _load(self, clock: int) -> None:
@@ -331,7 +332,7 @@ class ServerRunner:
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
             message, size = decode(frames), sum(map(len, frames))
-            self.watchdog.encryption_cost.passed += size
+            self.watchdog.encryption_cost.add(size)
             self.access_control.check(peer, message, size)
             if m.beside(message):
                 answer = self.answering.hear(peer, message, self.server)

@@ -61,7 +61,7 @@ class StandbyRunner:
         self.standby = Standby(
             config.index, config.follows, address, number, lost_ns, siblings, self._thaw, self._again
         )
-        self.standby.heard_ns = self.clock.now()
+        self.standby.heard(self.clock.now())
         self.told = False  # the console has shown that this server stands by
 
     @property
@@ -72,7 +72,7 @@ class StandbyRunner:
     def _thaw(self, packed: bytes) -> Server:
         server = thaw(io.BytesIO(packed), self.lending.any)
         self.replay = JournalReplay(server, self._load)
-        self.access_control.machine = server
+        self.access_control.serve(server)
         return server
 
     def _load(self, clock: int) -> None:
@@ -148,7 +148,7 @@ class StandbyRunner:
         limit_ns = PLACE_NS + 2 * self.standby.lost_ns
         if code != m.RefuseCode.TAKEN or (self.refused_ns and now_ns - self.refused_ns > limit_ns):
             raise NarrowsError(f"{self.config.follows}: {text}")
-        self.standby.heard_ns = now_ns
+        self.standby.heard(now_ns)
         if not self.refused_ns:
             self.refused_ns = now_ns
             if not self.config.index:

@@ -83,7 +83,7 @@ class ReplicationStream:
             return []
         if not self.streams:
             return []
-        self.events.sent = number
+        self.events.take(number)
         return [Send(self.peer, copied)]
 
     def forget(self) -> None:
@@ -130,7 +130,8 @@ class ReplicationStream:
         if not self.frozen:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
-            self.frozen, self.frozen_at, self.parts.sent = self.freeze(), self.machine.happened, 0
+            self.frozen, self.frozen_at = self.freeze(), self.machine.happened
+            self.parts.begin_anew()
             self.size = len(self.frozen)
         parts = -(-len(self.frozen) // PART_BYTES)
         here = copy.parts if copy.machine == self.frozen_at else 0

@@ -63,6 +63,10 @@ class Standby:
         """Bytes received of a machine that is not whole yet."""
         return sum(map(len, self.parts))
 
+    def heard(self, now_ns: int) -> None:
+        """Note that the primary is live."""
+        self.heard_ns = now_ns
+
     def receive(self, copied: m.ReplicationEntry, now_ns: int) -> None:
         """Take an event, or a part of a machine. Raises what `thaw` raises."""
         if copied.life < self.life:

@@ -142,9 +142,7 @@ class FoldAtBarrier:
         missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
         assert not missing, f"updates {missing} of the set of clock {clock} are not here"
         updates = [self._take(worker, update) for worker, update in pairs]
-        for worker, update in pairs:
-            if worker in self.assembler.seats:
-                self.assembler.seats[worker].taken = update + 1
+        self.assembler.folded(pairs)
         self.samples = sum(update[0].samples for update in updates)
         factors = self.filters.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
         shares = self.filters.shares(

@@ -47,7 +47,6 @@ from narrows.ps.filters.cosine_filter import CosineFilter
 from narrows.ps.filters.norm_clip import NormClip, UnboundedNorms
 from narrows.ps.filters.update_filters import UpdateCheck, UpdateFilters
 from narrows.ps.filters.update_sample import UpdateSampler
-from narrows.ps.parent.parent_link import ParentLink
 from narrows.ps.parent.parent_slot import ParentSlot
 from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.folding import FoldAtOnce, Folding
@@ -186,11 +185,6 @@ class ModelShard:
         self.saved: m.Pairs = ()
         self.writes = False  # True while a checkpoint holds back the fold of the next clock; the next tick clears it
 
-    @property
-    def above(self) -> ParentLink | None:
-        """The link to the parent, None if the cluster has no seat there."""
-        return self.upward.above
-
     def turn(self, clock: int) -> Keys:
         """Return the keys [begin, end) of the fragment that is exchanged at this clock."""
         return fragment(*self.store.whole, self.mode.fragments, self.mode.fragment(clock))
@@ -247,8 +241,8 @@ class ModelShard:
         effects: list[ServerEffect] = []
         if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
             self.weights_from = ledger.initialiser  # a worker that still owed its model has left
-        if self.above is not None:
-            self.apply(self.above.first(self.store.x, self.store.publication + 1))
+        if self.upward.above is not None:
+            self.apply(self.upward.above.first(self.store.x, self.store.publication + 1))
         while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
             effects += more
@@ -257,7 +251,7 @@ class ModelShard:
             self.stage = NEXT[self.stage]
         if self.stage is ClockStage.FOLD:
             effects += self._between(ledger, now_ns)[0]
-            self.apply(self.above.seat.last() if self.above is not None else [])
+            self.apply(self.upward.above.seat.last() if self.upward.above is not None else [])
         asked = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
         if asked and self.stage is ClockStage.FOLD and self.store.publication >= 0:
             effects.append(self._checkpoint())
@@ -288,8 +282,8 @@ class ModelShard:
             samples = self.folding.samples
             if self.folding.hyper_differs and not differed:
                 effects.append(Log("hyper", {"clock": self.min_clock, "text": DIFFER}))
-        if self.above is not None:
-            self.above.seat.stepped(samples)
+        if self.upward.above is not None:
+            self.upward.above.seat.stepped(samples)
         return effects, True
 
     def _clip(self, norms: dict[int, float]) -> Callable[[Terms, int], float | None]:
@@ -311,18 +305,20 @@ class ModelShard:
 
     def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage SEND_UP: push to the parent what is owed."""
-        if self.above is None or not self.upward.placed(ledger):
+        above = self.upward.above
+        if above is None or not self.upward.placed(ledger):
             return [], True
-        asks, done = self.above.send_up(self.store.x, now_ns)
+        asks, done = above.send_up(self.store.x, now_ns)
         return [*asks], done
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage REBASE: move the weights onto the parent's newest state, once the staleness bound there allows it."""
-        if self.above is None or not self.upward.placed(ledger):
+        above = self.upward.above
+        if above is None or not self.upward.placed(ledger):
             return [], True  # this cluster has no seat in the parent's run at present
-        if not self.above.may_publish():
+        if not above.may_publish():
             return [], False
-        self.apply(self.above.rebase())
+        self.apply(above.rebase())
         return [], True
 
     def _publish(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
@@ -380,7 +376,7 @@ class ModelShard:
     def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Give the parent its first weights, once all shards have those of one worker, or a checkpoint."""
         decided = self.weights_from < 0 or ledger.weights == self.weights_from
-        above = self.above
+        above = self.upward.above
         if above is None or not above.seat.wants_weights or self.store.publication < 0 or not decided:
             return []
         return above.give_weights(self.store.x, now_ns)
@@ -427,12 +423,12 @@ class ModelShard:
         """Take the next whole update of a member: fold it or hold it, and raise the member's clock."""
         changes = self.folding.accept(seat, update, self.store.publication + 1)
         self.apply(changes)
-        if changes and self.above is not None:
-            self.above.seat.moved()
+        if changes and self.upward.above is not None:
+            self.upward.above.seat.moved()
         if self.mode.rule is FoldRule.MIX:
             # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
             self.written = -1
-        seat.clock += 1
+        seat.accept()
         told = self.filters.take()
         if self.mode.bound is not None:
             return [*told]

@@ -79,6 +79,10 @@ class PublicationChild:
         """Number of the newest publication that the child has or was sent."""
         return max(self.sent, default=self.follow.have)
 
+    def ask_weights(self) -> None:
+        """Note that the shard asks this child for the first weights."""
+        self.asked = True
+
     def repeat_soon(self) -> None:
         """Treat all that was sent to this child as lost: its next Follow makes the shard send it again."""
         self.doubt = True

@@ -24,6 +24,7 @@ Rules
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from narrows.compression import PayloadError, codecs
@@ -54,6 +55,18 @@ class PushSequence:
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
     # by (clock, part): the squared L2 norm of a part in `partial`
     squared: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def heard(self, peer: bytes) -> None:
+        """Note the routing id of the member's newest message: answers go there."""
+        self.peer = peer
+
+    def accept(self) -> None:
+        """Count one more update as accepted."""
+        self.clock += 1
+
+    def tell(self, version: int) -> None:
+        """Have the reports from this version on contain the member's clock, until one is acknowledged."""
+        self.news = version
 
 
 def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
@@ -96,8 +109,19 @@ class PushAssembler:
         self.gone: dict[int, PushSequence] = {}
         self.discarded = 0  # updates that were dropped so far
 
-    def members(self, ledger: m.Ledger, min_clock: int) -> list[Log]:
-        """Take over the members of the ledger; return a log line for each incomplete update of a member that left."""
+    def members(self, ledger: m.Ledger, min_clock: int, seen: int, version: int) -> list[Log]:
+        """Take over the members of the ledger.
+
+        Args:
+            ledger: The ledger.
+            min_clock: The shard's min_clock.
+            seen: The newest version of this shard's reports that the coordinator has acknowledged.
+            version: The version of the next report, which contains the last clocks of members that have left.
+
+        Returns:
+            A log line for each incomplete update of a member that left.
+        """
+        self.gone = {worker: seat for worker, seat in self.gone.items() if seat.news > seen}
         if ledger.epoch == self.epoch:
             return []
         self.epoch = ledger.epoch
@@ -105,6 +129,7 @@ class PushAssembler:
         logs = []
         for worker in self.seats.keys() - live:
             self.gone[worker] = gone = self.seats.pop(worker)
+            gone.tell(version)
             for clock, pieces in gone.partial.items():
                 logs.append(self.discard(worker, clock, f"{len(pieces)} of its parts had come"))
         for place, (worker, epoch, clock) in enumerate(ledger.members):
@@ -117,6 +142,12 @@ class PushAssembler:
         """Count one dropped update and return its log line."""
         self.discarded += 1
         return Log("discarded", {"worker": worker, "clock": clock, "shard": self.index, "why": why})
+
+    def folded(self, pairs: Iterable[m.Pair]) -> None:
+        """Note that these updates, (worker, clock), are folded into x at a barrier."""
+        for worker, clock in pairs:
+            if worker in self.seats:
+                self.seats[worker].taken = clock + 1
 
     def settle(self, min_clock: int) -> None:
         """Mark the updates that are folded into x as published: the state of `min_clock` has them."""

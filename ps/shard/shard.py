@@ -33,7 +33,6 @@ from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import LoadCheckpoint, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.ps.parent.parent_link import ParentLink
 from narrows.ps.parent.parent_slot import ParentSlot
 from narrows.ps.shard.model_shard import ModelShard, ShardResources, pairs
 from narrows.ps.shard.push_assembler import PushAssembler
@@ -88,11 +87,6 @@ class Shard:
     def upward(self) -> ParentSlot:
         """The slot of the link to the parent; an empty one while there is no model."""
         return self.model_shard.upward if self.model_shard is not None else self.empty
-
-    @property
-    def above(self) -> ParentLink | None:
-        """The link to the parent, None if there is none."""
-        return self.upward.above
 
     @property
     def min_clock(self) -> int:
@@ -177,13 +171,8 @@ class Shard:
 
     def _members(self) -> list[Log]:
         """Take over the members of the ledger; drop what members that left had sent and no shard will fold."""
-        known, seats = self.assembler.gone, self.assembler.seats.copy()
-        logs, model_shard = self.assembler.members(self.ledger, self.min_clock), self.model_shard
-        self.assembler.gone = {
-            worker: seat for worker, seat in known.items() if worker in seats or seat.news > self.reports.seen
-        }
-        for worker in seats.keys() & self.assembler.gone.keys():
-            self.assembler.gone[worker].news = self.reports.version + 1
+        model_shard, seen, version = self.model_shard, self.reports.seen, self.reports.version + 1
+        logs = self.assembler.members(self.ledger, self.min_clock, seen, version)
         if model_shard is None:
             return logs
         model_shard.publications.members()
@@ -233,7 +222,8 @@ class Shard:
         """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
         if self.model_shard is None:
             return []
-        effects = self.above.take(seen, now_ns) if self.above is not None else []
+        above = self.model_shard.upward.above
+        effects = above.take(seen, now_ns) if above is not None else []
         return self._went_on([*effects, *self.model_shard.give_weights(self.ledger, now_ns)], now_ns)
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
@@ -287,14 +277,14 @@ class Shard:
         if self.service is None:
             return []  # the model spec has not arrived yet
         peer_before, clock = seat.peer, seat.clock
-        seat.peer = peer
+        seat.heard(peer)
         try:
             effects, news = self.service.handle(seat, message, self.ledger, now_ns)
         except RemoteProtocolError:
-            seat.peer = peer_before
+            seat.heard(peer_before)
             raise
         if seat.clock != clock:
-            seat.news = self.reports.version + 1
+            seat.tell(self.reports.version + 1)
         return [*effects, self.report(now_ns)] if news else effects
 
     # Reports.

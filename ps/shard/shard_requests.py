@@ -194,7 +194,7 @@ class ShardRequests:
             asks = (child.follow.credit or child.pull) and model_shard.next_source(ledger) == seat.worker
             if not (asks and self._wanted_above) or child.asked:
                 return []
-            child.asked = True  # once: each answer to NeedWeights is a whole model on the worker's link
+            child.ask_weights()  # once: each answer to NeedWeights is a whole model on the worker's link
             which = (ledger.source_round, dict(ledger.sources).get(seat.worker, -1))
             return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch, *which))]
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]

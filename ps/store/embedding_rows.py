@@ -83,6 +83,10 @@ class TableRows:
         numbers = at.astype(np.uint64) * np.uint64(self.shards) + np.uint64(self.shard)
         return rows.first_values(numbers, self.spec.dim, self.spec.seed, self.spec.std)
 
+    def count_step(self) -> None:
+        """Count one update. It is an update of the table too if it has no gradient of the table's rows."""
+        self.steps += 1
+
     def step(self, at: npt.NDArray[Any], gradient: FloatArray, rates: Mapping[str, Any]) -> None:
         """Take one step of the rows at distinct places `at` along `gradient`, float32[n, dim]."""
         fresh = at[~self.held[at]]
@@ -208,7 +212,7 @@ class EmbeddingRows:
             found = rows.decode(piece.payload)
             by_table.setdefault(found.table, []).append((weight, found))
         for number, (table, rates) in enumerate(zip(self.tables, unpack_rates(packed, self.specs), strict=True)):
-            table.steps += 1
+            table.count_step()
             if number in by_table:
                 # As in torch, an overflow is no error here: it shows where the values are used.
                 with np.errstate(over="ignore", invalid="ignore"):

@@ -140,7 +140,8 @@ class Store:
             cut: The share that a trimmed mean leaves out at either end; 0 for a plain mean.
             tables: The embedding rows of the shard.
         """
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.whole: Keys = (begin, end)
         self.size = end - begin
         self.tables = tables or EmbeddingRows()
         self.gain = gain or Gain(self.size)  # sees each update that is added
@@ -163,11 +164,6 @@ class Store:
         )
         # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
         self.shared = barrier and self.down.lossless and len(self.codings.rungs) == 1
-
-    @property
-    def whole(self) -> Keys:
-        """The key range [begin, end) of the shard."""
-        return (self.begin, self.end)
 
     def apply(self, change: Change) -> None:
         """Carry out one change."""
@@ -347,7 +343,7 @@ class Store:
         """Return x - p at `keys`, coded; None if it is not finite."""
         memory = self.memories.setdefault(keys, Memory(seed=self.begin))
         # the clock that this publication completes, which is the clock of the pushes in it
-        memory.step = self.publication - 1
+        memory.go_to(self.publication - 1)
         with np.errstate(over="ignore", invalid="ignore"):
             left = self.x[self._at(keys)] - self.p[self._at(keys)]
         try:

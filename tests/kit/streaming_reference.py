@@ -79,7 +79,7 @@ class Reference:
                 update = self.local[worker][keys] - self.base[worker][keys]
                 place = (worker, shard, self.clock % settings.fragments)
                 feedback = self.feedback.setdefault(place, ErrorFeedback(self.up, size, seed=worker << 16 | shard))
-                feedback.memory.step = self.clock
+                feedback.memory.go_to(self.clock)
                 if dense or self.up.spec == "dense":
                     sent = update if feedback.residual is None else update + feedback.residual
                     feedback.load_state_dict({})

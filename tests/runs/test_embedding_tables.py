@@ -226,7 +226,7 @@ def test_what_names_no_row_is_refused_and_changes_nothing() -> None:
             server = started.cluster.servers[0]
             seat, planned = server.shard.assembler.seats[0], server.shard.model_shard
             assert planned is not None
-            end = planned.store.end
+            end = planned.store.whole[1]
             plain = {"part": 1, "parts": 2, "begin": end, "end": end, "samples": 1, "hyper": b"", "codec": codecs.ROWS}
             said: list[tuple[str, m.Message]] = [
                 (

@@ -40,7 +40,7 @@ def script(worker: int) -> Array:
 
 def round_of(shard: Shard) -> int:
     """0 before it knows the clusters that it mixes with."""
-    return shard.above.driver.round if isinstance(shard.above, ParentGossip) else 0
+    return shard.upward.above.driver.round if isinstance(shard.upward.above, ParentGossip) else 0
 
 
 def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, list[Cluster], list[Array]]:

@@ -171,7 +171,7 @@ def state_of(server: Server) -> tuple[Any, ...]:
     seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.assembler.seats.values()]
     who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
     arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.clocks.progress.values()]
-    above = shard.above
+    above = shard.upward.above
     mixes = []
     if isinstance(above, ParentGossip):
         weights = b"" if not above.driver.has_model else above.driver.mixing.model.tobytes()

@@ -117,8 +117,10 @@ class Everything:
     """A check that lets pass what it sees."""
 
     def __init__(self) -> None:
-        self.logs: list[Log] = []
         self.struck: Counter[int] = Counter()
+
+    def take(self) -> list[Log]:
+        return []
 
     def factors(self, looks: Sequence[UpdateSample]) -> list[float]:
         return [1.0] * len(looks)

@@ -16,7 +16,6 @@ from kit.scripts import run
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log
-from narrows.protocols.runtime.cli.output import open_record
 from narrows.ps.command.shard_supervisor import ShardSupervisor
 from narrows.ps.filters.outlier_stats import EVERY, OutlierStats
 from narrows.ps.filters.update_sample import UpdateSample
@@ -107,7 +106,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
 
 def test_a_record_has_each_event_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ShardSupervisor(Settings(workers=3, robust="cosine").validated())
-    cluster.run_watch.record = open_record(str(tmp_path / "record.jsonl"), print)
+    cluster.run_watch.open_record(str(tmp_path / "record.jsonl"), print)
     values = {"worker": 1, "shard": 0, "clock": 49, "cosine": 0.5, "overlap": 1.0, "left_out": 0, "shortened": 2}
     for told in (values, values | {"text": "worker 1: (it has left)"}):
         cluster._taken((0, "log", {"name": "worker", "values": told}))

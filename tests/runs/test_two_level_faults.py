@@ -202,7 +202,7 @@ def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
 
 def waits_above(cluster: Cluster) -> bool:
     """All workers of this cluster have done their last step, and it has asked for the model that all end with."""
-    above = cluster.servers[0].shard.above
+    above = cluster.servers[0].shard.upward.above
     return isinstance(above, ParentPush) and above.seat.finishing
 
 

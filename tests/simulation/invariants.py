@@ -201,7 +201,7 @@ class Checker:
             if some := [push for push in differ if push[0] in live and push[1] >= life]:
                 raise Violation(f"the keys are cut anew where not all shards have folded {sorted(some)[:4]}")
         mirror, ends = self.mirrors[process.index], np.cumsum([0, *(part.x.size for part in parts)])
-        begin, end = mirror.store.begin, mirror.store.end
+        begin, end = mirror.store.whole
         common = [max(0, min(end, high) - max(begin, low)) for low, high in pairwise(ends.tolist())]
         known = [(part.agreement, keys) for part, keys in zip(parts, common, strict=True) if part.agreement and keys]
         agreement = sum(a * keys for a, keys in known) / sum(keys for _, keys in known) if known else 0.0

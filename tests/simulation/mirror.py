@@ -428,7 +428,7 @@ class Mirror:
         return self.given.parts.get((self.index, push), self.given.pushes[push][1])
 
     def _mine(self, whole: FloatArray) -> FloatArray:
-        return whole[self.store.begin : self.store.end]
+        return whole[slice(*self.store.whole)]
 
 
 def push_of(pieces: Update) -> PushId:

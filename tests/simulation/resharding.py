@@ -116,7 +116,7 @@ class MoveChecker(Checker):
         stores = [
             shard.model_shard.store for shard in shards if shard.ledger.generation == generation and shard.model_shard
         ]
-        cuts = sorted((store.begin, store.end) for store in stores)
+        cuts = sorted(store.whole for store in stores)
         for (_, end), (begin, _) in pairwise(cuts):
             if begin < end:
                 raise Violation(f"keys [{begin}, {end}) are with two shards: {cuts}")

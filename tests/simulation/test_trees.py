@@ -285,7 +285,7 @@ def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatc
         planned.store.x[0] += 1
 
     def owed(tree: Tree) -> None:
-        above = tree.clusters[2].servers[0].shard.above
+        above = tree.clusters[2].servers[0].shard.upward.above
         assert above is not None
         above.seat.keep(start=above.seat.start + 1)
 

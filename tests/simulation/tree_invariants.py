@@ -111,8 +111,8 @@ class Level(Checker):
         for effect in effects:
             if isinstance(effect, e.Send) and isinstance(effect.message, m.Pull):
                 parent.checker.pulled(process.index, effect.message)
-        if isinstance(mirror.planned.above, ParentPush):
-            self._above(process, mirror.planned.above)
+        if isinstance(mirror.planned.upward.above, ParentPush):
+            self._above(process, mirror.planned.upward.above)
 
     def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A cluster hands on the last model of the server above."""
@@ -213,7 +213,7 @@ class ClusterMirror(Mirror):
         self.follow_above()
 
     def follow_above(self) -> None:
-        above, parent = self.planned.above, self.level.node.parent
+        above, parent = self.planned.upward.above, self.level.node.parent
         if above is self.above or not isinstance(above, ParentPush):
             return
         assert parent is not None
@@ -267,7 +267,7 @@ class ClusterMirror(Mirror):
         return super()._once(push)
 
     def _shows(self) -> None:
-        shard, above = self.process.shard, self.planned.above
+        shard, above = self.process.shard, self.planned.upward.above
         if not isinstance(above, ParentPush) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
             return
         exchange = above.seat.exchange

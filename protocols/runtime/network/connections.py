@@ -64,6 +64,10 @@ class Connections:
         self.over: OrderedDict[bytes, None] = OrderedDict()  # routing ids of ended connections
         self.lock = threading.Lock()
 
+    def allow(self, bytes_most: int) -> None:
+        """Let a stranger send this number of bytes."""
+        self.bytes_most = bytes_most
+
     # Called by the thread of the socket's monitor.
 
     def accept(self, descriptor: int) -> None:

@@ -141,8 +141,8 @@ class HandshakeMonitor:
         self.strange = 0  # handshakes that ended without a reason, with a peer that greets by the same mechanism
         self.since = 0.0  # time of the first of these
         self.met = False  # a handshake has succeeded: the peer has the key
-        self.anew = False  # a further one has succeeded, since the owner reset this
-        self.cut = False  # a connection has ended, since the owner reset this
+        self.anew = False  # a further one has succeeded, since the last call of `changed`
+        self.cut = False  # a connection has ended, since then
         self.refused = False  # a handshake has failed for good: no message will leave
 
     def take(self) -> list[HandshakeFailure]:
@@ -162,6 +162,11 @@ class HandshakeMonitor:
                 case _:
                     found += self._hung_up() if not self.met else []
         self.refused |= bool(found)
+        return found
+
+    def changed(self) -> tuple[bool, bool]:
+        """Return whether the connection was made anew, and whether one has ended, since the last call."""
+        found, self.anew, self.cut = (self.anew, self.cut), False, False
         return found
 
     def _hung_up(self) -> list[HandshakeFailure]:

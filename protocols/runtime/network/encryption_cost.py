@@ -57,6 +57,10 @@ class EncryptionCost:
         self.since = clock()  # when the window began
         self.told = False  # the user was warned
 
+    def add(self, size: int) -> None:
+        """Count bytes that were sent or received."""
+        self.passed += size
+
     def look(self) -> str:
         """Return a sentence, once, if the run may wait for encryption; else ""."""
         took = self.clock() - self.since

@@ -201,6 +201,15 @@ class Sockets:
         self._waker.setblocking(False)
         self.watch(self._awake.fileno(), self._wake_up)
 
+    def report_to(
+        self,
+        cut: Callable[[Peer], None],
+        linked: Callable[[str], None] | None = None,
+        failed: Callable[[str, HandshakeFailure, str], None] | None = None,
+    ) -> None:
+        """Report connections to these from now on, as the arguments of this class say; None: to the one before."""
+        self.cut, self.linked, self.failed = cut, linked or self.linked, failed or self.failed
+
     def _open(self, key: tuple[str, bool], kind: int) -> Socket:
         made = self._opened[key] = self._context.socket(kind)
         for option, value in OPTIONS.items():
@@ -325,11 +334,10 @@ class Sockets:
                     continue
                 for why in found:
                     self.failed(each.address, why, "")
-                if each.anew:
-                    each.anew = False
+                anew, cut = each.changed()
+                if anew:
                     self.linked(each.address)
-                if each.cut:
-                    each.cut = False
+                if cut:
                     self._gone.append(each.address)
             if ready or not monitors or time.monotonic() >= deadline:
                 return ready

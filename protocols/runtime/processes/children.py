@@ -62,6 +62,10 @@ class StartedChild:
         self.code: int | None = None  # once it has ended; negative: by this signal
         self._over = threading.Event()
 
+    def write_to(self, stdin: int) -> None:
+        """Take the command's end of the child's stdin, a file descriptor; -1 for none."""
+        self.stdin = stdin
+
     def ended(self, code: int) -> None:
         self.code = code
         self._over.set()
@@ -229,7 +233,7 @@ class ChildProcesses:
         child, wait = forked or self._spawn(words, env, standard, handed)
         for fd in theirs:
             os.close(fd)
-        child.stdin = to_child
+        child.write_to(to_child)
         readers = [threading.Thread(target=self._read, args=(index, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
             reader.start()

@@ -30,7 +30,7 @@ def planned_of(**flags: Any) -> ModelShard:
     settings = Settings(**flags).validated()
     inbox = PushAssembler(0, settings.mode())
     ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True)
-    inbox.members(ledger, 0)
+    inbox.members(ledger, 0, -1, 1)
     means = ShardResources(optimizer=PlainSGD)
     planned = ModelShard(0, settings, ModelSpec.unpacked(PLANS[0.0]), inbox, 0, means)
     planned.apply([SetFirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
