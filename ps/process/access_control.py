@@ -127,7 +127,7 @@ class AccessControl:
             return ()
         return self.names[peer.key], len(self.guard.members) - 1
 
-    def serve(self, machine: KnownPeer) -> None:
+    def serve(self, machine: OwnMachine) -> None:
         """Take the parent and the other clusters that this process dials from its machine."""
         self.machine = machine
 
