@@ -9,7 +9,7 @@ How it works (TRANSITIONS has every phase)
 1. `join` sends Hello. The coordinator answers Welcome: rank, settings of the run, address of each shard.
 2. `declare` sends the model spec. The coordinator answers Ready: the place in the run. The member makes a `Session` for
    each shard, and in gossip `GossipPeers`.
-3. RUNNING: the owner of the member hands the messages of its `Exchange` to `say`. `receive` routes an answer of a shard
+3. RUNNING: the owner of the member hands the messages of its `Exchange` to `send`. `receive` routes an answer of a shard
    to the session of that shard, and handles the answers of the coordinator itself.
 4. `tick` repeats each request that is not yet answered, sends heartbeats, and finds the server lost after a silence of
    `Timing.lost_ns`. `FailoverView` decides when the member changes to the standby.
@@ -159,11 +159,11 @@ class Member:
             return []
         return self._ask(m.Declare(self.worker, self.welcome.epoch, plan, self.address, self.models), now_ns)
 
-    def say(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
+    def send(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
         """Send the messages of an `Exchange` to its shard; drop them if they are of an earlier epoch."""
         if self.phase is not MemberPhase.RUNNING or any(getattr(each, "epoch", 0) != self.epoch for each in messages):
             return []  # the Exchange made them before it handled the rejoin
-        return self.sessions[shard].say(messages, now_ns)
+        return self.sessions[shard].send(messages, now_ns)
 
     def buffers(self, packed: bytes, clock: int) -> list[MemberEffect]:
         return [Send(0, m.Buffers(self.worker, self.epoch, clock, packed))]

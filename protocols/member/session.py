@@ -6,7 +6,7 @@ How it works
     shard --receive--> Session --event--> Exchange       PushSettled, StateArrived, MasterArrived, ...
     tick --repeat--> Session --Send--> shard             what is not yet answered goes out again
 
-1. `say` sends messages. PREPARE has a function for each kind that needs an answer: a Push is kept in `pushes`, a Follow
+1. `send` sends messages. PREPARE has a function for each kind that needs an answer: a Push is kept in `pushes`, a Follow
    in `follow`, a Pull in `pull`, a read (RowsRequest, MomentsRequest) in `asks`, a question to the coordinator in `wanted`.
 2. `receive` takes an answer. PushAck HELD stops the repeats of a push, FOLDED settles it.
 3. Parts of a State are kept in `coming` until the state is whole and its turn has come. The session then gives all
@@ -110,7 +110,7 @@ class Session:
 
     # Commands.
 
-    def say(self, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
+    def send(self, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
         """Send messages, and keep those that need an answer for `repeat`.
 
         Raises:
@@ -237,7 +237,7 @@ class Session:
             # The Exchange asks for whole states one by one. Differences come as they are made: acknowledge them here.
             self.waits = self.follow.credit > 1
             if self.waits:
-                effects += self.say([self.follow], now_ns)
+                effects += self.send([self.follow], now_ns)
         return effects
 
     def _next(self) -> tuple[m.State, ...]:
@@ -291,17 +291,17 @@ class Session:
                 record.sent_ns, record.repeated = now_ns, True
                 effects += [Send(self.shard, message) for message in record.messages]
         if self.follow is not None and self.waits and self.timing.request.due(self.heard_ns, now_ns):
-            effects += self.say([self.follow], now_ns)
+            effects += self.send([self.follow], now_ns)
         for asked in self.asks.values():
             # An answer may be a frame, and at a barrier it waits for the slowest worker: the interval grows each time.
             if self.timing.request.due(asked.sent_ns, now_ns, FRAME_BYTES, asked.times):
                 asked.sent_ns, asked.times = now_ns, asked.times + 1
                 effects.append(Send(self.shard, asked.ask))
         if self.wanted and self.timing.join.due(self.wanted_ns, now_ns):
-            effects += self.say([*self.wanted.values()], now_ns)
+            effects += self.send([*self.wanted.values()], now_ns)
         # Each answer is a whole model: the interval grows each time.
         if self.pull is not None and self.timing.request.due(self.pull_ns, now_ns, FRAME_BYTES, len(self.pulled)):
-            effects += self.say([self.pull], now_ns)
+            effects += self.send([self.pull], now_ns)
         return effects
 
 

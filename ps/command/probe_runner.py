@@ -109,13 +109,13 @@ class ProbeMachineRunner:
                 self.over.set()
                 timer.join(SCRIPT_ENDS_S)
 
-    def _say(self, message: ProbeStepTime | ProbeListening | ProbeReport, loop: Loop) -> None:
+    def _send(self, message: ProbeStepTime | ProbeListening | ProbeReport, loop: Loop) -> None:
         """Send a message by the loop's thread. Any thread may call this."""
         loop.call(lambda: loop.port.send(self.address, encode(message)))
 
     def _time(self, loop: Loop) -> None:
         try:
-            self._say(ProbeStepTime(float(self.steps(self.over))), loop)
+            self._send(ProbeStepTime(float(self.steps(self.over))), loop)
         except NarrowsError as error:
             failed = error
             loop.call(lambda: self.failed.append(failed))
@@ -165,7 +165,7 @@ class ProbeMachineRunner:
         try:
             if isinstance(asked, ProbeListen):
                 with pairwise.open_port("", self.port) as listener:
-                    self._say(ProbeListening(asked.token, listener.getsockname()[1]), loop)
+                    self._send(ProbeListening(asked.token, listener.getsockname()[1]), loop)
                     found = pairwise.listen(listener, asked.token, asked.seconds, asked.first, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
@@ -174,7 +174,7 @@ class ProbeMachineRunner:
         except NarrowsError as error:
             report = ProbeReport(asked.token, str(error), pack([]))
         if not stop.is_set():
-            self._say(report, loop)
+            self._send(report, loop)
 
 
 class ProbeDirectorRunner:

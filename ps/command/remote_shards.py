@@ -74,9 +74,9 @@ class JoinLine:
         self.loop = Loop(self.sockets, self._receive, lambda now_ns: self._send(), tick_ms=SAY_MS)
         self.thread = threading.Thread(target=self._main, name="narrows-line", daemon=True)
         self.thread.start()
-        self.say(join)
+        self.offer(join)
 
-    def say(self, join: m.RemoteShardsOffer) -> None:
+    def offer(self, join: m.RemoteShardsOffer) -> None:
         """Send this offer now, and repeat it from now on."""
         self.join = join
         self.loop.call(self._send)
@@ -180,7 +180,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         self.reshard_request.had.clear()
         join = m.RemoteShardsOffer(os.urandom(16).hex(), self.known_as, self.wanted, -1, RemoteShardsWish.STAY)
         if self.line is not None:
-            self.line.say(join)
+            self.line.offer(join)
         else:
             hear: Callable[[m.Message], None] = lambda message: self.children.events.put((LINE, "heard", message))  # noqa: E731
             self.line = JoinLine(self.there, self.keys, self.secret, join, hear)
@@ -213,7 +213,7 @@ class RemoteShardSupervisor(ShardSupervisor):
             self.reshard_request.follow(room)
         mine = range(room.first, room.first + room.count)
         if room.first >= 0 and self.line.join.first != room.first:
-            self.line.say(replace(self.line.join, first=room.first))
+            self.line.offer(replace(self.line.join, first=room.first))
             if room.shards <= room.first:
                 say(f"{_shards(mine)} of the server at {self.there} will be here: keys move while workers train")
         if not self.address and room.first >= 0 and mine.stop <= room.shards:
@@ -241,7 +241,7 @@ class RemoteShardSupervisor(ShardSupervisor):
                 return 128 + self.signals[1]
             if self.signals and not self.stopping:
                 self.stopping, leave_by = True, time.monotonic() + LEAVE_S
-                self.line.say(replace(self.line.join, wish=RemoteShardsWish.GO))
+                self.line.offer(replace(self.line.join, wish=RemoteShardsWish.GO))
                 say(f"the keys here move back to the server at {self.there}, while workers train; Ctrl-C ends at once")
             self._take(0.1)
             self._check(leave_by)
@@ -281,7 +281,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         """Tell the server that the keys here are lost, if shards are left, and close the line."""
         if self.line is not None:
             if self.shards:
-                self.line.say(replace(self.line.join, wish=RemoteShardsWish.GONE))
+                self.line.offer(replace(self.line.join, wish=RemoteShardsWish.GONE))
             self.line.close()
 
 

@@ -145,9 +145,9 @@ class ReshardRequest:
             self.wanted, self.client = self.requests.get()
             if self.cluster.config.replicas or self.cluster.follows:
                 return self._answer("a server with a standby keeps its shards: its standby has a process for each", 2)
-            self._say(str(self.wanted))
+            self._send(str(self.wanted))
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         self.cluster.shards[0].write(line)
 
     def _answer(self, text: str, code: int) -> None:
@@ -161,7 +161,7 @@ class ReshardRequest:
     def bound(self, index: int) -> None:
         """Repeat the request to a restarted shard 0: it may have been lost with the process before."""
         if not index and self.client is not None:
-            self._say(str(self.wanted))
+            self._send(str(self.wanted))
 
     def heard(self, shards: int, target: int, text: str, away: dict[str, str]) -> None:
         """Start and end shards by a report of shard 0.
@@ -208,5 +208,5 @@ class ReshardRequest:
             if index < max(self.target, self.cluster.settings.shards):
                 self.cluster.start_shard(index)
         else:
-            self._say(STAY)
+            self._send(STAY)
         return True

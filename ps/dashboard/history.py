@@ -127,9 +127,9 @@ class RunHistory:
         self.died += name in DIED
         if name not in SILENT and (text := event.get("text") or sentence(name, event)):
             member = event.get("worker", event.get("local_rank", -1))
-            self._say(name, str(text), -1 if name == "checkpoint" else member)
+            self._add(name, str(text), -1 if name == "checkpoint" else member)
 
-    def _say(self, name: str, text: str, member: Any = -1) -> None:
+    def _add(self, name: str, text: str, member: Any = -1) -> None:
         """Add an event.
 
         An event of REPEATED replaces the one of the same kind and member, and counts how often it came.
@@ -169,7 +169,7 @@ class RunHistory:
                 if lane.lost_loss:
                     self._not_finite(lane)
                 if lane.begins_to_skip():
-                    self._say("skipped", f"{lane} skips steps whose gradient is not finite")
+                    self._add("skipped", f"{lane} skips steps whose gradient is not finite")
         first = next(iter(told))
         if first in self.lanes:
             slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
@@ -210,12 +210,12 @@ class RunHistory:
                 gone.setdefault(lane.how, []).append(lane)
         for how, lanes in gone.items():
             more = f" and {len(lanes) - NAMED} more" if len(lanes) > NAMED else ""
-            self._say("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
+            self._add("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
 
     def _not_finite(self, lane: MemberTimeline) -> None:
         """Note that a member's loss is not finite, once until it is finite again."""
         if lane.turns_odd():
-            self._say("loss", f"the loss of {lane} is not finite")
+            self._add("loss", f"the loss of {lane} is not finite")
 
     def _member(self, event: Mapping[str, Any]) -> None:
         rank = event["local_rank" if "local_rank" in event else "rank"]  # records of ps-worker have local ranks

@@ -247,4 +247,4 @@ class ParentGossip:
         if self.handed_over or self.alone or not lowest:
             return []
         self.handed_over = True
-        return self.seat.say(self.seat.exchange.push(self.driver.mixing.whole(), 1), now_ns)
+        return self.seat.send(self.seat.exchange.push(self.driver.mixing.whole(), 1), now_ns)

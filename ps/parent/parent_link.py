@@ -198,15 +198,15 @@ class ParentSession:
 
     # Messages, received and sent.
 
-    def say(self, messages: list[m.Message], now_ns: int) -> Asks:
+    def send(self, messages: list[m.Message], now_ns: int) -> Asks:
         """Send messages to the parent's shard through the session, which repeats them."""
-        return asks(self.session.say(messages, now_ns))
+        return asks(self.session.send(messages, now_ns))
 
     def begin(self, now_ns: int) -> Asks:
         """Return the first messages at this seat."""
         said = self.exchange.begin(self.place.worker, self.place.epoch, self.place.clock)
         self.exchange.hold(self.place.hold)
-        return self.say(said, now_ns)
+        return self.send(said, now_ns)
 
     def turn(self, place: ParentSeat) -> bool:
         """Keep the seat at another server, which has all that the earlier one acknowledged; or take another hold.
@@ -221,7 +221,7 @@ class ParentSession:
     def take(self, event: MemberEffect, now_ns: int) -> Asks:
         """Take an event of the session: the exchange may have something to say to it. Raises RemoteProtocolError."""
         self.asked |= isinstance(event, GiveWeights)
-        return [*asks([event]), *self.say(self.exchange.take(event), now_ns)]
+        return [*asks([event]), *self.send(self.exchange.take(event), now_ns)]
 
     def tick(self, now_ns: int) -> Asks:
         """Repeat what is not acknowledged."""
@@ -240,7 +240,7 @@ class ParentSession:
         """Give the parent x as its first weights."""
         self.asked = False
         begin, end = self.replica.begin, self.replica.end
-        return self.say(self.exchange.give(raw_pieces(x.copy(), begin, parts(begin, end))), now_ns)
+        return self.send(self.exchange.give(raw_pieces(x.copy(), begin, parts(begin, end))), now_ns)
 
     # The clock and the weights.
 

@@ -74,7 +74,7 @@ class ParentPush:
         said = seat.exchange.go_on(place.worker, place.epoch, place.clock, [before])
         seat.exchange.hold(place.hold)
         again = seat.exchange.ask_shared(last=True) if seat.finishing else []
-        return seat.say([*said, *again], now_ns)
+        return seat.send([*said, *again], now_ns)
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         seat, effects = self.seat, Asks()
@@ -106,7 +106,7 @@ class ParentPush:
                 pieces = self.seat.replica.encode(update, clock, dense=True)
         self.seat.keep(start=x.copy(), feedback=feedback)
         samples = min(max(1, self.seat.begin_round()), m.CLOCK_MAX)
-        return self.seat.say(self.seat.exchange.push(pieces, samples), now_ns)
+        return self.seat.send(self.seat.exchange.push(pieces, samples), now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
         self.feedback.load_state_dict({})  # x contains all that the residual owes
@@ -141,4 +141,4 @@ class ParentPush:
             return [], False
         self.seat.await_last()
         pushed = self._push(x, now_ns, dense=True)
-        return [*pushed, *self.seat.say(self.seat.exchange.ask_shared(last=True), now_ns)], True
+        return [*pushed, *self.seat.send(self.seat.exchange.ask_shared(last=True), now_ns)], True

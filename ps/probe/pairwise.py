@@ -85,7 +85,7 @@ class MeasuringEnd:
         self.flows: list[Flow] = []
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def say(self, kind: int, value: float = 0.0, *sizes: int) -> None:
+    def send(self, kind: int, value: float = 0.0, *sizes: int) -> None:
         """Send a row over the line."""
         self.line.settimeout(self.clock.turn(CONNECT_S))
         self.line.sendall(ROW.pack(kind, value, *(sizes or (0, 0))))
@@ -201,7 +201,7 @@ def listen(listener: socket.socket, token: str, seconds: float, first: bool, sto
             while (row := pair.hear())[0] != OVER:
                 kind, phase_s, *sizes = row
                 if kind == PING:
-                    pair.say(*row)
+                    pair.send(*row)
                 elif kind in VISITS[first] and 0 <= phase_s <= seconds:
                     pair.streams(kind, _of_phase(found, kind), phase_s, sizes)
                 else:
@@ -247,7 +247,7 @@ def dial(host: str, asked: ProbeDial, stop: threading.Event) -> list[Flow]:
             raise MeasurementError(f"port {asked.port} of {host} cannot be dialled: {why}") from None
         try:
             (_first if asked.first else _streams)(pair, found, asked)
-            pair.say(OVER)
+            pair.send(OVER)
         except OSError as error:
             raise MeasurementError(f"the measurement with {host} broke off: {error}") from None
     return pair.flows
@@ -261,7 +261,7 @@ def _first(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
     seconds = min(flows.FIRST_S + flows.FIRST_TRIPS * low, asked.seconds)
     sizes = (asked.most_0, asked.most_1)
     for number in FIRST:
-        pair.say(number, seconds, *sizes)
+        pair.send(number, seconds, *sizes)
         pair.streams(number, _of_phase(found, number), seconds, sizes)
 
 
@@ -276,7 +276,7 @@ def _streams(pair: MeasuringEnd, found: Streams, asked: ProbeDial) -> None:
         phase = PHASES[number]
         seconds = max(0.1, unit_s * phase.weight)
         sizes = [phase.share(each * seconds) for each in (asked.most_0, asked.most_1)]
-        pair.say(number, seconds, *sizes)
+        pair.send(number, seconds, *sizes)
         pair.streams(number, _of_phase(found, number), seconds, sizes)
         if number == FOUR[-1] and (more := flows.doubtful(pair.flows)):
             todo, spare, unit_s = [*more, *todo], 0.0, unit_s * flows.spared(more)
@@ -287,7 +287,7 @@ def _round_trips(pair: MeasuringEnd, now: Callable[[], float] = time.perf_counte
     times, end = list[float](), now() + PINGS_S
     while len(times) < PINGS and (not times or now() < end):
         begin = now()
-        pair.say(PING)
+        pair.send(PING)
         pair.hear()
         times.append(now() - begin)
     return times

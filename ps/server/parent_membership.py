@@ -126,7 +126,7 @@ class ParentMembership:
             return []
         clock = max(self.clock, place.clock)
         asked = (upward.number, *upward.call, clock, upward.value, upward.weight)
-        return asks(member.say(0, [m.AgreeRequest(member.worker, member.epoch, *asked)], now_ns))
+        return asks(member.send(0, [m.AgreeRequest(member.worker, member.epoch, *asked)], now_ns))
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Let time pass: join or leave with the workers, and repeat what is not acknowledged."""

@@ -46,7 +46,7 @@ class ReportedHyperparameters:
     lowest: Numbers = field(default_factory=dict)
     highest: Numbers = field(default_factory=dict)
 
-    def say(self, packed: bytes, said: Numbers) -> None:
+    def report(self, packed: bytes, said: Numbers) -> None:
         """Take the member's newest hyper-parameters."""
         self.packed = packed
         self.lowest |= {key: min(value, self.lowest.get(key, value)) for key, value in said.items()}
@@ -81,7 +81,7 @@ def most_agreed(packed: Sequence[bytes]) -> int:
     said = []
     for each in asked:
         said.append(ReportedHyperparameters())
-        said[-1].say(each, numbers(each))
+        said[-1].report(each, numbers(each))
     votes = [sum(agrees(each.highest, other) for other in said) for each in said]
     return votes.index(max(votes))
 
@@ -98,7 +98,7 @@ class HyperparameterVote:
         ours = numbers(packed)
         others = [other for other in sorted(self.said) if other != worker][: ASKED_MAX - 1]
         agreed = sum(agrees(ours, self.said[other]) for other in others)
-        self.said.setdefault(worker, ReportedHyperparameters()).say(packed, ours)
+        self.said.setdefault(worker, ReportedHyperparameters()).report(packed, ours)
         if 2 * agreed >= len(others):
             return packed
         newest = [self.said[each].packed for each in sorted([*others, worker])]

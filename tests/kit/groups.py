@@ -104,8 +104,8 @@ class RankLink(LinkCommands):
     def __init__(self, first: scripts.Link, events: deque[MemberEffect]) -> None:
         self.first, self.events, self.drops = first, events, first.drops
 
-    def say(self, shard: int, messages: Any) -> None:
-        self.first.say(shard, messages)
+    def send(self, shard: int, messages: Any) -> None:
+        self.first.send(shard, messages)
 
     def call(self, command: Command) -> None:
         """Do nothing: the link of the first rank sends the command for all ranks."""

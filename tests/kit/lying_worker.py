@@ -80,7 +80,7 @@ def lie(optimizer: DistributedOptimizer, times: float) -> None:
     """Multiply all later pushes of this worker by `times`."""
     assert optimizer._engine is not None
     link: Any = cast(Any, optimizer._engine.link)
-    say = link.say
+    say = link.send
 
     def altered(message: m.Message) -> m.Message:
         if not isinstance(message, m.Push) or not message.samples:
@@ -92,7 +92,7 @@ def lie(optimizer: DistributedOptimizer, times: float) -> None:
     def lying(shard: int, messages: Sequence[m.Message]) -> None:
         say(shard, [altered(each) for each in messages])
 
-    link.say = lying
+    link.send = lying
 
 
 def script(worker: int, problem: Problem, times: float, steps: int, samples: int, since: int) -> None:

@@ -178,7 +178,7 @@ class Pusher:
             self._ask(shard)
 
     def _send(self, shard: int, messages: Sequence[m.Message]) -> None:
-        self.link.call(lambda member, now: member.say(shard, messages, now))
+        self.link.call(lambda member, now: member.send(shard, messages, now))
 
     def push(self) -> None:
         values = update_of(self.index, 0, self.clock)

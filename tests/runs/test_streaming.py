@@ -131,7 +131,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model)
             engine = engine_of(optimizer)
             shards, link = engine.sync.shards, engine.link
-            say, take = link.say, shards.handle
+            say, take = link.send, shards.handle
 
             def says(shard: int, messages: Sequence[m.Message]) -> None:
                 ups.extend(len(message.payload) for message in messages if isinstance(message, m.Push))
@@ -142,7 +142,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
                     downs.append(sum(len(part.payload) for part in event.parts))
                 take(event)
 
-            link.say, shards.handle = says, takes  # type: ignore[method-assign]
+            link.send, shards.handle = says, takes  # type: ignore[method-assign]
             for step in range(1, 26):
                 optimizer.zero_grad()
                 model.loss(0, step).backward()

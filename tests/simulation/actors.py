@@ -676,8 +676,8 @@ class Worker:
             else:
                 self.events.append(effect)
 
-    def _say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        self._apply(self.member.say(shard, messages, self.awake.now()) if messages else [])
+    def _send(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._apply(self.member.send(shard, messages, self.awake.now()) if messages else [])
 
     # The script.
 
@@ -712,7 +712,7 @@ class Worker:
             for shard in sorted(self.rows_due):
                 count = self._rows_on(shard)
                 asked = rows.encode(0, count, np.arange(count, dtype=np.uint32))
-                self._say(shard, [m.RowsRequest(self.worker, self.epoch, self.clock, self.clock, asked)])
+                self._send(shard, [m.RowsRequest(self.worker, self.epoch, self.clock, self.clock, asked)])
         return not self.rows_due
 
     def _rows_on(self, shard: int) -> int:
@@ -732,12 +732,12 @@ class Worker:
         elif isinstance(event, e.GiveWeights):
             keys = event.shard, self.replicas[event.shard].begin, self.replicas[event.shard].end
             cuts = parts(*keys[1:], self.run.part_keys)
-            self._say(event.shard, self.exchanges[event.shard].give(raw_pieces(FIRST.copy(), 0, cuts)))
+            self._send(event.shard, self.exchanges[event.shard].give(raw_pieces(FIRST.copy(), 0, cuts)))
         elif isinstance(event, (e.StateArrived, e.MasterArrived, e.PushSettled)) and self.exchanges:
             exchange = self.exchanges[event.shard]
             if isinstance(event, e.PushSettled):
                 checker.settled(self, event)
-            self._say(event.shard, exchange.take(event))
+            self._send(event.shard, exchange.take(event))
             if isinstance(event, e.StateArrived):
                 pulled = self.replicas[event.shard].pulled
                 checker.state_arrived(self, event.shard, exchange.publication, pulled)
@@ -767,7 +767,7 @@ class Worker:
         begun = [exchange.begin(event.worker, event.epoch, event.clock) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
-            self._say(shard, messages)
+            self._send(shard, messages)
 
     def _move(self, event: e.MemberResharded) -> None:
         """The keys are cut anew, or the plan is another one, and this life goes on."""
@@ -782,9 +782,9 @@ class Worker:
         begun = [exchange.go_on(event.worker, event.epoch, event.clock, before) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
-            self._say(shard, messages)
+            self._send(shard, messages)
         if self.asking and self.ask is not None:
-            self._say(0, [replace(self.ask, epoch=self.epoch)])
+            self._send(0, [replace(self.ask, epoch=self.epoch)])
 
     def _replica(self, begin: int, end: int) -> HostReplica:
         cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
@@ -801,7 +801,7 @@ class Worker:
         number, self.asking = 1 + (self.ask.number if self.ask is not None else 0), True
         what = (self.clock, len(self.rows), work.samples, SIZE, work.ranges)
         self.ask = m.RangeRequest(self.worker, self.epoch, number, *what)
-        self._say(0, [self.ask])
+        self._send(0, [self.ask])
 
     def _told(self, told: e.RangeArrived) -> None:
         if not self.asking or self.ask is None or told.number != self.ask.number:
@@ -847,7 +847,7 @@ class Worker:
             if not self.rows:
                 run.checker.pushed(self, clock, np.zeros(KEYS, np.float32), 0)
                 for shard, exchange in enumerate(self.exchanges):
-                    self._say(shard, exchange.skip(""))
+                    self._send(shard, exchange.skip(""))
                 return run.worker_pushed(self)
             self.rows.clear()
         values = run.gives(self, update_of(self.index, self.life, self.steps))
@@ -861,7 +861,7 @@ class Worker:
                 hyper, end = pack([RATES, [], RATES]), exchange.replica.end
                 at, gradient = rows_given((self.worker, self.epoch, clock))
                 more = [Piece(ROWS, end, end, rows.encode(0, self._rows_on(shard), at, gradient))]
-            self._say(shard, exchange.push(pieces, samples, hyper=hyper, rows=more))
+            self._send(shard, exchange.push(pieces, samples, hyper=hyper, rows=more))
         run.worker_pushed(self)
 
     def _finish(self) -> None:
@@ -872,7 +872,7 @@ class Worker:
             for shard, exchange in enumerate(
                 self.exchanges
             ):  # a barrier is known to be folded by the state that has it
-                self._say(shard, exchange.need(exchange.clock) if self.mode.barrier else [])
+                self._send(shard, exchange.need(exchange.clock) if self.mode.barrier else [])
             return
         if all(x.shared is not None for x in self.exchanges) and len(self.asked) == len(self.exchanges):
             self.run.checker.leaves(self)
@@ -882,4 +882,4 @@ class Worker:
         for shard, exchange in enumerate(self.exchanges):
             if shard not in self.asked:
                 self.asked.add(shard)
-                self._say(shard, exchange.ask_shared(last=True))
+                self._send(shard, exchange.ask_shared(last=True))

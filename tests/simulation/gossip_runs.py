@@ -228,7 +228,7 @@ class Node:
     def ask(self) -> None:
         """Begin with the model of a peer: the run has begun."""
         self.asks = True
-        self.say(self.driver.late(self.net.now_ns))
+        self.carry_out(self.driver.late(self.net.now_ns))
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self.take(self.peers.receive(message, now_ns))
@@ -236,7 +236,7 @@ class Node:
     def tick(self, now_ns: int) -> None:
         if self.asks or self.driver.has_model:
             self.take(self.peers.tick(now_ns))
-            self.say(self.driver.go_on(now_ns))
+            self.carry_out(self.driver.go_on(now_ns))
 
     def take(self, effects: Sequence[MemberEffect]) -> None:
         """Tell the driver what peers say, and carry out what it answers."""
@@ -255,7 +255,7 @@ class Node:
         said = [say for say in says if not isinstance(say, Log | (e.AnnounceEnd if not self.net.ends else Log))]
         return [effect for say in said for effect in self.peers.carry_out(say, self.net.now_ns)]
 
-    def say(self, says: Says) -> None:
+    def carry_out(self, says: Says) -> None:
         self.take(self.carried_out(says))
 
     def go_on(self) -> None:
@@ -276,7 +276,7 @@ class Node:
             self.net.at(self.net.now_ns + self.step_ns, self.computed)
             return
         self.finishing = True
-        self.say(self.driver.finish(np.zeros(COUNT, np.float32), self.net.now_ns))
+        self.carry_out(self.driver.finish(np.zeros(COUNT, np.float32), self.net.now_ns))
 
     def computed(self) -> None:
         self.computing = False
@@ -291,7 +291,7 @@ class Node:
                 self.velocity = momentum * self.velocity + scaled
                 scaled = rate * (scaled + momentum * self.velocity)
             self.came(before, scaled, before + scaled)
-            self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
+            self.carry_out(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
 
 
 ENDING = (GossipPhase.ENDING, GossipPhase.OVER)

@@ -373,11 +373,11 @@ def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
     member.declare(ModelSpec((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
-    member.say(0, [m.Follow(3, 8, 0, -1, 1)], 0)
+    member.send(0, [m.Follow(3, 8, 0, -1, 1)], 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == [GiveWeights(0)]
     first = m.State(3, 8, 0, 0, 1, 0, 4, True, False, 0, 0, 0, (), 0, RAW, bytes(16))
     assert member.receive(0, first, 0)
-    member.say(0, [m.Follow(3, 8, 2, -1, 1)], 0)
+    member.send(0, [m.Follow(3, 8, 2, -1, 1)], 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == []
 
 

@@ -206,7 +206,7 @@ class Ranks:
         self.said: list[tuple[int, list[m.Message]]] = []
         self.hub = object.__new__(group_link.GroupLink)
         LinkEvents.__init__(self.hub)
-        self.hub.say = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
+        self.hub.send = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
         place: Any = unpack(self.hub.open(self))  # type: ignore[arg-type]
         dialling = [threading.Thread(target=self._dial, args=(place, rank)) for rank in (2, 1)]
         self.ranks: dict[int, GroupMemberLink] = {}
@@ -242,7 +242,7 @@ def test_events_of_a_shard_go_to_its_rank_and_those_of_the_run_to_all_in_one_ord
 def test_a_rank_speaks_through_the_first(ranks: Ranks) -> None:
     follow = m.Follow(3, 7, 4, 5, 1)
     push = m.Push(3, 7, 4, 0, 1, 8, 12, 2, b"", 1, memoryview(b"abcdefghijklmnop"))
-    ranks.ranks[2].say(2, [push, follow])
+    ranks.ranks[2].send(2, [push, follow])
     until(lambda: ranks.said, "it to be said")
     ((shard, messages),) = ranks.said
     assert shard == 2 and messages == [push, follow]

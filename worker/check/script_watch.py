@@ -93,7 +93,7 @@ class ScriptWatch:
             self.process = os.getpid(), bool(take("watch")) and not is_child()
         return self.process[1]
 
-    def _say(self, what: str, **values: Any) -> None:
+    def _report(self, what: str, **values: Any) -> None:
         self.tell("check", what=what, **values)
 
     def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -107,7 +107,7 @@ class ScriptWatch:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
         self.absent = {name for name, p in trained.items() if id(p) in owned}
         self.known = {id(p): p for p in model.parameters()}  # keeps the parameters alive: no other gets their id
-        self._say(
+        self._report(
             "model",
             trainable=sum(p.numel() for p in trained.values()),
             tensors=len(trained),
@@ -138,7 +138,7 @@ class ScriptWatch:
             self.before = _sample(engine.flat)
         seen = self.forward.close()
         closure = args[1] if len(args) > 1 else values.get("closure")
-        self._say("step", number=self.steps + 1, **seen, **({} if closure else self._gradients()))
+        self._report("step", number=self.steps + 1, **seen, **({} if closure else self._gradients()))
         self.lost_s += time.perf_counter() - began
         return ((optimizer, self._seeing(closure)), {}) if closure else None
 
@@ -147,7 +147,7 @@ class ScriptWatch:
 
         def seeing() -> Any:
             loss, began = closure(), time.perf_counter()
-            self._say("gradients", **self.forward.close(), **self._gradients(loss))
+            self._report("gradients", **self.forward.close(), **self._gradients(loss))
             self.lost_s += time.perf_counter() - began
             return loss
 
@@ -169,12 +169,12 @@ class ScriptWatch:
             except Exception:  # an error of the script's dataset: the loader raises it next
                 first = ""
             torch.set_rng_state(generator)
-            self._say("shuffled", samples=len(loader.sampler), first=first)
+            self._report("shuffled", samples=len(loader.sampler), first=first)
             self.lost_s += time.perf_counter() - began
         return self.replaced[1](loader)
 
     def _not_finite(self, gradient: str, loss: float | None) -> None:
-        self._say("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
+        self._report("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
         self.over = True
         raise CheckedScript(0)
 
@@ -211,7 +211,7 @@ class ScriptWatch:
             late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
             done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
             done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
-            self._say("done", encoded=self._encoded(), **done)
+            self._report("done", encoded=self._encoded(), **done)
             raise CheckedScript(0)
         self.lost_s, self.loss = 0.0, None
 
@@ -224,7 +224,7 @@ class ScriptWatch:
         """Report a step of an optimizer that DistributedOptimizer has not taken."""
         wrapped = any(optimizer is part for part in self.parts)
         self.beside += 1
-        self._say("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
+        self._report("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
         if self.beside > (STEPS if wrapped or self.wrapper is None else BESIDE_MAX):
             self.over = True
             raise CheckedScript(0)

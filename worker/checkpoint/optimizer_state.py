@@ -252,12 +252,12 @@ class OptimizerStateFile:
                     write_whole(self.path, content)
                 self.failed = False
             except Exception as error:  # torch raises RuntimeError for a full disk, any error for a wrong value
-                self._say(error)
+                self._warn(error)
             del content
             self.took_ns = time.monotonic_ns() - self.at_ns
             self.idle.set()
 
-    def _say(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         """Tell the user that a file was not written, once until one is written again."""
         if not self.failed:
             why = (str(error) or type(error).__name__).splitlines()[0]
@@ -271,7 +271,7 @@ class OptimizerStateFile:
             try:
                 self._copy()
             except RuntimeError as error:  # of a GPU that has failed
-                self._say(error)
+                self._warn(error)
         self.idle.wait(max(0.0, stop_by - time.monotonic()))
 
 

@@ -182,7 +182,7 @@ class ServerOptimizerState:
                 shard, begin, end, name = todo.popleft()
                 self.requests += 1
                 self.asked[shard, self.requests] = (shard, begin, end, name)
-                self.engine.link.say(shard, [m.MomentsRequest(shards.worker, place, self.requests, begin, end, name)])
+                self.engine.link.send(shard, [m.MomentsRequest(shards.worker, place, self.requests, begin, end, name)])
             return not self.asked
 
         self.engine.waiting.until(done, WAIT_LIMIT_S, "the state of the servers' optimizer")

@@ -157,7 +157,7 @@ class GroupLink(MemberLink):
                 (shard,), messages = _receive(one)
                 if shard == BYE:
                     return
-                self.say(shard, messages)
+                self.send(shard, messages)
         except (EOFError, OSError):
             self._fail(GroupEndedError(f"process {rank} of this group has ended"))
 
@@ -211,7 +211,7 @@ class GroupMemberLink(LinkEvents, LinkCommands):
             error = BY_EXIT_CODE.get(event.code, NarrowsError)(event.text)
         self._fail(error)
 
-    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+    def send(self, shard: int, messages: Sequence[m.Message]) -> None:
         if messages:
             self._tell(shard, messages)
 

@@ -276,12 +276,12 @@ class CommandActor:
             elif kind == "noted" and event["what"] == "waits":
                 self.waits = event["values"]["waits"]
             elif kind == "err":
-                self._say(event)
+                self._show(event)
 
     def _hear_errors(self, lines: TextIO) -> None:
         for line in lines:
-            self._say(line.rstrip("\n"))
+            self._show(line.rstrip("\n"))
 
-    def _say(self, line: str) -> None:
+    def _show(self, line: str) -> None:
         self.said.append(line)
         STDERR.line(line)

@@ -109,10 +109,10 @@ class LinkCommands:
     def call(self, command: Command) -> None:
         raise NotImplementedError
 
-    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+    def send(self, shard: int, messages: Sequence[m.Message]) -> None:
         """Send the messages of an `Exchange` to its shard, if there are any."""
         if messages:
-            self.call(lambda member, now: member.say(shard, messages, now))
+            self.call(lambda member, now: member.send(shard, messages, now))
 
     def declare(self, plan: bytes) -> None:
         self.call(lambda member, now: member.declare(plan, now))
@@ -124,10 +124,10 @@ class LinkCommands:
         self.call(lambda member, now: member.ask_buffers(clock))
 
     def ask_range(self, ask: m.RangeRequest) -> None:
-        self.call(lambda member, now: member.say(0, [ask], now))
+        self.call(lambda member, now: member.send(0, [ask], now))
 
     def ask_agreed(self, ask: m.AgreeRequest) -> None:
-        self.call(lambda member, now: member.say(0, [ask], now))
+        self.call(lambda member, now: member.send(0, [ask], now))
 
     def leave(self, clock: int) -> None:
         self.call(lambda member, now: member.leave(clock, now))

@@ -50,7 +50,7 @@ class Agreement:
             value = sum(DOUBLE.unpack(each)[0] for each in told) / len(told)
         self.at, self.calls = (step, 0) if step != self.at else (step, self.calls + 1)
         while not engine.sync.server_gone:
-            here = partial(self._here, self._say(value))
+            here = partial(self._here, self._send(value))
             engine.waiting.until(here, WAIT_LIMIT_S, "the other workers to call agree()")
             if self.told is not None and self.ask is not None and self.told.number == self.ask.number:
                 return self.told.value
@@ -59,7 +59,7 @@ class Agreement:
             say("the server is lost, so agree() returns the value of this worker alone")
         return value
 
-    def _say(self, value: float) -> int:
+    def _send(self, value: float) -> int:
         """Send the request, and return the epoch in which it was sent. A rejoined worker asks at its new clock."""
         shards, number = self.engine.sync.shards, 1 + (self.ask.number if self.ask is not None else 0)
         # Under gossip the server sees no updates, and counts rounds.

@@ -210,7 +210,7 @@ class EmbeddingTables:
                 payload = rows.encode(number, *_local(spec, numbers[at], shard, shards.count), coding=self.down)
                 asks.append(RowsLookup(shard, self.requests, at))
                 self.wanted[shard, self.requests] = None
-                shards.link.say(shard, [m.RowsRequest(shards.worker, shards.epoch, self.requests, clock, payload)])
+                shards.link.send(shard, [m.RowsRequest(shards.worker, shards.epoch, self.requests, clock, payload)])
         return PendingRows((shards.epoch, clock), numbers, tuple(asks))
 
     def arrived(self, event: RowsArrived) -> None:

@@ -131,7 +131,7 @@ class GossipStep:
         elif before.has_model:
             self.driver.keep(before.mixing.model)
         else:
-            self._say(self.driver.late(self._now()))
+            self._carry_out(self.driver.late(self._now()))
 
     def _now(self) -> int:
         return self.engine.link.clock.now()
@@ -149,12 +149,12 @@ class GossipStep:
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
         if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY and here:
             self.driver.begin_as_founder(self.arrays.pulled, self.kept)
-        self._say(self.driver.hear(event, self._now()))
+        self._carry_out(self.driver.hear(event, self._now()))
 
     def _tell(self, text: str) -> None:
         say_here(text)
 
-    def _say(self, says: Says) -> None:
+    def _carry_out(self, says: Says) -> None:
         for say in says:
             if isinstance(say, Log):
                 self._tell(f"worker {say.values['peer']} is no longer mixed with: {say.values['why']}")
@@ -170,9 +170,9 @@ class GossipStep:
         """
 
         def now() -> bool:
-            self._say(self.driver.go_on(self._now()))
+            self._carry_out(self.driver.go_on(self._now()))
             if self.finishing and self.driver.may_step:  # after a rejoin
-                self._say(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
+                self._carry_out(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
             if self.driver.trouble:
                 raise NarrowsError(f"rank {self.engine.skips.rank}: {self.driver.trouble}")
             return done()
@@ -211,7 +211,7 @@ class GossipStep:
             raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
         exchange = self.shards.exchanges[event.shard]
         begin, end = exchange.replica.begin, exchange.replica.end
-        self.engine.link.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
+        self.engine.link.send(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
 
     def _keep(self, last: bool = False) -> None:
         """Write the model to a file if a checkpoint is due after this round, or if this worker ends (`last`)."""
@@ -249,7 +249,7 @@ class GossipStep:
     def _round(self) -> None:
         before, number = time.monotonic(), self.driver.round
         moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # or the script has written
-        self._say(self.driver.step(moved, self._now()))
+        self._carry_out(self.driver.step(moved, self._now()))
         self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
         self.wait_s = time.monotonic() - before
         self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
@@ -273,7 +273,7 @@ class GossipStep:
             self._wait(self._going, START_LIMIT_S, "the other workers")
             return self._with_steps()
         self._wait(self._going, START_LIMIT_S, "the other workers")
-        self._say(self.driver.finish(self._moved(), self._now()))
+        self._carry_out(self.driver.finish(self._moved(), self._now()))
         self.finishing = True
         self._wait(lambda: self.driver.phase is GossipPhase.OVER, WAIT_LIMIT_S, "the other workers to finish")
         self._compose()

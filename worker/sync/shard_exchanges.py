@@ -132,7 +132,7 @@ class ShardExchanges:
         self.place = event.epoch
         for shard, exchange in self._each:
             begun = exchange.begin(*_place(event))
-            self.link.say(shard, begun if follow else [])
+            self.link.send(shard, begun if follow else [])
 
     def _cut(self, event: e.MemberStarted | e.MemberResharded) -> None:
         """Make an exchange and a replica for each shard of this event. Residuals move with their keys."""
@@ -163,13 +163,13 @@ class ShardExchanges:
         self._cut(event)
         for shard, exchange in self._each:
             going = exchange.go_on(*_place(event), before) if self.group is None else exchange.begin(*_place(event))
-            self.link.say(shard, going)
+            self.link.send(shard, going)
         if self.pulls is not None:
             self._pull(self.pulls)
 
     def _pull(self, last: bool) -> None:
         for shard, exchange in self._each:
-            self.link.say(shard, exchange.ask_shared(last))
+            self.link.send(shard, exchange.ask_shared(last))
 
     @property
     def master_clock(self) -> int:
@@ -188,9 +188,9 @@ class ShardExchanges:
             case e.GiveWeights(shard):
                 exchange = self._with(shard)
                 keys = exchange.replica.begin, exchange.replica.end
-                self.link.say(shard, exchange.give(self.arrays.first(*keys)))
+                self.link.send(shard, exchange.give(self.arrays.first(*keys)))
             case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
-                self.link.say(shard, self._with(shard).take(event))
+                self.link.send(shard, self._with(shard).take(event))
             case e.PushesPaused(at):
                 for exchange in self.exchanges:
                     exchange.hold(at)
@@ -222,7 +222,7 @@ class ShardExchanges:
     def need(self, settled: int) -> None:
         """Ask each shard whose state lacks updates before clock `settled` to publish its next state at once."""
         for shard, exchange in self._each:
-            self.link.say(shard, exchange.need(settled))
+            self.link.send(shard, exchange.need(settled))
 
     def wait_settled(self, settled: int) -> None:
         """Wait until every shard's state has all updates before clock `settled`, or until this worker has rejoined."""
@@ -281,7 +281,7 @@ class ShardExchanges:
         self.tuning.encoded(time.monotonic() - began)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
         for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
-            self.link.say(shard, exchange.push(pieces, samples, coding, hyper, more))
+            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
     def send_part(
@@ -299,13 +299,13 @@ class ShardExchanges:
                 first part only.
         """
         samples = (self.samples_pending or self.samples) if counts else 0
-        self.link.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
+        self.link.send(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
         """End the present clock, once `send_part` has sent all parts."""
         coding = self._next_coding()
         for shard, exchange in self._each:
-            self.link.say(shard, exchange.pushed(coding))
+            self.link.send(shard, exchange.pushed(coding))
         self._said()
 
     def handed_over(self) -> None:
@@ -319,7 +319,7 @@ class ShardExchanges:
         self.samples_pending = 0
         coding = self._next_coding()
         for shard, exchange in self._each:
-            self.link.say(shard, exchange.skip(coding))
+            self.link.send(shard, exchange.skip(coding))
         self.clock += 1
 
     def _next_coding(self) -> str:

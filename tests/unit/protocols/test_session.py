@@ -32,7 +32,7 @@ RETRY_NS = REQUEST_RETRY.first_ns
 def session(credit: int = CREDIT_MAX, clock: int = 0) -> Session:
     """That follows."""
     ours = Session(0, 1, LOSSY.mode(), Timing(), LinkMeter())
-    assert follows(ours.say([m.Follow(0, 1, clock, -1, credit)], 0)) == [(clock, -1)]
+    assert follows(ours.send([m.Follow(0, 1, clock, -1, credit)], 0)) == [(clock, -1)]
     return ours
 
 
@@ -103,7 +103,7 @@ def test_whole_states_are_waited_for_only_where_one_was_asked_for() -> None:
     assert follows(ours.repeat(RETRY_NS)) == [(0, -1)]
     assert follows(ours.receive(state(3, whole=True), RETRY_NS)) == [], "the next word says what is here"
     assert ours.repeat(100 * RETRY_NS) == []
-    assert follows(ours.say([m.Follow(0, 1, 5, -1, 1)], 0)) == [(5, 3)]
+    assert follows(ours.send([m.Follow(0, 1, 5, -1, 1)], 0)) == [(5, 3)]
 
 
 def test_it_is_asked_again_where_nothing_comes_and_not_while_parts_come() -> None:
@@ -117,7 +117,7 @@ def test_it_is_asked_again_where_nothing_comes_and_not_while_parts_come() -> Non
 
 def test_the_master_copy_comes_whole_under_any_of_its_requests() -> None:
     ours = session()
-    (asked,) = ours.say([m.Pull(0, 1, 0, 3)], 0)
+    (asked,) = ours.send([m.Pull(0, 1, 0, 3)], 0)
     assert isinstance(asked, Send) and isinstance(asked.message, m.Pull) and asked.message.request == 1
     ours.receive(state(1, request=1, whole=True, part=0, parts=2), 0)
     (again,) = (each for each in ours.repeat(100 * NS) if isinstance(each.message, m.Pull))  # type: ignore[union-attr]
@@ -128,16 +128,16 @@ def test_the_master_copy_comes_whole_under_any_of_its_requests() -> None:
     assert [part.publication for part in arrived.parts] == [1, 1] and ours.have == -1
     for late in (1, 2):
         assert ours.receive(state(2, request=late, whole=True), 0) == []
-    (anew,) = ours.say([m.Pull(0, 1, 0, 4)], 0)
+    (anew,) = ours.send([m.Pull(0, 1, 0, 4)], 0)
     assert anew.message.request == 3  # type: ignore[union-attr]
 
 
 def test_a_push_beyond_the_window_is_our_own_fault() -> None:
     ours = session()
     for clock in range(4):
-        ours.say([m.Push(0, 1, clock, 0, 1, 0, 4, 1, b"", CODED, b"")], 0)
+        ours.send([m.Push(0, 1, clock, 0, 1, 0, 4, 1, b"", CODED, b"")], 0)
     with pytest.raises(LocalProtocolError, match="4 pushes in flight"):
-        ours.say([m.Push(0, 1, 4, 0, 1, 0, 4, 1, b"", CODED, b"")], 0)
+        ours.send([m.Push(0, 1, 4, 0, 1, 0, 4, 1, b"", CODED, b"")], 0)
 
 
 def test_patience_grows_with_what_a_link_takes_and_no_further() -> None:
@@ -259,7 +259,7 @@ def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
     ours, ask = session(), m.MomentsRequest(0, 1, 7, 0, 4, "exp_avg")
     rows = m.RowsRequest(0, 1, 7, 0, b"")
     wait_ns = REQUEST_RETRY.wait_ns(FRAME_BYTES)
-    ours.say([ask, rows], 0)
+    ours.send([ask, rows], 0)
 
     def asked(now_ns: int) -> list[m.Message]:
         said = [effect.message for effect in ours.repeat(now_ns) if isinstance(effect, Send)]

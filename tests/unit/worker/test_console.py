@@ -181,7 +181,7 @@ def test_the_docs_name_each() -> None:
 def test_a_line_has_the_name_of_its_command_and_goes_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
     relayed: list[str] = []
     plain = CommandConsole("ps-serve", stdout(lambda text: None))
-    above = CommandConsole("ps-worker", relay=lambda text: not relayed.append(text))
+    above = CommandConsole("ps-worker", relay=lambda text: bool(relayed.append(text) or True))  # type: ignore[func-returns-value]
     for each in (plain, above, CommandConsole("ps-probe")):
         each.say("host \x1b[31m\nhere")
         each.say("lost", error=True)
