@@ -51,7 +51,7 @@ LONG = {
     "test_under_bounds_checks",
 }  # half a minute each, in other folders
 SHARED = {"attacked", "refusals", "forks", "children"}  # fixtures of a module that start processes: made once
-TOGETHER = {"test_cuda_ptx.py"}  # a test compiles what the others need too
+TOGETHER = {"test_cuda_ptx.py", "test_layout.py"}  # a test compiles or parses what the others need too
 
 
 def _folder(item: pytest.Item) -> str:
@@ -105,6 +105,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         if report.when == "teardown":
             processes.ENDED.clear()
     return report
+
+
+@pytest.fixture(scope="module")
+def no_collection() -> Iterator[None]:
+    """For tests that make large trees and no garbage: each search for garbage would visit the trees. Of a parse that is three
+    quarters of the time, of a compilation a seventh."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

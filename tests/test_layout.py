@@ -4,9 +4,12 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protocols", "compression", "ps", "worker")
@@ -59,6 +62,12 @@ IMPURE = {
 }
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file. A file is parsed and walked once for all tests."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imported_names(path: str, source: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import in `source`, wherever it stands; relative ones are made absolute.
 
@@ -66,7 +75,7 @@ def imported_names(path: str, source: str) -> Iterator[tuple[int, str]]:
     """
     folders = path.split("/")[:-1]
     package = ["narrows", *folders] if folders[0] in PACKAGES else folders
-    for node in ast.walk(ast.parse(source, path)):
+    for node in nodes_of(source):
         match node:
             case ast.Import(names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -223,6 +232,7 @@ FACE = ("worker/__init__.py", "worker/ray.py", "worker/lightning.py", "worker/tr
 BOTTOM = "protocols/errors.py"  # it imports nothing of ours, so any file may import it
 
 
+@cache
 def product() -> dict[str, str]:
     """The path and the text of each file of the product."""
     paths = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
@@ -326,7 +336,7 @@ def over_the_limits(path: str, source: str) -> Iterator[str]:
     """The file, where it is too long, and its classes that have too many fields or methods."""
     if source.count("\n") > LINES_MAX:
         yield path
-    for node in ast.walk(ast.parse(source, path)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.ClassDef):
             continue
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
@@ -351,9 +361,9 @@ def test_what_exceeds_the_limits_is_named_in_the_architecture() -> None:
     section = (ROOT / "docs/architecture.md").read_text().partition("## Over the limits\n")[2].partition("\n## ")[0]
     found = {
         name
-        for package in ("ps", "worker", "protocols")
-        for file in (ROOT / package).rglob("*.py")
-        for name in over_the_limits(str(file.relative_to(ROOT)), file.read_text())
+        for path, source in product().items()
+        if not path.startswith("compression/")
+        for name in over_the_limits(path, source)
     }
     named = {name for name in re.findall(r"`([\w/.]+)`", section) if name.endswith(".py") or name[0].isupper()}
     assert found == named
@@ -380,15 +390,14 @@ def doubled(sources: dict[str, str]) -> dict[str, list[str]]:
     """The class names that more than one place defines, each with its files."""
     found: dict[str, list[str]] = {}
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source, path)):
+        for node in nodes_of(source):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(path)
     return {name: files for name, files in found.items() if len(files) > 1}
 
 
 def test_a_class_name_stands_for_one_class() -> None:
-    files = {file.relative_to(ROOT).as_posix(): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    assert not doubled({path: file.read_text("utf-8") for path, file in files.items()})
+    assert not doubled(product())
 
 
 def test_a_doubled_class_name_is_found() -> None:
@@ -398,15 +407,14 @@ def test_a_doubled_class_name_is_found() -> None:
 
 def receive_loops(source: str) -> int:
     """The number of `for ... in X.receive(...)`, also where `receive` is a name."""
-    loops = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.comprehension)]
+    loops = [node for node in nodes_of(source) if isinstance(node, ast.For | ast.comprehension)]
     called = [node.iter.func for node in loops if isinstance(node.iter, ast.Call)]
     names = [each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called]
     return names.count("receive")
 
 
 def test_one_loop_receives_messages() -> None:
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    found = {file.relative_to(ROOT).as_posix(): receive_loops(file.read_text()) for file in files}
+    found = {path: receive_loops(source) for path, source in product().items()}
     assert {path: count for path, count in found.items() if count} == {"protocols/runtime/network/loop.py": 1}
 
 
@@ -434,15 +442,14 @@ def spec_readers(source: str) -> tuple[set[str], set[str]]:
     To interpret is to compare with "dense" or "auto", to ask whether a text starts so, or to call compression.parse
     for a text that is no literal.
     """
-    tree = ast.parse(source)
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("narrows.compression")
         for alias in node.names
     }
     interpret, resolve = set[str](), set[str]()
-    for function in ast.walk(tree):
+    for function in nodes_of(source):
         if not isinstance(function, ast.FunctionDef):
             continue
         for node in ast.walk(function):
@@ -520,11 +527,11 @@ def is_class(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Call) and (called(node).rpartition(".")[2][:1].isupper() or called(node) == "cls")
 
 
-def record_fields(tree: ast.AST) -> set[str]:
+def record_fields(source: str) -> set[str]:
     """The annotated fields of the classes that a file defines."""
     return {
         each.target.id
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.ClassDef)
         for each in node.body
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
@@ -547,9 +554,8 @@ def outside_assignments(source: str) -> set[str]:
     An object of another file is neither `self` nor made by the same function, and no class of this file has such a
     field.
     """
-    tree, found = ast.parse(source), set[str]()
-    fields = record_fields(tree)
-    for function in ast.walk(tree):
+    fields, found = record_fields(source), set[str]()
+    for function in nodes_of(source):
         if not isinstance(function, ast.FunctionDef):
             continue
         statements = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AnnAssign)]

@@ -4,9 +4,7 @@ same for three generations of GPUs.
 A kernel that passed is compiled again once a source of compression/ or a compiler has changed.
 """
 
-import gc
 import warnings
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,6 @@ if import_module("numba.cuda.core.config").ENABLE_CUDASIM:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)
 
 from kit.cuda_linked import CASES, HOPPER, SIGNATURES, checked
-
-
-@pytest.fixture(scope="module")
-def no_collection() -> Iterator[None]:
-    """A compiler's trees are searched for garbage while they grow: a seventh of the time."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize(("module", "name"), CASES, ids=[name for _, name in CASES])
