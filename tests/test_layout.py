@@ -609,7 +609,6 @@ PLAIN_WORDS = {
         "process",
         "interpreter",
         "pickling",
-        "debugging",
         "queue",
     ),
     *("factory", "client", "reader", "writer", "loader", "logger", "signals", "pipe", "tcp", "web", "disk", "random"),
@@ -617,7 +616,6 @@ PLAIN_WORDS = {
     *(
         "check",
         "choose",
-        "connect",
         "edit",
         "load",
         "measured",

@@ -58,11 +58,10 @@ from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.runtime import child_process, launcher_pipe
 from narrows.worker.runtime.child_process import LoaderFacts, NotAWorkerError, WorkerOfChild, only_here
 from narrows.worker.runtime.config import WorkerConfig, told
-from narrows.worker.runtime.connect import let_in
 from narrows.worker.runtime.launcher_pipe import say as _say
 from narrows.worker.runtime.launcher_pipe import tell as _tell
 from narrows.worker.runtime.logger_forwarding import LoggerForwarding
-from narrows.worker.runtime.member_link import MemberLink, tell_left
+from narrows.worker.runtime.member_link import MemberLink, let_in, tell_left
 from narrows.worker.runtime.signals import goes_on, leave_when_told, told_to_end
 from narrows.worker.sync.engine import Engine
 from narrows.worker.sync.metrics import WorkerMetrics

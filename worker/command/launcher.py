@@ -205,7 +205,7 @@ class Launcher:
         threads = _cores(self.options.place.local_size) // self.options.nproc
         own = dict.fromkeys(THREADS, str(max(1, threads)))
         if script_variables.terminal():
-            own["PYTHONBREAKPOINT"] = "narrows.worker.runtime.debugging.enter"
+            own["PYTHONBREAKPOINT"] = "narrows.worker.command.script_variables.enter_debugger"
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _config(self, index: int, device: str) -> WorkerConfig:

@@ -6,8 +6,11 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from narrows.worker.command.managers import ManagerPlace
+from narrows.worker.runtime.config import told
+from narrows.worker.runtime.launcher_pipe import tell
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU: counting them needs no CUDA context
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -21,6 +24,8 @@ MISLEADING = {
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
+
+_debugger: Any = None  # the pdb.Pdb of this script, once it has reached a breakpoint()
 
 
 def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
@@ -75,6 +80,20 @@ def terminal() -> str:
     if not (sys.platform == "linux" and sys.stdin is not None and sys.stdin.isatty()):
         return ""
     return os.ttyname(sys.stdin.fileno())
+
+
+def enter_debugger(*args: Any, **values: Any) -> None:
+    """Stop in the line of breakpoint(), in a script. Heartbeats go on, so the other workers wait for this one."""
+    import pdb  # which a worker without a breakpoint() does not need
+
+    global _debugger
+    if _debugger is None:
+        tell("say", text="a worker is in the debugger: no further progress is shown", quiet=True)
+        # ps-worker keeps the terminal, and receives Ctrl-C.
+        terminal = os.open(told("tty"), os.O_RDWR | os.O_NOCTTY)
+        stdin, stdout = open(terminal), open(os.dup(terminal), "w")  # noqa: SIM115 - as long as the process
+        _debugger = pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True)
+    _debugger.set_trace(sys._getframe(1))
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +43,14 @@ from narrows.protocols.effects import (
     SendToPeer,
     ServerChanged,
 )
-from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
-from narrows.protocols.member.member import Member
+from narrows.protocols.errors import (
+    BY_EXIT_CODE,
+    AuthenticationError,
+    NarrowsError,
+    RemoteProtocolError,
+    UnreachableError,
+)
+from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
@@ -54,8 +61,9 @@ from narrows.protocols.wire import decode, encode
 from narrows.worker.runtime import launcher_pipe
 from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.launcher_pipe import say_here
-from narrows.worker.runtime.server_silence_notice import SilenceNotice
 
+TRY_S = 5.0  # wait for one of several servers before the next one is dialled
+SILENT_NS = 3 * NS  # the server sends each member a message at least once a second
 CLOSE_S = 10.0  # wait for the thread, which ends within a tick, and its sockets within LINGER_MS
 
 Command = Callable[[Member, int], list[MemberEffect]]
@@ -135,6 +143,25 @@ class LinkCommands:
     def ask_link(self) -> None:
         """Ask for the link's figures, which arrive as an event `LinkMeasured`."""
         self.call(lambda member, now: [member.meter.read()])
+
+
+class SilenceNotice:
+    """Tells the user of a silent server long before it counts as lost. Else steps would stop without a reason."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def sentence(self, member: Member, address: str, now_ns: int) -> str:
+        """Return a sentence when the server falls silent, and another when it answers again; else ""."""
+        silent = member.phase is MemberPhase.RUNNING and now_ns - member.heard_ns >= SILENT_NS
+        if silent == self._told:
+            return ""
+        self._told = silent
+        if not silent:
+            return f"the server at {address} answers again" if member.phase is MemberPhase.RUNNING else ""
+        standby = f", or until its standby at {member.views.standby} serves" if member.views.standby else ""
+        lost_s, silent_s = member.timing.lost_ns / NS, SILENT_NS / NS
+        return f"the server at {address} has not answered for {silent_s:g} s; waiting up to {lost_s:g} s{standby}"
 
 
 class MemberLink(LinkEvents, LinkCommands):
@@ -356,3 +383,45 @@ def tell_left(address: str, token: str, key: SecretKeyFile | None = None) -> Non
         for one in parse_addresses("--server", address):
             sockets.send(endpoint(*parse_address("--server", one)), encode(m.Leave(token, -1)))
         next(iter(sockets.receive(LINGER_MS)), None)
+
+
+def let_in(
+    addresses: Sequence[str], dial: Callable[[str, float], MemberLink], connect_s: float
+) -> tuple[MemberLink, MemberWelcomed]:
+    """Dial each address in turn until a server admits this worker.
+
+    Args:
+        addresses: the server and its standbys; a standby refuses while it does not serve.
+        dial: opens a link to one address, with a limit in seconds.
+        connect_s: the limit for all attempts together, in seconds.
+
+    Returns:
+        The link to the server, and this worker's place in the run.
+
+    Raises:
+        UnreachableError: no server has answered in time.
+        NarrowsError: the first server's refusal, if all have refused.
+    """
+    deadline = time.monotonic() + connect_s
+    try_s = connect_s if len(addresses) == 1 else min(TRY_S, connect_s)
+    while True:
+        errors = list[NarrowsError]()
+        for address in addresses:
+            link = dial(address, try_s)
+            try:
+                return link, _joined(link, try_s)
+            except NarrowsError as error:
+                link.close()
+                errors.append(error)
+        if not any(isinstance(error, UnreachableError) for error in errors) or len(addresses) == 1:
+            raise errors[0]
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"none of {', '.join(addresses)} let this worker in within {connect_s:.0f} s")
+
+
+def _joined(link: MemberLink, limit_s: float) -> MemberWelcomed:
+    deadline = time.monotonic() + limit_s + 1
+    while not isinstance(joined := link.take(0.5), MemberWelcomed):
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"{link.address}: the server did not let this worker in within {limit_s:.0f} s")
+    return joined
