@@ -23,7 +23,8 @@ from simulation.mirror import Violation
 from simulation.replay_twins import Twin
 from simulation.trees import Tree, fault_case
 
-RUNS, RESTARTS, TREES = len(DRAWN_MODES), 1, 1
+# Seeds: every second mode, with a barrier and without, of gradients and of updates; the trees have ssp.
+RUNS, RESTARTS, TREES = range(0, len(DRAWN_MODES), 2), range(1), 1
 REPLAYS_LEAST = 20  # of one run
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 
@@ -33,12 +34,12 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "shadow_of", Twin)
 
 
-@pytest.mark.parametrize(("restart", "runs"), [(False, RUNS), (True, RESTARTS)])
-def test_of_one_level(restart: bool, runs: int) -> None:
+@pytest.mark.parametrize(("restart", "seeds"), [(False, RUNS), (True, RESTARTS)])
+def test_of_one_level(restart: bool, seeds: range) -> None:
     before = Twin.replays
-    for seed in range(runs):
+    for seed in seeds:
         Run(case_of(seed, restart)).run()
-    assert Twin.replays - before > REPLAYS_LEAST * runs
+    assert Twin.replays - before > REPLAYS_LEAST * len(seeds)
 
 
 def test_of_two_levels() -> None:
