@@ -191,7 +191,7 @@ CODES = {
 @pytest.mark.parametrize("size", [300, 12_345])
 def test_a_code_sends_what_the_loops_send(spec: str, size: int) -> None:
     x = random(2, size)
-    for clock in (0, 3, 8):
+    for clock in (0, 3, 8) if size < 1000 else (3,):
         wanted = np.stack([CODES[spec](row, clock) for row in x.numpy().astype(np.float64)])
         np.testing.assert_allclose(replicas.code(spec)(x, clock).numpy(), wanted, rtol=1e-4, atol=1e-6)
 

@@ -602,7 +602,7 @@ def test_a_frame_holds_what_it_is_named_for() -> None:
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=5))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_covers_is_the_slow_count(begin: int, size: int, pieces: list[tuple[int, int]]) -> None:
     ranges = [(low, low + length) for low, length in pieces]
     assert covers(ranges, begin, begin + size) == (times_covered(ranges, begin, begin + size) == [1] * size)
@@ -628,6 +628,7 @@ def test_covers_knows_every_missing_doubled_or_shifted_piece(size: int, shards: 
         max_size=4,
     )
 )
+@settings(max_examples=40)
 def test_named_arrays_come_back(shapes: dict[str, tuple[str, list[int]]]) -> None:
     width = {"float32": 4, "int64": 8, "bool": 1, "bfloat16": 2}
     arrays: dict[str, NamedArray] = {
