@@ -83,7 +83,7 @@ def test_muon_is_compared_with_muon_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_there_is_not_run_again(tmp_path: Path) -> None:
-    path, row = tmp_path / "tuned.jsonl", at_rate(BY_NAME["bsp"], "0.004")
+    path, row = tmp_path / "tuned.jsonl", at_rate(BY_NAME["single process"], "0.004")
     Tried(path, lambda rate, seed: 2.0).run(row, 0, False)
     campaign = Campaign("tuned", TUNED, TUNED.tasks[0], 400, path, 0.0, 0.0)  # no time to run anything
     campaign.run(row, 0, again=False)
