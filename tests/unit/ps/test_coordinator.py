@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +28,6 @@ from narrows.ps.coordinator.members import EXPECT_BYTES_MAX, Members
 from narrows.ps.coordinator.parent_place import NoNews, ParentPlace
 from narrows.ps.coordinator.resharding import MOVE_LIFE, Resharding, ReshardPhase
 from narrows.ps.coordinator.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
-
-FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
 
 
 def run_of(**flags: Any) -> Run:
