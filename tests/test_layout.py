@@ -480,7 +480,7 @@ SPECS_RESOLVED = {
     # before a run: its flags are checked, its costs predicted
     "ps/command/serve.py": {"checked"},
     "ps/process/machine_factory.py": {"machine"},
-    "ps/planner/codec_costs.py": {"coded"},
+    "ps/planner/step_prices.py": {"coded"},
     "ps/planner/modes_and_specs.py": {"inside"},
     "worker/check/findings.py": {"specs"},
     "worker/check/script_watch.py": {"_encoded"},
@@ -626,7 +626,7 @@ PLAIN_WORDS = {
         "watch",
         "grouped",
     ),
-    *("and", "not", "finite", "whole", "awake", "time", "names", "file", "texts", "figures", "stats", "sums", "scans"),
+    *("and", "not", "finite", "whole", "awake", "time", "names", "file", "texts", "stats", "sums", "scans"),
     *("flags", "options", "variables", "output", "formats", "commands", "entry", "policy", "lifecycle", "forwarding"),
     *("landing", "cycles", "subsets", "scratch", "weight", "base"),
 }

@@ -32,8 +32,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.config.embedding_spec import TableSpec
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays, unpack_arrays
-from narrows.protocols.config.robust import Robust
-from narrows.protocols.config.settings import Settings, contradiction
+from narrows.protocols.config.settings import Robust, Settings, contradiction
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member import heartbeat_summary
 from narrows.protocols.wire import decode, encode, pack, unpack

@@ -33,7 +33,7 @@ from narrows.compression import ErrorFeedback, device, parse
 from narrows.compression.codecs import coded_piece
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import select_top
-from narrows.compression.kernels.sums import Sum
+from narrows.compression.kernels.record import Sum
 from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
 from narrows.protocols.config.key_ranges import parts

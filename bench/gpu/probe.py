@@ -36,7 +36,7 @@ from torch import Tensor
 from narrows.compression import device, parse
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import select_top
-from narrows.compression.kernels.sums import Sum
+from narrows.compression.kernels.record import Sum
 from narrows.compression.payload import open_payload
 from narrows.worker.model.device_placement import device_home
 

@@ -34,9 +34,8 @@ from narrows.compression.cuda.jit import (
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.scans import scan_all
 from narrows.compression.cuda.sums import four_bits, sum4_at, sum4_inside, sum_at, wide_sum
-from narrows.compression.kernels.record import BINS, COUNTS, DIGITS, LAST, MISLED, MISSING, SAMPLE, SHORT
+from narrows.compression.kernels.record import BINS, COUNTS, DIGITS, LAST, MISLED, MISSING, SAMPLE, SHORT, Sum
 from narrows.compression.kernels.select import SAMPLE_LINE
-from narrows.compression.kernels.sums import Sum
 
 TILE = THREADS * 32  # a mask word of 32 values for each thread
 

@@ -23,8 +23,7 @@ from narrows.compression.cuda.jit import (
     wide,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.kernels.record import LARGEST
-from narrows.compression.kernels.sums import Sum
+from narrows.compression.kernels.record import LARGEST, Sum
 
 
 def wide_sum(addends: Sum) -> bool:

@@ -31,8 +31,7 @@ from narrows.compression.cuda.jit import (
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import unit_of
 from narrows.compression.cuda.sums import key_of, largest_of, sum_range, take_strided, wide_sum
-from narrows.compression.kernels.record import LARGEST, MISSING
-from narrows.compression.kernels.sums import Sum
+from narrows.compression.kernels.record import LARGEST, MISSING, Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
 LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together

@@ -8,6 +8,6 @@ accumulate(kernels, payload, weight, state)  # state: likewise
 
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.kernels import kernels_for
-from narrows.compression.device.staging import Staging
+from narrows.compression.device.stages import Staging
 
 __all__ = ["DeviceErrorFeedback", "Staging", "accumulate", "add_raw", "decode", "kernels_for"]

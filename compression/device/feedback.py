@@ -30,8 +30,7 @@ import numpy as np
 
 from narrows.compression.buffers import Parts, Payload
 from narrows.compression.compressor import Chain, Compressor
-from narrows.compression.device.stages import INDEX_READERS, Arena, DeviceArray, arena, pairs, select_top
-from narrows.compression.device.staging import Staging
+from narrows.compression.device.stages import INDEX_READERS, Arena, DeviceArray, Staging, arena, pairs, select_top
 from narrows.compression.feedback import State, load_memory, memory_state, restored
 from narrows.compression.index_codings import (
     EVERY_INDEX,
@@ -54,8 +53,8 @@ from narrows.compression.kernels.record import (
     PARAMETER,
     TOLD,
     UNARY_BITS,
+    Sum,
 )
-from narrows.compression.kernels.sums import Sum
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, CheckedPayload, Header, open_payload, raw_values
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory

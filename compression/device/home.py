@@ -17,7 +17,7 @@ from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
-from narrows.compression.device.staging import Staging
+from narrows.compression.device.stages import Staging
 from narrows.compression.home import Cuts, Feedback, Landing, Sample
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values

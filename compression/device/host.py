@@ -31,9 +31,9 @@ from narrows.compression.kernels.record import (
     RECORD,
     TOLD,
     UNARY_BITS,
+    Sum,
 )
 from narrows.compression.kernels.select import COUNTS
-from narrows.compression.kernels.sums import Sum
 from narrows.compression.payload import HEADER_BYTES
 from narrows.compression.value_codings import VALUE_CODINGS, Sectioned
 

@@ -3,6 +3,7 @@
 `kernels` comes from kernels_for(). Functions with a counterpart for the CPU name it; the counterpart has the reasons.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,8 +20,8 @@ from narrows.compression.index_codings import (
     STRIDED_RICE,
     bytes_of,
 )
+from narrows.compression.kernels.record import Sum
 from narrows.compression.kernels.rice import RICE_GROUP
-from narrows.compression.kernels.sums import Sum
 from narrows.compression.payload import Header
 from narrows.compression.selection import sample_plan
 
@@ -138,3 +139,37 @@ INDEX_READERS: dict[int, Callable[[Any, ByteArray, Header, DeviceArray], None]] 
     STRIDE.wire_id: _read_stride,
     STRIDED_RICE.wire_id: _read_strided_rice,
 }
+
+
+FREE_MAX = 4  # the most free buffers; with more updates in flight more buffers are lent
+
+
+class Staging:
+    """Lends buffers, and takes each back once no view of it is left.
+
+    A payload is sent without a copy, sent again if it is lost, and added to the replica while it stands in. So only the
+    garbage collector knows when it is no longer used.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.free: list[ByteArray] = []
+        self.lent = 0  # buffers lent so far, including those that are back
+
+    def lend(self, size: int) -> memoryview:
+        """Return uint8[size]. Its slices keep it lent, and so do arrays that np.frombuffer makes of it."""
+        fitting = [i for i, buffer in enumerate(self.free) if buffer.size >= size]
+        if fitting:  # other threads only append to the list
+            buffer = self.free.pop(min(fitting, key=lambda i: self.free[i].size))
+        else:
+            del self.free[:1]  # this buffer is too small: the new one takes its place
+            buffer = self.kernels.pinned(size + size // 8)
+        self.lent += 1
+        view = buffer[:size]
+        weakref.finalize(view, self._back, buffer).atexit = False
+        return view.data
+
+    def _back(self, buffer: ByteArray) -> None:
+        """Take a buffer back. The thread that drops the last view calls this."""
+        if len(self.free) < FREE_MAX:
+            self.free.append(buffer)

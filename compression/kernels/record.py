@@ -4,6 +4,8 @@ The host waits once for the record. It is int64[RECORD], zeros at first: TOLD nu
 of kernels alone, then the counts of STAGES digits.
 """
 
+from typing import Any, NamedTuple
+
 # LARGEST: the largest key of all values that are coded or summed. MISSING: kept values fewer than requested. MISLED:
 # the sample misled, and no value is kept. The index coding: its wire id, the header's parameter, bytes before the lows,
 # bits of the lows, bits of the unary stream.
@@ -19,3 +21,12 @@ BINS = 2048  # counts of the first digit, which has 11 bits; the two others have
 DIGITS = 3
 STAGES = 2 * DIGITS  # the digits of SAMPLE, then those of LAST
 RECORD = COUNTS + STAGES * BINS
+
+
+class Sum(NamedTuple):
+    """sums[i] = decay * residual[i] + update[i], float32, with product and sum each rounded."""
+
+    residual: Any
+    decay: Any  # float32
+    update: Any
+    sums: Any

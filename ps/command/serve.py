@@ -29,8 +29,7 @@ from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
 from narrows.protocols.config.modes import FoldRule
-from narrows.protocols.config.robust import Robust
-from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.settings import Robust, Settings
 from narrows.protocols.errors import StageLostError, UsageError
 from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.runtime.network.hosts import unknown

@@ -23,6 +23,7 @@ How it works
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -43,9 +44,35 @@ from narrows.protocols.runtime.processes.children import ChildProcesses, Event, 
 from narrows.ps.command.console import EMBEDDED, doing, say, show
 from narrows.ps.command.reshard import ReshardRequest
 from narrows.ps.command.restart_policy import Restart, RestartPolicy
-from narrows.ps.command.standby_notice import StandbyNotice
 from narrows.ps.dashboard.run_watch import RunWatch
 from narrows.ps.process.config import JOURNAL, ServerConfig
+
+ALONE_S = 5.0  # a standby that is started together with its server copies it within this time
+NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
+
+
+class StandbyNotice:
+    """The supervisor's knowledge of its server's standby."""
+
+    def __init__(self) -> None:
+        self.by = False  # the standby has a whole copy of this server
+        self.due = math.inf  # when to print the notice, seconds of time.monotonic
+
+    def expect(self) -> None:
+        """Start the time within which a standby must have come."""
+        self.due = time.monotonic() + ALONE_S
+
+    def copied(self, whole: bool) -> None:
+        """Note whether the standby has a whole copy of this server."""
+        self.by = whole
+
+    def missing(self, address: str) -> str:
+        """Return the notice, once, if no standby has come in time; else ""."""
+        if time.monotonic() < self.due:
+            return ""
+        self.due = math.inf
+        return "" if self.by else NOBODY.format(address)
+
 
 START_S = 120.0  # all shards must have bound within this; a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from narrows.protocols.config.robust import LEAST as WORKERS
+from narrows.protocols.config.settings import LEAST as WORKERS
 from narrows.protocols.effects import Log
 from narrows.ps.filters.update_sample import UpdateSample
 from narrows.ps.store.changes import FloatArray

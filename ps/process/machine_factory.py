@@ -38,10 +38,10 @@ from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.protocols.wire import pack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.planner.codec_costs import coded
+from narrows.ps.planner.step_prices import coded
 from narrows.ps.process.config import OF_PRIMARY, ServerConfig
-from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary
+from narrows.ps.replication.standby import PeerShards
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard

@@ -25,8 +25,7 @@ from narrows.ps.process.journal import JournalReplay
 from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
-from narrows.ps.replication.peer_shards import PeerShards
-from narrows.ps.replication.standby import Standby
+from narrows.ps.replication.standby import PeerShards, Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
 

@@ -20,7 +20,7 @@ How it works
    more than half. A member votes once in a view, so the two never serve in one view.
 5. Shard 0 decides a view for all shards of its server; the other shards take a view from shard 0 alone.
 
-standby.py is the other side. peer_shards.py has what shard 0 knows of the other shards. docs/archive/decisions.md has the
+standby.py is the other side, and has what shard 0 knows of the other shards. docs/archive/decisions.md has the
 reasons.
 """
 
@@ -40,8 +40,8 @@ from narrows.protocols.effects import CopyEffect, Log, Send, SendToPeer, StartSe
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.replication.events import MachineEvent
-from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_stream import ReplicatedMachine, ReplicatedMember, ReplicationStream
+from narrows.ps.replication.standby import PeerShards
 from narrows.ps.shard.reports import COORDINATOR
 
 

@@ -40,8 +40,40 @@ from narrows.protocols.wire import encode
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Seat
 from narrows.ps.parent.parent_link import ParentSeat, asks
-from narrows.ps.server.parent_hold import ParentHold
 from narrows.ps.shard.shard import Shard
+
+
+class ParentHold:
+    """The parent's newest request to hold, and whether all shards know of it.
+
+    The parent changes its plan once it has the answer: no update from the named clock on comes after it. So the cluster
+    answers once every shard has acknowledged the ledger that says so, and not when process 0 has heard of it.
+    """
+
+    def __init__(self, coordinator: Coordinator, member: Member) -> None:
+        self.coordinator, self.member = coordinator, member
+        self.word: e.PushesPaused | None = None  # the newest request
+        self.version = 0  # version of the ledger that tells the shards
+
+    def said(self, word: e.PushesPaused) -> None:
+        """Note that the newest ledger tells this request to the shards."""
+        self.word, self.version = word, self.coordinator.version
+
+    def anew(self) -> None:
+        """Forget the request: it was for an earlier seat."""
+        self.word = None
+
+    @property
+    def all_know(self) -> bool:
+        """True if all shards have acknowledged that ledger."""
+        run = self.coordinator.run
+        return run.complete and all(report.ledger_seen >= self.version for report in run.reports.values())
+
+    def known(self, now_ns: int) -> list[ServerEffect]:
+        """Answer the parent once all shards know."""
+        if self.word is None or self.member.move >= self.word.number or not self.all_know:
+            return []
+        return [self.member.knows(self.word.number, now_ns)]
 
 
 class ParentMembership:

@@ -36,8 +36,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, covers, fragment, split
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
-from narrows.protocols.config.robust import Robust
-from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.settings import Robust, Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import Log, ServerEffect, WriteCheckpoint
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, RemoteProtocolError

@@ -41,8 +41,8 @@ from narrows.compression.kernels.record import (
     PARAMETER,
     TOLD,
     UNARY_BITS,
+    Sum,
 )
-from narrows.compression.kernels.sums import Sum
 from narrows.compression.payload import Header
 from narrows.compression.selection import SamplePlan
 

@@ -24,7 +24,7 @@ from narrows.compression.cuda import jit
 from narrows.compression.cuda import queue as queues
 from narrows.compression.cuda.kernels import CudaKernels
 from narrows.compression.device.home import DeviceHome
-from narrows.compression.device.staging import Staging
+from narrows.compression.device.stages import Staging
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols.config.key_ranges import parts
 

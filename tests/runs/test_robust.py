@@ -14,8 +14,7 @@ import pytest
 from kit.lying_worker import LIAR, TAUGHT, ended
 
 from narrows.compression.codecs import Piece, raw_pieces
-from narrows.protocols.config.robust import Robust
-from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.settings import Robust, Settings
 from narrows.protocols.errors import UsageError
 from narrows.ps.command.serve import checked
 from narrows.ps.filters.cosine_filter import AGREE, LEAST, RECENT, SHARE, SURE, CosineFilter

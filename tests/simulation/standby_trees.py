@@ -39,9 +39,8 @@ from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.process.journal import JournalReplay
 from narrows.ps.process.machine_pickling import frozen, thaw
 from narrows.ps.replication.events import EventKind, MachineEvent
-from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary
-from narrows.ps.replication.standby import Standby
+from narrows.ps.replication.standby import PeerShards, Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.reports import COORDINATOR

@@ -25,9 +25,8 @@ from narrows.protocols.config.timing import standby_lost_ns
 from narrows.protocols.effects import NS
 from narrows.protocols.member.failover_view import FailoverView
 from narrows.ps.replication.events import EventKind, MachineEvent
-from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary
-from narrows.ps.replication.standby import Standby
+from narrows.ps.replication.standby import PeerShards, Standby
 from narrows.ps.shard.reports import COORDINATOR
 from simulation.mirror import Violation
 from simulation.simulator import MS, Faults, Random, Simulator

@@ -12,8 +12,7 @@ from narrows.compression import ErrorFeedback
 from narrows.ps.coordinator.resharding import ReshardPhase
 from narrows.ps.parent.parent_link import ParentSeat, ParentSession
 from narrows.ps.parent.parent_push import ParentPush
-from narrows.ps.server.parent_hold import ParentHold
-from narrows.ps.server.parent_membership import ParentMembership
+from narrows.ps.server.parent_membership import ParentHold, ParentMembership
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.store.changes import LoadArrays
 from simulation.actors import Bug, Kit, planted

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from narrows.protocols.config.deployment import Deployment
 from narrows.protocols.errors import UsageError
-from narrows.ps.command.planning.figures import seconds, table
+from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.choose import NEAR_MAX, Chooser, DeploymentChoice, simplest_first
-from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.host_subsets import ChosenHosts, keep, restricted
 from narrows.ps.planner.network import Network, named
-from narrows.ps.planner.step_prices import TrainingWork
+from narrows.ps.planner.step_prices import TrainingWork, coded
 
 ASYNC_RANGE = 0.8, 1.15  # simulated steps of `async` on random networks lay within these multiples of the closed form
 

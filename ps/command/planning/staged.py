@@ -18,24 +18,24 @@ from dataclasses import replace
 
 from narrows.protocols.config.deployment import Deployment
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.protocols.runtime.network.key_files import public_key
-from narrows.ps.command.planning.figures import seconds, table
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.choose import SMALL
-from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Job
 from narrows.ps.planner.pipelines.cost import Layout as Arrangement
-from narrows.ps.planner.pipelines.edge_costs import carried
 from narrows.ps.planner.pipelines.search import plan
 from narrows.ps.planner.pipelines.staged_planner import StagedPlan, StagedPlanner
 from narrows.ps.planner.pipelines.stages import (
     PARAMETER_MEMORY_BYTES,
     PipelineModel,
+    carried,
     contiguous,
     fits,
     soonest_alone,
 )
+from narrows.ps.planner.step_prices import coded
 
 PARTS = 8  # up to SMALL hosts, so many even parts of the largest number of replicas are tried; halves are tried anyway
 MANY = 256  # with more hosts only the largest number of replicas is tried, because a search takes seconds

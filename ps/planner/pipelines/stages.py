@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.protocols.config.deployment import StageEdge, even
 from narrows.protocols.errors import UsageError
 from narrows.protocols.pipeline_channels import IN_FLIGHT_MAX
@@ -153,3 +154,19 @@ def exchanges_money(
         each = model.coded[way.compress].bytes * model.stage_parameters(layout, stage) / way.mode.local_steps
         found.append(each * float((network.price[group, server] + network.price[server, group]).sum()))
     return found
+
+
+BLOCK = 1 << 16  # values; a multiple of every coding's block of values with one scale
+# GB/s of float32 that one thread encodes and decodes (docs/archive/results-0.1.md, bench/speed/compressors.py).
+# Others only copy.
+GBPS = {"fp16": (12.4, 23.3), "int8": (17.7, 24.9), "int8:stochastic": (9.9, 25.3)}
+
+
+def carried() -> dict[str, tuple[EdgeCost, EdgeCost]]:
+    """Return the costs of each coding of an edge: (activations, their gradients)."""
+    return {name: (_of(forth), _of(back)) for name, (forth, back) in EDGE_CODINGS.items()}
+
+
+def _of(coding: ValueCoding) -> EdgeCost:
+    encode_s, decode_s = (1e-9 / rate for rate in GBPS.get(coding.spec, (math.inf, math.inf)))
+    return EdgeCost(coding.byte_count(BLOCK) / (4 * BLOCK), encode_s, decode_s)

@@ -30,11 +30,20 @@ from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.candidate_prices import partitions
 from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, TIE, Chooser, choices, choose, simplest_first
-from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.network_places import placed
-from narrows.ps.planner.step_prices import CodecCost, Groups, StepPrices, TrainingWork, cuts, joined, merges, places
+from narrows.ps.planner.step_prices import (
+    CodecCost,
+    Groups,
+    StepPrices,
+    TrainingWork,
+    coded,
+    cuts,
+    joined,
+    merges,
+    places,
+)
 from narrows.ps.probe.measured_network import parse as measured
 from narrows.worker.command import cli as worker
 

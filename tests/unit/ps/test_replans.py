@@ -21,9 +21,9 @@ from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.replans import Replans
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Run, Seat
-from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS
 from narrows.ps.planner.replanning import ChildRates, present, prices
+from narrows.ps.planner.step_prices import coded
 
 KEYS = 1_300_000
 WIDE, NARROW = 12.5e6, 0.625e6  # bytes a second: 100 and 5 Mbit/s

@@ -22,10 +22,9 @@ from narrows.protocols.effects import NS, CopyEffect, Log, Send, SendToPeer, Sta
 from narrows.protocols.wire import decode, encode
 from narrows.ps.replication import replication_stream
 from narrows.ps.replication.events import EventKind, MachineEvent
-from narrows.ps.replication.peer_shards import PeerShards
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.replication_stream import PARTS_AHEAD, ReplicatedMember
-from narrows.ps.replication.standby import Standby
+from narrows.ps.replication.standby import PeerShards, Standby
 from narrows.ps.shard.reports import COORDINATOR
 
 LOST_NS = 2 * NS

@@ -23,11 +23,9 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.key_files import add, make
 from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.command.planning.staged import candidates, decides
-from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Layout
-from narrows.ps.planner.pipelines.edge_costs import carried
 from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart, Stream
 from narrows.ps.planner.pipelines.staged_planner import LOSS_COST, StagedPlanner
 from narrows.ps.planner.pipelines.stages import (
@@ -35,6 +33,7 @@ from narrows.ps.planner.pipelines.stages import (
     FORWARD,
     PARAMETER_MEMORY_BYTES,
     PipelineModel,
+    carried,
     contiguous,
     covered,
     edges_money,
@@ -42,7 +41,7 @@ from narrows.ps.planner.pipelines.stages import (
     order,
     soonest_alone,
 )
-from narrows.ps.planner.step_prices import StepPrices, TrainingWork
+from narrows.ps.planner.step_prices import StepPrices, TrainingWork, coded
 from narrows.ps.planner.timeline import Timeline, Wire
 
 CARRIED, CODED = carried(), coded()
