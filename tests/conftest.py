@@ -129,12 +129,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kept_for_kernels(pytestconfig: pytest.Config) -> Path:
-    """A folder for what is compiled from compression/, half a minute of a core. Pytest keeps the folder while no source and no
+    """A folder for kernels that are compiled from compression/, 13 s of a core. Pytest keeps the folder while no source and no
     compiler changes."""
     tests = Path(__file__).resolve().parent
     compilers = ("numba", "llvmlite", "numpy", "cuda-", "nvidia-")
     installed = sorted({f"{each.name} {each.version}" for each in distributions() if each.name.startswith(compilers)})
-    parts = [" ".join([sys.version, *installed]).encode(), (tests / "kit" / "cuda_linked.py").read_bytes()]
+    parts = [" ".join([sys.version, *installed]).encode()]
     parts += [path.read_bytes() for path in sorted((tests.parent / "compression").rglob("*.py"))]
     cache = pytestconfig.cache
     assert cache is not None

@@ -1,8 +1,5 @@
 """Every CUDA kernel compiles for sm_90, on machines without a GPU, and rounds each product before it adds. `make ptx` does the
-same for three generations of GPUs.
-
-A kernel that passed is compiled again once a source of compression/ or a compiler has changed.
-"""
+same for three generations of GPUs."""
 
 import warnings
 from importlib import import_module
@@ -23,11 +20,8 @@ from kit.cuda_linked import CASES, HOPPER, SIGNATURES, checked
 
 
 @pytest.mark.parametrize(("module", "name"), CASES, ids=[name for _, name in CASES])
-def test_kernel_compiles(module: Any, name: str, kept_for_kernels: Path, no_collection: None) -> None:
-    passed = kept_for_kernels / f"sm_{HOPPER[0]}{HOPPER[1]}-{name}"
-    if not passed.exists():
-        checked(module, name, HOPPER)
-        passed.touch()
+def test_kernel_compiles(module: Any, name: str, no_collection: None) -> None:
+    checked(module, name, HOPPER)
 
 
 def test_every_kernel_is_listed() -> None:
