@@ -16,7 +16,7 @@ How it works
 3. `push` numbers the parts of an update. `part` makes one part early, while the others are still computed.
 4. `take` handles the events of the session. It checks the parts of a state together before `Replica.absorb` gets them.
    A part of a whole state goes to `Replica.early` before that, as it arrives. A replica in place (bsp, whose pulled state
-   is the parameters) writes it then, checked by itself alone.
+   is the parameters) writes it then, after a check of its keys, codec and bytes alone.
 
 Rules
 - One clock is one update. Without a quorum and with staleness s, the child computes clock c on a state that has the

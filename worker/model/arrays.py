@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrows.compression.codecs import Piece, PieceLike, check
+from narrows.compression import PayloadError
+from narrows.compression.codecs import RAW, Piece, PieceLike, check
 from narrows.compression.home import HOST, Feedback, Home
 from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.config.key_ranges import Keys, parts
@@ -51,6 +52,10 @@ class InPlaceArrays(HostReplica):
         self.flat = flat
 
     def early(self, piece: PieceLike) -> None:
+        if piece.codec != RAW or not self.begin <= piece.begin <= piece.end <= self.end:
+            raise PayloadError(
+                f"keys {piece.begin} to {piece.end} in codec {piece.codec}, not of {self.begin} to {self.end}"
+            )
         check(piece)
         self.flat.write_keys(piece.begin, np.frombuffer(piece.payload, np.float32))
 
