@@ -231,8 +231,8 @@ class RunSession(LoaderFacts):
             return self.engine
         self.figures = WorkerMetrics(self.engine, self.link)
         self.link.member.figures.read_from(self.figures.rows)
-        if self.engine.told:
-            _say(self.engine.told)
+        if self.engine.device_notice:
+            _say(self.engine.device_notice)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
         return self.engine
 

@@ -333,14 +333,14 @@ class Settings:
     def told(self, clock: int) -> dict[str, Any]:
         """Return the values of an event for record and dashboard: the run has this plan from `clock` on."""
         summary = self.summary()
-        told = {
+        values = {
             "plan": self.plan_number,
             "clock": clock,
             "mode": self.sync,
             "compress": self.compress,
             "summary": summary,
         }
-        return told | {"text": f"plan {self.plan_number} from clock {clock} on: {summary}"}
+        return values | {"text": f"plan {self.plan_number} from clock {clock} on: {summary}"}
 
     def packed(self) -> bytes:
         return pack({f.name: getattr(self, f.name) for f in fields(self)})

@@ -48,7 +48,7 @@ class GossipGain:
         self.rounds = 0  # of the open window
         self.total: FloatArray = np.zeros(at.size, np.float32)  # sum of own updates in the open window, at the sample
         self.whole: FloatArray | None = None  # the same of the newest closed window; None: none is closed
-        self.told: set[int] = set()  # peers that were sent `whole`
+        self.sent_whole: set[int] = set()  # peers that were sent `whole`
 
     def fix(self, fixed: float) -> None:
         """Take the gain that the user gave the next run; 0: measured. What was measured stays."""
@@ -84,14 +84,14 @@ class GossipGain:
             if self.rounds == WINDOW:
                 self.whole, self.rounds = self.total, 0
                 self.total = np.zeros(self.at.size, np.float32)
-                self.told.clear()
+                self.sent_whole.clear()
             return moved if factor == 1 else moved * factor
 
     def tell(self, peer: int) -> bytes:
         """Return the newest closed window for a peer, float32[n] as bytes; b"" if there is none that the peer lacks."""
-        if self.whole is None or peer in self.told:
+        if self.whole is None or peer in self.sent_whole:
             return b""
-        self.told.add(peer)
+        self.sent_whole.add(peer)
         return self.whole.astype("<f4").tobytes()
 
     def check(self, sample: bytes) -> None:

@@ -94,11 +94,11 @@ class LinkMeter:
     up: LinkDirection = field(default_factory=LinkDirection)  # to the server
     down: LinkDirection = field(default_factory=LinkDirection)
     road: RecentValues = field(default_factory=RecentValues)  # round trips of heartbeats, by the member's own clock
-    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # bytes and busy time up, then down, at the last `read`
+    last_read: tuple[int, int, int, int] = (0, 0, 0, 0)  # bytes and busy time up, then down, at the last `read`
 
     def anew(self) -> None:
         """Forget all but `road`: the server's process may be a new one, and its clock may have stood still."""
-        self.up, self.down, self.told = LinkDirection(), LinkDirection(), (0, 0, 0, 0)
+        self.up, self.down, self.last_read = LinkDirection(), LinkDirection(), (0, 0, 0, 0)
 
     @property
     def round_trip_ns(self) -> int:
@@ -119,7 +119,7 @@ class LinkMeter:
 
     def read(self) -> LinkMeasured:
         """Return the round trip, and the bytes and busy time of both directions since the last call."""
-        up, down, told = self.up, self.down, self.told
-        self.told = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
-        since = (now - before for now, before in zip(self.told, told, strict=True))
+        up, down, told = self.up, self.down, self.last_read
+        self.last_read = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
+        since = (now - before for now, before in zip(self.last_read, told, strict=True))
         return LinkMeasured(self.round_trip_ns, *since)

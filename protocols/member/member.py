@@ -252,8 +252,8 @@ class Member:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
         who = (self.worker, self._known_by)
-        told, road_ns = self.figures.packed(self.meter, len(self.ports), now_ns), self.meter.road.most
-        beat = m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, road_ns, told)
+        packed_rows, road_ns = self.figures.packed(self.meter, len(self.ports), now_ns), self.meter.road.most
+        beat = m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, road_ns, packed_rows)
         return Send(0, beat)
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
@@ -285,9 +285,9 @@ class Member:
             RemoteProtocolError: the message is not valid.
         """
         turned = self.views.turned
-        told = self.views.told(message) if isinstance(message, m.FailoverNotice) else []
+        voted = self.views.told(message) if isinstance(message, m.FailoverNotice) else []
         if self.views.turned:
-            return told
+            return voted
         if turned:
             self._back()
         if now_ns - self.heard_ns > self.timing.silent_ns(self.settings.lease):
@@ -296,7 +296,7 @@ class Member:
         self.views.cut.pop(shard, None)
         match message:
             case m.FailoverNotice():
-                return told
+                return voted
             case m.Welcome():
                 return self._welcomed(message, now_ns)
             case m.Ready():

@@ -47,6 +47,6 @@ class MemberMetrics:
             rate_down=meter.down.rate * streams,
             round_trip_seconds=meter.round_trip_ns / NS,
         )
-        told = packed([replace(first, summary=summary), *others])
-        self.size = len(told)
-        return told
+        packed_rows = packed([replace(first, summary=summary), *others])
+        self.size = len(packed_rows)
+        return packed_rows

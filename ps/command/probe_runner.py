@@ -79,7 +79,7 @@ class ProbeMachineRunner:
     refused: str = ""  # why the director refuses this machine's key
     stop: threading.Event = field(default_factory=threading.Event)  # ends the present visit
     worker: threading.Thread | None = None  # goes through the present visit
-    over: threading.Event = field(default_factory=threading.Event)  # ends this runner
+    finished: threading.Event = field(default_factory=threading.Event)  # ends this runner
     failed: list[NarrowsError] = field(default_factory=list)  # errors of the thread that times steps
     heard_s: float = 0.0  # when the newest message of the director came, or the start
     met: bool = False  # the director has answered
@@ -103,10 +103,10 @@ class ProbeMachineRunner:
             self.heard_s = time.monotonic()
             loop.tick_soon()
             try:
-                loop.run(time.monotonic_ns, lambda: not self.over.is_set())
+                loop.run(time.monotonic_ns, lambda: not self.finished.is_set())
             finally:
                 self.stop.set()
-                self.over.set()
+                self.finished.set()
                 timer.join(SCRIPT_ENDS_S)
 
     def _send(self, message: ProbeStepTime | ProbeListening | ProbeReport, loop: Loop) -> None:
@@ -115,7 +115,7 @@ class ProbeMachineRunner:
 
     def _time(self, loop: Loop) -> None:
         try:
-            self._send(ProbeStepTime(float(self.steps(self.over))), loop)
+            self._send(ProbeStepTime(float(self.steps(self.finished))), loop)
         except NarrowsError as error:
             failed = error
             loop.call(lambda: self.failed.append(failed))
@@ -125,7 +125,7 @@ class ProbeMachineRunner:
 
     def _check(self) -> None:
         """Raise NarrowsError where waiting for the director is of no use."""
-        if self.over.is_set():
+        if self.finished.is_set():
             return
         silent_s = time.monotonic() - self.heard_s
         if self.failed:
@@ -139,13 +139,13 @@ class ProbeMachineRunner:
 
     def _hear(self, frames: Sequence[Buffer], loop: Loop) -> None:
         self.heard_s, self.met = time.monotonic(), True
-        if self.over.is_set():
+        if self.finished.is_set():
             return
         message = decode(frames)
         if isinstance(message, ProbeEnd):
             if message.why:
                 raise UsageError(f"the director at {self.address} says: {message.why}")
-            self.over.set()
+            self.finished.set()
         if isinstance(message, ProbeListen | ProbeDial):
             self.stop.set()  # the director has given the try before up
             before, self.stop = self.worker, threading.Event()
@@ -225,7 +225,7 @@ class ProbeDirectorRunner:
                     raise UnreachableError(f"{probe.missing()}; two are needed: {'; '.join(probe.failed)}")
 
         turns = Loop(self.sockets, self._heard, tick, wait_ms=TURN_MS, tick_ms=0)
-        turns.run(time.monotonic_ns, lambda: not probe.over)
+        turns.run(time.monotonic_ns, lambda: not probe.finished)
 
     def _heard(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         assert isinstance(peer, bytes)
@@ -270,7 +270,7 @@ def beside(measurer: ProbeMachineRunner, tell: Callable[[str], None]) -> Iterato
         yield check
         thread.join(ENDS_S)  # the director has sent it ProbeEnd
     finally:
-        measurer.over.set()
+        measurer.finished.set()
         thread.join(SCRIPT_ENDS_S)
         for error in failed:
             tell(str(error))

@@ -155,7 +155,7 @@ class RemoteShardSupervisor(ShardSupervisor):
     ) -> None:
         super().__init__(Settings(**told["settings"]), journal, ready_file)
         self.there, self.secret, self.keys, self.known_as, self.wanted = there, told["secret"], keys, host, wanted
-        self.restart_policy.over(wanted)
+        self.restart_policy.finished(wanted)
         self.reshard_request: RemoteShardOffer = RemoteShardOffer(self)
         self.room: m.RemoteShardsGrant | None = None  # the newest grant
         self.clock = AwakeClock()
@@ -329,12 +329,12 @@ def join(
         raise UsageError(f"--shards {wanted}: give a number from 1 to {SHARDS_MAX}")
     if port + wanted - 1 >= 65536:
         raise UsageError(f"--bind {bind}: --shards {wanted} take the ports from there on, and 65535 is the last")
-    told = ask("--join", there, keys, JOIN)
-    if text := contradiction({"plan_digest": digest}, Settings(**told["settings"])):
+    answer = ask("--join", there, keys, JOIN)
+    if text := contradiction({"plan_digest": digest}, Settings(**answer["settings"])):
         raise IncompatibleError(f"{there}: {text}")
-    if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
+    if local(host) and not local(parse_address("--bind", answer["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
-    guest = RemoteShardSupervisor(there, told, keys, reached(bind, there), wanted, journal, ready_file)
+    guest = RemoteShardSupervisor(there, answer, keys, reached(bind, there), wanted, journal, ready_file)
     scratch = None
     try:
         guest.prepare()
@@ -343,8 +343,8 @@ def join(
         guest.config = replace(
             guest.config,
             checkpoint_dir=scratch.path,
-            keeps=told["keeps"],
-            secret=told["secret"],
+            keeps=answer["keeps"],
+            secret=answer["secret"],
             keys=os.path.abspath(keys) if keys else "",
             host=guest.known_as,
             seals=encryption_cost.rate() if keys else 0.0,

@@ -183,7 +183,7 @@ class ReshardRequest:
             if index not in cluster.shards and index not in self.away:
                 cluster.start_shard(index)
         if moved:
-            cluster.restart_policy.over(shards)
+            cluster.restart_policy.finished(shards)
             cluster.write_ready()
         if target == shards and (text or shards == self.wanted):
             self._answer(text or f"{shards} shards", int(shards != self.wanted))

@@ -45,7 +45,7 @@ class LeftWithoutServer:
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s, self.came, self.since_s = grace_s, False, -1.0
-        self.over = False
+        self.finished = False
 
     def heard(self, live: int, how: str, now_s: float) -> None:
         """Note a change of the members.
@@ -60,9 +60,9 @@ class LeftWithoutServer:
 
     def ends(self, now_s: float) -> bool:
         """Return True, once, when the grace after the last worker's loss is over and the run must end."""
-        if self.over or self.since_s < 0 or not 0 < self.grace_s <= now_s - self.since_s:
+        if self.finished or self.since_s < 0 or not 0 < self.grace_s <= now_s - self.since_s:
             return False
-        self.over = True
+        self.finished = True
         return True
 
 
@@ -75,13 +75,15 @@ class RestartPolicy:
         self.serving: set[int] = set()  # shards whose present process has bound its port
         self.restarts = 0  # of all shards together
         self.clock = AwakeClock()
-        self.due: dict[int, float] = {}  # by shard, when the next sign of life must have arrived: seconds of `clock`
+        self.deadlines: dict[
+            int, float
+        ] = {}  # by shard, when the next sign of life must have arrived: seconds of `clock`
         self.within: dict[int, float] = {}  # by shard, seconds to the next sign of life, as the last one said
         self.deaths: dict[bool, deque[float]] = {True: deque(), False: deque()}  # by "was killed", times in seconds
         self.deserted = LeftWithoutServer(float(os.environ.get(DESERTED, 0)))
-        self.over(shards)
+        self.finished(shards)
 
-    def over(self, shards: int) -> None:
+    def finished(self, shards: int) -> None:
         """Allow deaths for this number of shards from now on."""
         most = RESTARTS_MAX * shards
         self.deaths = {killed: deque(deaths, maxlen=most) for killed, deaths in self.deaths.items()}
@@ -111,7 +113,7 @@ class RestartPolicy:
     def expect(self, shard: int, within_s: float) -> None:
         """Note a sign of life of this shard; the next one comes within `within_s` seconds."""
         self.within[shard] = within_s
-        self.due[shard] = self.clock.now() / NS + within_s
+        self.deadlines[shard] = self.clock.now() / NS + within_s
 
     def starts(self, shard: int, within_s: float) -> None:
         """Set the time by which a started shard must serve.
@@ -119,14 +121,14 @@ class RestartPolicy:
         The limit is `within_s` plus the time that the shard last named for one event, because a replay may repeat that
         event.
         """
-        self.due[shard] = self.clock.now() / NS + within_s + self.within.get(shard, 0.0)
+        self.deadlines[shard] = self.clock.now() / NS + within_s + self.within.get(shard, 0.0)
 
     def silent(self) -> list[int]:
         """Return the shards whose sign of life is late. Each is returned once."""
         now = self.clock.turn() / NS
-        late = [shard for shard, due in self.due.items() if now > due]
+        late = [shard for shard, due in self.deadlines.items() if now > due]
         for shard in late:
-            del self.due[shard]
+            del self.deadlines[shard]
         return late
 
     def ended(self, shard: int, code: int, now: float) -> Restart:
@@ -136,7 +138,7 @@ class RestartPolicy:
             code: the exit code of the process, or minus the signal that killed it.
             now: the time of its end, seconds.
         """
-        self.due.pop(shard, None)
+        self.deadlines.pop(shard, None)
         killed = code < 0 and shard in self.serving and shard in self.files
         self.serving.discard(shard)
         deaths = self.deaths[killed]

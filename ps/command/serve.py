@@ -207,7 +207,7 @@ def serve(
             if code:
                 return code
             cluster.merge()
-        if cluster.restart_policy.deserted.over:
+        if cluster.restart_policy.deserted.finished:
             return StageLostError.exit_code
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
     finally:
@@ -298,14 +298,14 @@ def original_of(
         which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"
         raise UsageError(f"--standby: the flags of the run come from the server at {standby}; leave out {which}")
     trusted("--standby", standby, keys, insecure, bind, "this standby")
-    told = ask("--standby", standby, keys)
-    if told["has_parent_key"] and not parent_key:
+    answer = ask("--standby", standby, keys)
+    if answer["has_parent_key"] and not parent_key:
         raise UsageError(
             f"--standby {standby}: that cluster has a key for its parent; give --parent-key with a copy of the file"
         )
-    if parent_key and not told["has_parent_key"]:
+    if parent_key and not answer["has_parent_key"]:
         raise UsageError(f"--parent-key {parent_key}: the server at {standby} has none; leave it out")
-    return told
+    return answer
 
 
 def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name: str) -> None:
@@ -330,9 +330,9 @@ def announce(cluster: ShardSupervisor) -> None:
     cluster.serve_at(address)
     cluster.write_ready()
     settings = cluster.settings
-    told = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
-    told |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
-    cluster.run_watch.note("run", {"mode": settings.sync, **told})
+    values = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
+    values |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
+    cluster.run_watch.note("run", {"mode": settings.sync, **values})
     for site in cluster.run_watch.sites:
         say(site.told)
     if cluster.follows:

@@ -56,11 +56,11 @@ class StandbyNotice:
 
     def __init__(self) -> None:
         self.by = False  # the standby has a whole copy of this server
-        self.due = math.inf  # when to print the notice, seconds of time.monotonic
+        self.deadline_s = math.inf  # when to print the notice, seconds of time.monotonic
 
     def expect(self) -> None:
         """Start the time within which a standby must have come."""
-        self.due = time.monotonic() + ALONE_S
+        self.deadline_s = time.monotonic() + ALONE_S
 
     def copied(self, whole: bool) -> None:
         """Note whether the standby has a whole copy of this server."""
@@ -68,9 +68,9 @@ class StandbyNotice:
 
     def missing(self, address: str) -> str:
         """Return the notice, once, if no standby has come in time; else ""."""
-        if time.monotonic() < self.due:
+        if time.monotonic() < self.deadline_s:
             return ""
-        self.due = math.inf
+        self.deadline_s = math.inf
         return "" if self.by else NOBODY.format(address)
 
 
@@ -266,9 +266,9 @@ class ShardSupervisor:
             here = range(self.settings.shards)
             ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
             temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
-            told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
+            values = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
             try:
-                temporary.write_text(json.dumps(told))
+                temporary.write_text(json.dumps(values))
                 os.replace(temporary, self.ready_file)
             except OSError as error:
                 temporary.unlink(missing_ok=True)
@@ -397,7 +397,7 @@ class ShardSupervisor:
                 self.done.add(index)
                 for text, count in refused.items():
                     show("counted", {"text": f"shard {index} refused {count} times: {text}"})
-                self.restart_policy.due.pop(index, None)
+                self.restart_policy.deadlines.pop(index, None)
             case (index, "exit", code):
                 self._exited(index, code)
             case (index, kind, value):

@@ -160,17 +160,17 @@ class StageServers:
             self.children.next(MEET_S)
         for index in range(len(self.servers)):
             self._start(index)
-        told = 0
+        shown = 0
         while len(self.codes) < len(self.started):
             match self.children.next(0.2):
                 case (index, "exit", code) if index >= 0:
                     self._ended(index, code)
                 case (index, kind, str(line)) if index >= 0:
                     say(f"{self.servers[index].name}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
-            for number in self.heard[told:]:
+            for number in self.heard[shown:]:
                 for child in self.started.values():
                     child.signal(number)
-            told = len(self.heard)
+            shown = len(self.heard)
         by_signal = {128 + number for number in (*self.heard, signal.SIGINT)}  # servers that end so have not failed
         codes = [abs(code) + 128 * (code < 0) for code in self.codes.values()]
         failed = [code for code in codes if code and code not in by_signal]

@@ -47,7 +47,7 @@ def _frames(address: str, record: str) -> Iterator[dict[str, Any]]:
     read = record_reader.RecordReader(record)
     read.read()
     yield read.history.frame()
-    while not read.history.over:
+    while not read.history.finished:
         time.sleep(TURN_S)
         if read.read():
             yield read.history.frame()

@@ -69,7 +69,7 @@ class Agreements(Decision):
         self.run, self.clocks, self.above, self.gossip_directory = run, clocks, above, gossip_directory
         self.open: dict[Call, PendingAgreement] = {}  # calls without an answer
         self.made: dict[Call, float] = {}  # the newest KEPT_MAX answers
-        self.upward: ParentAgreement | None = None  # the ask that waits for the parent's answer
+        self.parent_agreement: ParentAgreement | None = None  # the ask that waits for the parent's answer
         self.numbers = 0  # number of asks sent to the parent
         self._answers: list[Send] = []
 
@@ -107,9 +107,9 @@ class Agreements(Decision):
             if any(not self._past(seat, asked) for seat in missing):
                 continue
             if self.above.child and not self.above.alone:
-                if self.upward is None or self.upward.call != call:
+                if self.parent_agreement is None or self.parent_agreement.call != call:
                     self.numbers += 1
-                    self.upward = ParentAgreement(call, self.numbers, asked.mean, asked.weight)
+                    self.parent_agreement = ParentAgreement(call, self.numbers, asked.mean, asked.weight)
                 return False
             self._make(call, asked.mean)
             return True
@@ -140,7 +140,7 @@ class Agreements(Decision):
 
     def ask_above(self, epoch: int) -> ParentAgreement | None:
         """Return the ask to send to the parent in its epoch `epoch`. None if there is none, or if it was sent."""
-        upward = self.upward
+        upward = self.parent_agreement
         if upward is None or upward.said == epoch:
             return None
         upward.said = epoch
@@ -148,9 +148,9 @@ class Agreements(Decision):
 
     def told_above(self, number: int, value: float) -> list[Send]:
         """Take the parent's answer to the ask of this number, and return the answers to the workers."""
-        if self.upward is None or self.upward.number != number:
+        if self.parent_agreement is None or self.parent_agreement.number != number:
             return []
-        call, self.upward = self.upward.call, None
+        call, self.parent_agreement = self.parent_agreement.call, None
         if call in self.open:
             self._make(call, value)
         return self.answers()
@@ -164,7 +164,7 @@ class Agreements(Decision):
     def anew(self) -> None:
         self.open.clear()
         self.made.clear()
-        self.upward = None
+        self.parent_agreement = None
 
 
 def _answer(seat: Seat, ask: m.AgreeRequest, value: float) -> Send:

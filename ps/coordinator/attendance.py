@@ -39,7 +39,7 @@ class StartNotice:
         self.checkpoint_schedule, self.gossip_directory = checkpoint_schedule, gossip_directory
         self.made = ""  # the newest clause
         self.made_ns = self.began_ns = -1  # when it was made; since when members are missing, -1: none is
-        self.told = ""  # the clause of the newest log event
+        self.logged = ""  # the clause of the newest log event
         self.said_ns, self.every_ns = 0, SAY_NS  # when the console got it, and the time to the next line
 
     def clause(self, now_ns: int) -> str:
@@ -110,7 +110,7 @@ class StartNotice:
         if missing and now_ns - self.said_ns >= self.every_ns:
             self.said_ns, self.every_ns = now_ns, min(2 * self.every_ns, SAY_MOST_NS)
             values["text"] = f"{missing}, {(now_ns - self.began_ns) // NS} s so far"
-        elif missing == self.told:
+        elif missing == self.logged:
             return []
-        self.told = missing
+        self.logged = missing
         return [Log("waits", values)]

@@ -248,9 +248,9 @@ class CheckpointSchedule(Decision):
     @property
     def _every_ns(self) -> int:
         """Time from one checkpoint to the next, 0: only at the end. The first one, of first weights, is due at once."""
-        told = self.run.settings.checkpoint_every
-        if told >= 0 or self.checkpoint < 0:
-            return int(told * NS) if told >= 0 else 1
+        given = self.run.settings.checkpoint_every
+        if given >= 0 or self.checkpoint < 0:
+            return int(given * NS) if given >= 0 else 1
         slowest = max((report.wrote_ns for report in self.run.reports.values()), default=0)
         return max(CHECKPOINT_LEAST_NS, slowest * CHECKPOINT_COST_TIMES)
 

@@ -95,7 +95,7 @@ class Coordinator:
         self.seats, self.reports = run.seats, run.reports
         self.clocks = clocks = Clocks(run)
         self.buffers, self.gossip_directory = SharedBuffers(run, clocks), GossipDirectory(run)
-        self.above = above = ParentPlace(run, clocks, child)
+        self.parent_place = above = ParentPlace(run, clocks, child)
         self.checkpoint_schedule = CheckpointSchedule(run, clocks, above)
         self.ranges = SampleLeases(run, clocks, self.checkpoint_schedule, above)
         self.members = Members(run, clocks, above, self.gossip_directory, keys_max)
@@ -201,14 +201,14 @@ class Coordinator:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
         if self.resharding.holds:
             return []  # the worker repeats its Declare
-        if self.above.holds(seat, declare):
+        if self.parent_place.holds(seat, declare):
             return []
         self.members.admit(seat, declare.address, now_ns, declare.models[: m.MODELS_MAX])
         self._decide(now_ns)
         return self._broadcast(now_ns)
 
     def _heartbeat(self, seat: Seat, beat: m.Heartbeat, now_ns: int) -> list[ServerEffect]:
-        shown = self.above.parent.tree or self.tree() if beat.below else ""
+        shown = self.parent_place.parent.tree or self.tree() if beat.below else ""
         known = (shown, self.min_clock, self.start_notice.clause(now_ns)[: m.TEXT_MAX])
         ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, *known)
         settled = self._settle(now_ns) if beat.ended and self.gossip_directory.end(seat) else []
@@ -224,9 +224,9 @@ class Coordinator:
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
         size, mixes = self.members.plan.size if self.members.plan is not None else 0, self.run.mode.rule is FoldRule.MIX
         clock = 0 if mixes else self.min_clock  # under gossip the coordinator closes no clock
-        told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
+        values = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
         news = [skips(seat, self.min_clock)] if seat.skipped and not skipped else []
-        return [Log("summary", told), *news]
+        return [Log("summary", values), *news]
 
     def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
@@ -328,7 +328,7 @@ class Coordinator:
 
     def joined_above(self, rank: int, clusters: int, now_ns: int) -> list[ServerEffect]:
         """The parent has welcomed this cluster as `rank` of `clusters`: welcome the workers that wait."""
-        self.above.joined(rank, clusters)
+        self.parent_place.joined(rank, clusters)
         return self.members.greet(now_ns)
 
     def placed(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
@@ -341,27 +341,27 @@ class Coordinator:
         """
         if self.run.over:
             return []
-        self.above.take(place, epoch)
-        self.above.anew()
+        self.parent_place.take(place, epoch)
+        self.parent_place.anew()
         effects = self._broadcast(now_ns)
-        for worker, declare in self.above.released().items():
+        for worker, declare in self.parent_place.released().items():
             if worker in self.seats:
                 effects += self._declare(self.seats[worker], declare, now_ns)
         return effects
 
     def turned_above(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
         """Keep the same place in the parent's run under new values: a standby took over, or the parent replans."""
-        self.above.take(place, epoch)
+        self.parent_place.take(place, epoch)
         return self._broadcast(now_ns)
 
     def introduced_above(self, members: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
         """Take the encoded roster of the clusters that this cluster may gossip with. `alone`: the parent is gone."""
-        self.above.introduced(members, alone)
+        self.parent_place.introduced(members, alone)
         return self._broadcast(now_ns)
 
     def cut_off(self, now_ns: int) -> list[ServerEffect]:
         """The parent's run is over: checkpoint at the present clock, and end this run."""
-        self.above.take(b"", 0)
+        self.parent_place.take(b"", 0)
         self.checkpoint_schedule.end(self.version + 1)
         return self._broadcast(now_ns)
 
@@ -378,7 +378,7 @@ class Coordinator:
             acks = [(seat, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns, stops=True)) for seat in asked]
             return [Send(seat.peer, ack) for seat, ack in acks]
         self.stop_ns = -1
-        self.above.take(b"", 0)
+        self.parent_place.take(b"", 0)
         refuse = self.members.refuse_all(m.RefuseCode.SERVER_LOST, f"the server was stopped at clock {self.min_clock}")
         self.checkpoint_schedule.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]
@@ -433,9 +433,9 @@ class Coordinator:
             self.lines[shard] = ShardLine(self.resharding.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
-        told = [log for decision in self.decisions for log in decision.tell()]
+        logs = [log for decision in self.decisions for log in decision.tell()]
         return [
-            *told,
+            *logs,
             *ledgers,
             *self.gossip_directory.introductions(),
             *self.resharding.words(),

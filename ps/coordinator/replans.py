@@ -141,9 +141,9 @@ class Replans(Decision):
         )
         text += f"it takes a restart: {fixed}" if fixed else ""
         text += "" if fixed else "the run changes to it" if changes else "--replan change changes a running run to it"
-        told = {"plan": number, "from": str(here.way), "to": str(best.way), "clock": self.clocks.min_clock}
-        told |= {"gain": round(1 - ratio, 3), "before_seconds": here.step_s, "after_seconds": best.step_s}
-        self.said.append(Log("replan", told | {"changes": changes, "text": text}))
+        values = {"plan": number, "from": str(here.way), "to": str(best.way), "clock": self.clocks.min_clock}
+        values |= {"gain": round(1 - ratio, 3), "before_seconds": here.step_s, "after_seconds": best.step_s}
+        self.said.append(Log("replan", values | {"changes": changes, "text": text}))
         self.since_ns = -1
         if changes:
             flags = {name: value for name, value in best.way.flags().items() if name in OF_PLAN}

@@ -90,7 +90,7 @@ class Resharding(Decision):
         self.next = run.settings  # the settings of the next generation
         self.most = run.shards  # the largest `target` so far
         self.since_ns = 0  # when the present phase began
-        self.told = 0  # the newest Reshard number that all members were sent
+        self.last_sent = 0  # the newest Reshard number that all members were sent
         self.away = {**away}  # by shard, the host of each remote shard, and of each that is to start
         self.why = ""  # why the newest resharding was called off
         self.offered: dict[int, tuple[bytes, m.Report]] = {}  # by new shard, its routing id and its newest report
@@ -177,14 +177,14 @@ class Resharding(Decision):
 
     def where(self, text: str) -> Log:
         """Log event: `text`, with the number of shards that the run has and is to have."""
-        told = {
+        values = {
             "shards": self.run.shards,
             "target": self.target,
             "clock": self.clocks.min_clock,
             "away": dict(self.away),
             "settings": asdict(self.run.settings),
         }
-        return Log("move", told | {"text": text})
+        return Log("move", values | {"text": text})
 
     @property
     def may_stay(self) -> bool:
@@ -366,9 +366,9 @@ class Resharding(Decision):
 
     def words(self) -> list[Send]:
         """The newest Reshard for all members, once; heartbeats repeat it (`word`)."""
-        if self.told == self.number or self.phase is ReshardPhase.PASSED:
+        if self.last_sent == self.number or self.phase is ReshardPhase.PASSED:
             return []
-        self.told = self.number
+        self.last_sent = self.number
         return [word for seat in self.run.declared for word in self.word(seat)]
 
     def fields(self, shard: int) -> dict[str, object]:

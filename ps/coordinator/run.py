@@ -161,8 +161,8 @@ class Seat:
 
 def skips(seat: Seat, clock: int) -> Log:
     """Log event: the number of steps that a member has skipped by this clock, as their gradients were not finite."""
-    told: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "clock": clock}
-    return Log("skipped", told | {"steps": seat.skipped})
+    values: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "clock": clock}
+    return Log("skipped", values | {"steps": seat.skipped})
 
 
 class Run:

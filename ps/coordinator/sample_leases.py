@@ -115,7 +115,7 @@ class SampleLeases(Decision):
         self.run, self.clocks, self.checkpoint_schedule, self.above = run, clocks, checkpoint_schedule, above
         self.work = RangeLedger()
         self.held: dict[int, list[Bound]] = {}  # by worker: ranges whose updates are not in the model yet
-        self.ahead: dict[int, list[Bound]] = {}  # by worker: done ranges that the next checkpoint may lack
+        self.unsaved: dict[int, list[Bound]] = {}  # by worker: done ranges that the next checkpoint may lack
         self.gone: dict[int, LostRange] = {}  # by worker
         self.answers: dict[int, m.RangeAnswer] = {}  # by worker: the newest
         self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: which ranges are done in it, packed
@@ -175,7 +175,7 @@ class SampleLeases(Decision):
         self._settle_of(seat.worker)
         if work.next >= (work.over + 1) * work.each:  # workers hold all other ranges of this epoch, or they are done
             self._settle()
-        index = work.pick(ask.limit) if len(self.ahead.get(seat.worker, ())) < AHEAD_MAX else -1
+        index = work.pick(ask.limit) if len(self.unsaved.get(seat.worker, ())) < AHEAD_MAX else -1
         if index >= 0:
             held.append((ask.clock, index))
         return m.RangeAnswer(seat.worker, seat.epoch, ask.number, index, index < 0 and self._least() >= ask.limit)
@@ -196,8 +196,8 @@ class SampleLeases(Decision):
             self._settle_gone(worker, self.gone[worker])
         work = self.work
         while work.samples and self._least() >= (work.over + 1) * work.each:
-            told = {"epoch": work.over, "samples": work.samples, "ranges": work.each, "twice": work.twice[work.over]}
-            self.said.append(Log("epoch", told | {"text": work.sentence(work.over)}))
+            values = {"epoch": work.over, "samples": work.samples, "ranges": work.each, "twice": work.twice[work.over]}
+            self.said.append(Log("epoch", values | {"text": work.sentence(work.over)}))
             del work.twice[work.over]
             work.over += 1
 
@@ -207,8 +207,8 @@ class SampleLeases(Decision):
         held[:] = [bound for bound in held if bound[0] >= folded]
         self.work.done(index for _, index in done)
         if not self.clocks.mode.barrier:
-            ahead = [*self.ahead.get(worker, ()), *done]
-            self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.clocks.min_clock]
+            ahead = [*self.unsaved.get(worker, ()), *done]
+            self.unsaved[worker] = [bound for bound in ahead if bound[0] >= self.clocks.min_clock]
 
     def _settle_gone(self, worker: int, gone: LostRange) -> None:
         if self.clocks.mode.barrier and gone.epoch > self.run.generation:
@@ -250,7 +250,7 @@ class SampleLeases(Decision):
         worker = seat.worker
         if worker in self.held:
             self._settle_of(worker)
-        for table in (self.answers, self.waiting, self.ahead):
+        for table in (self.answers, self.waiting, self.unsaved):
             table.pop(worker, None)
         held = self.held.pop(worker, [])
         last = seat.last if seat.leaving else m.CLOCK_MAX  # the worker has pushed no update from this clock on
@@ -287,7 +287,7 @@ class SampleLeases(Decision):
         rows = []
         for worker in self.held.keys() | self.gone.keys():
             gone = self.gone.get(worker)
-            bounds = gone.held if gone is not None else [*self.held[worker], *self.ahead.get(worker, ())]
+            bounds = gone.held if gone is not None else [*self.held[worker], *self.unsaved.get(worker, ())]
             first = self.clocks.closed(worker) if barrier else clock if gone is None else 0
             rows += [(worker, *bound) for bound in bounds if bound[0] >= first]
         numbers = [work.samples, work.size, work.next, work.over]
@@ -334,7 +334,7 @@ class SampleLeases(Decision):
         heapify(work.back)
 
     def anew(self) -> None:
-        for table in (self.held, self.ahead, self.gone, self.answers, self.waiting, self.due):
+        for table in (self.held, self.unsaved, self.gone, self.answers, self.waiting, self.due):
             table.clear()
         clock = self.run.restart_clock
         saved = self.saved.get(clock, {})

@@ -34,8 +34,8 @@ class SharedBuffers:
         seat = self.run.seats.get(worker)
         if seat is None or not self.run.leads(seat):
             return False
-        told = self.run.settings.checkpoint_every  # 0: at the end, -1: adaptive
-        every = told if told > 0 else self.run.settings.lease
+        given = self.run.settings.checkpoint_every  # 0: at the end, -1: adaptive
+        every = given if given > 0 else self.run.settings.lease
         return bool(self.asking) or not self.heard_ns or now_ns - self.heard_ns >= every * NS / 2
 
     def hear(self, seat: Seat, message: m.Buffers | m.BuffersRequest, now_ns: int) -> list[ServerEffect]:

@@ -99,7 +99,7 @@ class RunHistory:
         self.moved = 0.0  # when the clock last moved
         self.parameters = 0
         self.died = 0  # events of DIED
-        self.over = False
+        self.finished = False
         self.waits = ""  # the coordinator's sentence on the members that the run waits for
         self.clock = 0  # clock that all live members have reached
         self.steppers: dict[int, dict[str, Any]] = {}  # in a record of ps-worker, by local rank: the summary so far
@@ -123,7 +123,7 @@ class RunHistory:
         elif name == "waits":
             self.waits = str(event.get("waits", ""))[:TEXT]
         elif name == "done":
-            self.over = True
+            self.finished = True
         self.died += name in DIED
         if name not in SILENT and (text := event.get("text") or sentence(name, event)):
             member = event.get("worker", event.get("local_rank", -1))
@@ -161,8 +161,8 @@ class RunHistory:
             clock: the clock that all members of this server had reached; 0 in a record of ps-worker, where none is
                 known.
         """
-        told = {tuple(row["path"]): row for row in rows}
-        for path, row in told.items():
+        rows_by_path = {tuple(row["path"]): row for row in rows}
+        for path, row in rows_by_path.items():
             if path in self.lanes or len(self.lanes) < LANES_MAX:
                 lane = self.lanes.setdefault(path, MemberTimeline(path))
                 lane.hear(row, self.seconds, self.width)
@@ -170,15 +170,15 @@ class RunHistory:
                     self._not_finite(lane)
                 if lane.begins_to_skip():
                     self._add("skipped", f"{lane} skips steps whose gradient is not finite")
-        first = next(iter(told))
+        first = next(iter(rows_by_path))
         if first in self.lanes:
             slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
-            self.lanes[first].leads(max(0, told[first]["clock"] - slowest))
+            self.lanes[first].leads(max(0, rows_by_path[first]["clock"] - slowest))
             self.clock, before = max(self.clock, slowest), self.clock
             self.moved = self.seconds if self.clock > before else self.moved
-        if told[first]["runs"]:
-            self._below(first, told)
-        self.hidden[first] = len(told.keys() - self.lanes.keys())
+        if rows_by_path[first]["runs"]:
+            self._below(first, rows_by_path)
+        self.hidden[first] = len(rows_by_path.keys() - self.lanes.keys())
         self._point()
 
     def _below(self, first: tuple[int, ...], told: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
@@ -226,7 +226,7 @@ class RunHistory:
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
         """Take a step from a record of ps-worker, as the summary that its worker would have sent."""
-        event, told = {name: value for name, value in event.items() if value is not None}, event
+        event, given = {name: value for name, value in event.items() if value is not None}, event
         known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
         wait = event["wait_seconds"]
         took = event.get("step_seconds", wait)
@@ -243,9 +243,9 @@ class RunHistory:
         for name in ("clock", "staleness", "held_back"):
             known[name] = event.get(name, known[name])
         known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
-        known["loss"] = told.get("loss", known["loss"])  # None: the loss is not finite
+        known["loss"] = given.get("loss", known["loss"])  # None: the loss is not finite
         self._heard([known | {"stale": [*known["stale"]]}], 0)
-        if "loss" in told and told["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
+        if "loss" in given and given["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
             self._not_finite(lane)
 
     @property
@@ -298,8 +298,8 @@ class RunHistory:
     @property
     def samples_rate(self) -> float | None:
         """Samples a second of all workers; None if no script has given the samples of a step."""
-        told = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
-        return sum(told) if told else None
+        rates = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
+        return sum(rates) if rates else None
 
     @property
     def left_seconds(self) -> float | None:
@@ -324,8 +324,8 @@ class RunHistory:
         return {
             "run": self.run,
             "seconds": round(self.seconds, 3),
-            "over": self.over,
-            "waits": "" if self.over else self.waits,
+            "over": self.finished,
+            "waits": "" if self.finished else self.waits,
             "clock": self.clock,
             "loss": self.loss,
             "samples_rate": self.samples_rate,
@@ -374,5 +374,5 @@ class RunHistory:
 
 
 def _blank(worker: int) -> dict[str, Any]:
-    told = SummaryRow((worker,), "", "", Summary()).told()
-    return told | {"stale": list(told["stale"])}
+    row = SummaryRow((worker,), "", "", Summary()).told()
+    return row | {"stale": list(row["stale"])}

@@ -47,7 +47,7 @@ class MemberTimeline:
         self.began = self.heard = self.moved = 0.0  # seconds of the run: first summary, newest summary, newest step
         self.parts = deque[dict[str, float]](maxlen=PARTS)  # growth of the counters between summaries with steps
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # the sum of the newest parts, of RECENT_S at least
-        self.due = dict.fromkeys(COUNTERS, 0.0)  # growth since the newest part
+        self.growth = dict.fromkeys(COUNTERS, 0.0)  # growth since the newest part
         self.ahead = 0  # clocks ahead of the slowest member of its server, at the newest summary
         self.lost_loss = False  # the newest summary follows a step and has no loss, while the one before had a loss
         self.skips = False  # the history has reported that this member skips steps
@@ -84,13 +84,13 @@ class MemberTimeline:
             self.began = now_s
         for name, value in grown.items():
             self.total[name] += value
-            self.due[name] = value if anew else self.due[name] + value
+            self.growth[name] = value if anew else self.growth[name] + value
         self.newest = {name: summary[name] for name in NAMES}
         self.heard, self.live, self.how = now_s, True, ""
         self.cells.fit(width)
-        if self.due["steps"] > 0:
-            took = sum(self.due[name] for name in TIMES) or self.due["seconds"]
-            self.cells.spread(max(0.0, now_s - max(took, 1e-9)), now_s, [self.due[name] for name in ROWS])
+        if self.growth["steps"] > 0:
+            took = sum(self.growth[name] for name in TIMES) or self.growth["seconds"]
+            self.cells.spread(max(0.0, now_s - max(took, 1e-9)), now_s, [self.growth[name] for name in ROWS])
             self._move(anew)
             self.moved = now_s
 
@@ -123,11 +123,11 @@ class MemberTimeline:
         """
         if anew:
             self.parts.clear()
-        self.parts.append(self.due)
+        self.parts.append(self.growth)
         while len(self.parts) > 1 and sum(part["seconds"] for part in islice(self.parts, 1, None)) >= RECENT_S:
             self.parts.popleft()
         self.recent = {name: sum(part[name] for part in self.parts) for name in COUNTERS}
-        self.due = dict.fromkeys(COUNTERS, 0.0)
+        self.growth = dict.fromkeys(COUNTERS, 0.0)
 
     def rate(self, name: str, now_s: float) -> float:
         """Return the growth of a counter in a second. The rate falls while the member makes no step."""

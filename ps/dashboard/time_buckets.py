@@ -56,9 +56,9 @@ def strips(members: Sequence[TimeBuckets]) -> tuple[int, list[dict[str, str]]]:
     stretches = np.sort(fastest[fastest > 0])
     most = stretches[int(FAST * len(stretches))] if len(stretches) else 0.0
     parts = {"steps": (steps, most), "compute": (sums[:, 1], time), "encode": (sums[:, 2], time)}
-    told = {name: _levels(part, whole) for name, (part, whole) in parts.items()}
-    rows = zip(*told.values(), strict=True)
-    return int(used[0]) if len(used) else 0, [dict(zip(told, row, strict=True)) for row in rows]
+    levels = {name: _levels(part, whole) for name, (part, whole) in parts.items()}
+    rows = zip(*levels.values(), strict=True)
+    return int(used[0]) if len(used) else 0, [dict(zip(levels, row, strict=True)) for row in rows]
 
 
 def _levels(part: npt.NDArray[np.float64], whole: npt.NDArray[np.float64] | float) -> list[str]:

@@ -223,10 +223,10 @@ class DashboardRequest(BaseHTTPRequestHandler):
 
     def _head(self, kind: str, status: HTTPStatus = HTTPStatus.OK, size: int | None = None) -> None:
         self.send_response(status)
-        told = {"Content-Type": kind, "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
-        told |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-        told |= {"Content-Length": str(size)} if size is not None else {}
-        for name, value in told.items():
+        headers = {"Content-Type": kind, "Cache-Control": "no-store", "Content-Security-Policy": POLICY}
+        headers |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        headers |= {"Content-Length": str(size)} if size is not None else {}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -238,15 +238,15 @@ class DashboardRequest(BaseHTTPRequestHandler):
     def _stream(self, frames: FrameStream) -> None:
         """Send each new frame as a server-sent event, until the visitor hangs up or the run has ended."""
         self._head("text/event-stream")
-        told = 0
+        sent = 0
         with contextlib.suppress(OSError):
             while self.command != "HEAD":
                 last = frames.closing.is_set()
                 number, frame = frames.get()
                 # Without a new frame a comment is sent: writing finds out that the visitor has hung up.
-                self.wfile.write(b"data: " + frame + b"\n\n" if number != told else b":\n\n")
+                self.wfile.write(b"data: " + frame + b"\n\n" if number != sent else b":\n\n")
                 self.wfile.flush()
-                told = number
+                sent = number
                 if last:
                     break
                 frames.closing.wait(max(LOOK_S, frames.due - time.monotonic()))

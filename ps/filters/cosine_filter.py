@@ -84,8 +84,8 @@ class CosineFilter:
                 f"shard {self.index}: the updates of worker {worker} do not lead where the others lead (at clock {clock} their "
                 f"cosine is {own:.2f}, among the others {others:.2f}); they are left out meanwhile"
             )
-            told = {"worker": worker, "clock": clock, "shard": self.index, "cosine": round(own, 4), "text": text}
-            self.logs.append(Log("against", told))
+            values = {"worker": worker, "clock": clock, "shard": self.index, "cosine": round(own, 4), "text": text}
+            self.logs.append(Log("against", values))
         return 0.0
 
     def take(self) -> list[Log]:

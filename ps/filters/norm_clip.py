@@ -109,8 +109,8 @@ class NormClip:
             return
         found = f"update {update.clock} of worker {update.worker} is {update.length / usual:.3g} times as long as usual"
         text = f"shard {self.index}: {found} and is shortened; more of its updates are only counted"
-        told = {"worker": update.worker, "clock": update.clock, "shard": self.index, "text": text}
-        self.logs.append(Log("long", told))
+        values = {"worker": update.worker, "clock": update.clock, "shard": self.index, "text": text}
+        self.logs.append(Log("long", values))
 
     def take(self) -> list[Log]:
         """Return the log lines since the last call."""

@@ -100,9 +100,9 @@ class OutlierStats:
     def _values(self, worker: int) -> dict[str, object]:
         """Return the figures of a worker as the record has them."""
         row = self.rows[worker]
-        told: dict[str, object] = {"worker": worker, "shard": self.index, "updates": row.updates}
-        told |= {"left_out": row.left_out, "shortened": row.shortened}
-        return told | ({"cosine": round(row.cosine, 4), "overlap": round(row.overlap, 4)} if row.compared else {})
+        values: dict[str, object] = {"worker": worker, "shard": self.index, "updates": row.updates}
+        values |= {"left_out": row.left_out, "shortened": row.shortened}
+        return values | ({"cosine": round(row.cosine, 4), "overlap": round(row.overlap, 4)} if row.compared else {})
 
     def lines(self) -> list[str]:
         """Return one line of text for each worker."""

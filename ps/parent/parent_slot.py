@@ -48,7 +48,7 @@ class ParentSlot:
             degree: How updates of the optimizer here scale, as in `ModelSpec`.
         """
         self.index, self.keys, self.child, self.member, self.timing = index, keys, child, member, timing
-        self.above: ParentLink | None = None  # while the cluster has a seat
+        self.link: ParentLink | None = None  # while the cluster has a seat
         self._kept = ParentState(degree=degree)  # of the seat before, while there is none
         self.taken = b""  # the packed seat, as the ledger has it; b"" for none
         self.finishes = 0  # the ledger's `finishes` that this shard has carried out at this seat
@@ -57,17 +57,17 @@ class ParentSlot:
     @property
     def kept(self) -> ParentState:
         """What outlives a seat."""
-        return self.above.kept if self.above is not None else self._kept
+        return self.link.kept if self.link is not None else self._kept
 
     @property
     def seat(self) -> ParentSession | None:
         """The seat, None for none."""
-        return self.above.seat if self.above is not None else None
+        return self.link.seat if self.link is not None else None
 
     @property
     def gossip(self) -> ParentGossip | None:
         """The link, if it gossips."""
-        return self.above if isinstance(self.above, ParentGossip) else None
+        return self.link if isinstance(self.link, ParentGossip) else None
 
     @property
     def others(self) -> Mapping[int, GossipPeer]:
@@ -87,7 +87,7 @@ class ParentSlot:
     @property
     def ready(self) -> bool:
         """True once the first state of this seat is here."""
-        return self.above is not None and self.above.seat.ready
+        return self.link is not None and self.link.seat.ready
 
     @property
     def at_rest(self) -> bool:
@@ -99,7 +99,7 @@ class ParentSlot:
     @property
     def ended(self) -> bool:
         """True if the last round is done here, and peers are only answered until all have done theirs (gossip)."""
-        return isinstance(self.above, ParentGossip) and self.above.ended
+        return isinstance(self.link, ParentGossip) and self.link.ended
 
     def placed(self, ledger: m.Ledger) -> bool:
         """True if the shard has the seat that the ledger names."""
@@ -110,7 +110,7 @@ class ParentSlot:
         if not self.child or self.taken == ledger.above:
             return None
         if not ledger.above:
-            self.above, self._kept, self.taken = None, self.kept, b""
+            self.link, self._kept, self.taken = None, self.kept, b""
             return None
         return ParentSeat.unpacked(ledger.above)
 
@@ -125,9 +125,9 @@ class ParentSlot:
             if seat.turn(place):
                 self.repeat_soon()
         elif seat is not None and place.follows(seat.place):
-            if not isinstance(self.above, ParentPush):
+            if not isinstance(self.link, ParentPush):
                 raise RemoteProtocolError("no parent has a plan that changes")
-            said = self.above.go_on(place, now_ns)
+            said = self.link.go_on(place, now_ns)
         else:
             return None
         self.taken = ledger.above
@@ -137,8 +137,8 @@ class ParentSlot:
         """Keep what an earlier process owes the parent, unless this one knows newer figures."""
         if not self.child or owed is None or self.kept.residual is not None:
             return
-        if isinstance(self.above, ParentPush):
-            self.above.owe(owed)
+        if isinstance(self.link, ParentPush):
+            self.link.owe(owed)
         else:
             self._keep(owed=owed)
 
@@ -157,9 +157,9 @@ class ParentSlot:
         """Begin at this seat."""
         kind = ABOVE.get(place.settings.mode().rule, ParentPush)
         self.finishes, self.taken = 0, ledger.above
-        self.above = kind(self.index, place, self.keys, self.kept, self.member, self.timing)
+        self.link = kind(self.index, place, self.keys, self.kept, self.member, self.timing)
         self._kept = ParentState()  # the seat has it now
-        return self.above.begin(now_ns)
+        return self.link.begin(now_ns)
 
     def introduce(self, ledger: m.Ledger, now_ns: int) -> Asks:
         """Hand the link the roster of the other clusters, and the messages of theirs that came too early."""
@@ -209,7 +209,7 @@ class ParentSlot:
         """
         if self.finishes == ledger.finishes or min_clock < ledger.finish_at or (self.child and not self.placed(ledger)):
             return [], True
-        asked, done = self.above.finish(x, now_ns) if self.above is not None else ([], True)
+        asked, done = self.link.finish(x, now_ns) if self.link is not None else ([], True)
         if done:
             self.finishes = ledger.finishes
         return asked, done

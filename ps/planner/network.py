@@ -286,9 +286,9 @@ def _array(value: Any, name: str, shape: tuple[int, ...], bounds: Bounds, unknow
             (at, each) for at, each in np.ndenumerate(table) if not _fits(each, bounds, unknown is not None)
         )
         where = "".join(f"[{index}]" for index in at)
-        told = "null" if each is None else json.dumps(each, default=str)[:40]
+        shown = "null" if each is None else json.dumps(each, default=str)[:40]
         raise UsageError(
-            f"{name}{where} of the network is {told}; a number from {bounds[0]:g} to {bounds[1]:g} is needed"
+            f"{name}{where} of the network is {shown}; a number from {bounds[0]:g} to {bounds[1]:g} is needed"
         )
     return found
 

@@ -122,7 +122,7 @@ class ProbeDirector:
         self.failed: list[str] = []  # a sentence for each pair or machine that failed
         self.began_ns: int | None = None  # when the first round began
         self.shared: list[SharedPath] | None = None  # None until all second visits are over
-        self.over = False  # nothing is left to measure
+        self.finished = False  # nothing is left to measure
 
     def name(self, machine: int) -> str:
         return self.machines[machine].join.name
@@ -274,7 +274,7 @@ class ProbeDirector:
     def _next(self, now_ns: int) -> Effects:
         """Begin the next round, if the present one is over."""
         said: Effects = []
-        while not self.tries and not self.over:
+        while not self.tries and not self.finished:
             if self.first and self.number == len(self.rounds):
                 said += self._second()
             if self.number == len(self.rounds) and (more := self._alone()):
@@ -283,7 +283,7 @@ class ProbeDirector:
                 self.pairs += count
                 said.append(PrintLine(f"{count} pairs shared a way with others: they are measured once more, alone"))
             if self.number == len(self.rounds):
-                self.over = True
+                self.finished = True
                 return [*said, *(SendToMachine(machine.peer, ProbeEnd("")) for machine in self.machines)]
             pairs = self.rounds[self.number]
             self.number += 1
@@ -350,7 +350,7 @@ class ProbeDirector:
         """Handle the passing of time: end tries that are late, and drop machines that are silent."""
         said: Effects = []
         for number in reversed(range(len(self.machines))):  # from the end: a machine may leave the list
-            if number not in self.gone and not self.over and now_ns - self.machines[number].heard_ns >= SILENT_NS:
+            if number not in self.gone and not self.finished and now_ns - self.machines[number].heard_ns >= SILENT_NS:
                 said += self._lost(number, now_ns)
         for machine in [each for each in self.machines if each.step_s is None and now_ns - each.came_ns > STEPS_NS]:
             why = f"{machine.join.name}: its steps were not timed within {STEPS_NS // NS} s"

@@ -29,7 +29,7 @@ class CheckpointDisk:
         if config.host and config.folder is not None:
             self.away = ArchiveClient(config.folder, config.index, config.coordinator, self._dial, self._alive)
         self.writer = CheckpointWriter(config.folder, config.index, self.away) if config.folder is not None else None
-        self.trouble = ""  # why the newest write failed, "" if it did not; logged once
+        self.failure = ""  # why the newest write failed, "" if it did not; logged once
         self.nbytes, self.due_s = 0, 0.0  # bytes of the machine; time.monotonic() of the next sign of life
         self.prepared = False  # the writer has memory for the first copy
 
@@ -96,7 +96,7 @@ class CheckpointDisk:
 
     def tell(self, written: WrittenCheckpoint) -> list[Log]:
         """Return the log events of a write. A disk's error is logged once for as long as it stays the same."""
-        said, self.trouble = self.trouble, written.trouble
+        said, self.failure = self.failure, written.trouble
         where: dict[str, object] = {"shard": self.index, "clock": written.clock}
         if written.trouble and written.trouble != said:
             text = f"shard {self.index} cannot write a checkpoint and tries again: {written.trouble}"
@@ -106,10 +106,10 @@ class CheckpointDisk:
 
     def announced(self, clock: int) -> Log:
         """Return the event of a checkpoint that is on disk."""
-        told: dict[str, object] = {"shard": self.index, "clock": clock}
+        values: dict[str, object] = {"shard": self.index, "clock": clock}
         if not self.config.keeps:  # --checkpoint-dir none: tell the user that no file will stay
-            told["text"] = sentence("checkpoint", told) + ", in a temporary folder while the run lasts"
-        return Log("checkpoint", told)
+            values["text"] = sentence("checkpoint", values) + ", in a temporary folder while the run lasts"
+        return Log("checkpoint", values)
 
     def load(self, clock: int, server: Server) -> None:
         """Read the checkpoint of this clock into the machine, and drop all after it. Raises NarrowsError."""

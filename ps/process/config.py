@@ -114,11 +114,11 @@ class ServerConfig:
                 release, so this is a bug.
         """
         try:
-            told = json.loads(line)
-            told["settings"] = Settings(**told["settings"])
-            told["done"] = tuple(told["done"])
-            told["away"] = tuple((shard, host) for shard, host in told["away"])
+            record = json.loads(line)
+            record["settings"] = Settings(**record["settings"])
+            record["done"] = tuple(record["done"])
+            record["away"] = tuple((shard, host) for shard, host in record["away"])
             first, second = (env.get(name, "") for name in JOURNAL)
-            return ServerConfig(journal=(int(first), int(second)) if first else None, **told)
+            return ServerConfig(journal=(int(first), int(second)) if first else None, **record)
         except (KeyError, TypeError, ValueError) as error:
             raise LocalProtocolError(f"the config of a shard cannot be read: {error}") from None

@@ -104,7 +104,7 @@ class Journal:
         self.serial, self.size = heads[self.turn]  # of the machine in it; serial 0: there is none
         self.end = HEAD.size + self.size  # offset of the next event
         self.spent_ns = self.copy_ns = 0  # time of handling the events in it; time of writing its machine
-        self.trouble = ""  # why there is no journal any more, "": there is one
+        self.failure = ""  # why there is no journal any more, "": there is one
 
     @staticmethod
     def _head(file: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Journal:
     def due(self) -> bool:
         """True if it is time to write the machine anew."""
         longest = max(REPLAY_NS, COPY_TIMES * self.copy_ns)
-        return not self.trouble and (
+        return not self.failure and (
             self.spent_ns >= longest or self.end - HEAD.size - self.size >= max(BYTES_MIN, self.size)
         )
 
@@ -131,7 +131,7 @@ class Journal:
 
     def begin(self, server: Server) -> None:
         """Write the machine into the other file; events go there from now on."""
-        if self.trouble:
+        if self.failure:
             return
         began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
         try:
@@ -152,7 +152,7 @@ class Journal:
 
     def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> None:
         """Write an event. `frames`: the frames of its message, as received."""
-        if self.trouble:
+        if self.failure:
             return
         about = pack([event.described(), [len(f) for f in frames]])
         parts = [RECORD.pack(len(about)), about, *frames]
@@ -167,7 +167,7 @@ class Journal:
 
     def give_up(self, error: Exception) -> None:
         """Empty the journal: it lacks an event, so no process may go on with it. Most likely the memory is full."""
-        self.trouble = getattr(error, "strerror", None) or str(error)
+        self.failure = getattr(error, "strerror", None) or str(error)
         for file in self.files:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)

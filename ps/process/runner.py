@@ -171,9 +171,9 @@ class ServerRunner:
         if self.anew or journal.due:
             self.anew = False
             journal.begin(self.server)
-        if journal.trouble:
+        if journal.failure:
             self.journal = None
-            why = f"shard {self.config.index} cannot keep its journal ({journal.trouble})"
+            why = f"shard {self.config.index} cannot keep its journal ({journal.failure})"
             self._log("journal", text=f"{why}: if it dies it goes back to a checkpoint")
 
     def _replay(self, journal: Journal) -> None:
@@ -196,7 +196,7 @@ class ServerRunner:
         if writing == shard.min_clock and whole:
             self.disk.write(writing, self.server)
         elif self.config.folder is not None and (writing >= 0 or not here):
-            clock = writing if writing >= 0 else shard.tried
+            clock = writing if writing >= 0 else shard.checkpoint_tried
             self._write_down(WrittenCheckpoint(clock, self.disk.clocks(), 0))
         elif self.server.over and shard.checkpoints:  # ps-serve waits for this event, and may not have it yet
             self._carry_out([self.disk.announced(shard.checkpoints[-1])])
@@ -238,7 +238,7 @@ class ServerRunner:
                     self._put(address, vote)
             case SendToPeer(address, message) if address == self.original.before:
                 self._put(address, message)
-            case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.upward.addresses):
+            case SendToPeer(address, message) if self.dialled.tell(address, self.server.shard.parent_slot.addresses):
                 self.bytes_up += self._put(address, message)
             case StopProcess():
                 self.running, self.end = False, effect

@@ -61,7 +61,7 @@ class StandbyRunner:
             config.index, config.follows, address, number, lost_ns, siblings, self._thaw, self._again
         )
         self.standby.heard(self.clock.now())
-        self.told = False  # the console has shown that this server stands by
+        self.announced = False  # the console has shown that this server stands by
 
     @property
     def server(self) -> Server:
@@ -190,8 +190,8 @@ class StandbyRunner:
         """Acknowledge what is here, and give signs of life. Raises ServerLostError as `loop`."""
         self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
         self.watchdog.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
-        if self.standby.stands_by and not self.told and not self.config.index:
-            self.told = True
+        if self.standby.stands_by and not self.announced and not self.config.index:
+            self.announced = True
             text = f"stands by for {self.config.follows}: all that it has is here, {self.standby.have} events"
             emit("log", name="standby", values={"text": text})
         if now_ns - self.standby.heard_ns > ELECTION_TIMEOUT_NS:

@@ -52,16 +52,16 @@ class ParentHold:
 
     def __init__(self, coordinator: Coordinator, member: Member) -> None:
         self.coordinator, self.member = coordinator, member
-        self.word: e.PushesPaused | None = None  # the newest request
+        self.request: e.PushesPaused | None = None  # the newest request
         self.version = 0  # version of the ledger that tells the shards
 
     def said(self, word: e.PushesPaused) -> None:
         """Note that the newest ledger tells this request to the shards."""
-        self.word, self.version = word, self.coordinator.version
+        self.request, self.version = word, self.coordinator.version
 
     def anew(self) -> None:
         """Forget the request: it was for an earlier seat."""
-        self.word = None
+        self.request = None
 
     @property
     def all_know(self) -> bool:
@@ -71,9 +71,9 @@ class ParentHold:
 
     def known(self, now_ns: int) -> list[ServerEffect]:
         """Answer the parent once all shards know."""
-        if self.word is None or self.member.move >= self.word.number or not self.all_know:
+        if self.request is None or self.member.move >= self.request.number or not self.all_know:
             return []
-        return [self.member.knows(self.word.number, now_ns)]
+        return [self.member.knows(self.request.number, now_ns)]
 
 
 class ParentMembership:
@@ -109,18 +109,18 @@ class ParentMembership:
         self.early: list[MemberEffect] = []  # events of peers that came before shard 0 had the newest seat
         self.holding = ParentHold(coordinator, member)
         self.final = StopProcess()  # the effect that this process ends with
-        coordinator.above.listen(member)
+        coordinator.parent_place.listen(member)
         member.figures.read_from(self._rows)
 
     @property
     def clock(self) -> int:
         """Updates that shard 0 has pushed at its seat; -1 before the seat has begun."""
-        seat = self.shard.upward.seat
+        seat = self.shard.parent_slot.seat
         return seat.clock if seat is not None else -1
 
     def _rows(self) -> tuple[SummaryRow, ...]:
         """Return the figures of this cluster, and of all workers and clusters below it."""
-        coordinator, seat = self.coordinator, self.shard.upward.seat
+        coordinator, seat = self.coordinator, self.shard.parent_slot.seat
         below = [row for child in coordinator.declared for row in _now(coordinator, child)]
         ours = [row.summary for row in below if len(row.path) == 1]
         losses = [summary.loss for summary in ours if summary.loss is not None]
@@ -172,7 +172,7 @@ class ParentMembership:
     def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
         """Leave the parent's run while no worker is here; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
-        someone = coordinator.declared or coordinator.above.undeclared
+        someone = coordinator.declared or coordinator.parent_place.undeclared
         if member.phase is MemberPhase.ALONE and not someone and not coordinator.over:
             return self.end(m.RefuseCode.SERVER_LOST, "it is lost, and the last worker here has left", now_ns)
         if member.phase in (MemberPhase.DECLARED, MemberPhase.RUNNING) and not someone and not coordinator.over:
@@ -208,8 +208,8 @@ class ParentMembership:
             return self._of_peers(event, now_ns)
         if isinstance(event, e.ServerGone):
             text = f"the parent, {self.parent}, is lost; the clusters go on without it"
-            told = coordinator.introduced_above(coordinator.above.roster, True, now_ns)
-            return [Log("above", {"text": text}), *told]
+            effects = coordinator.introduced_above(coordinator.parent_place.roster, True, now_ns)
+            return [Log("above", {"text": text}), *effects]
         if isinstance(event, e.MemberFailed):
             return self.end(event.code, event.text, now_ns)
         if isinstance(event, e.BuffersRequested):
@@ -229,7 +229,7 @@ class ParentMembership:
             return self.end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
         if known := self.holding.known(now_ns):
             return known
-        if member.ended or member.phase is not MemberPhase.RUNNING or not self.coordinator.above.ended:
+        if member.ended or member.phase is not MemberPhase.RUNNING or not self.coordinator.parent_place.ended:
             return []
         return asks(member.tell_ended(now_ns))
 
@@ -240,7 +240,7 @@ class ParentMembership:
         self.parent = event.address
         text = f"the parent's standby at {self.parent} serves now; training goes on"
         log = Log("above", {"text": text, "parent": self.parent})
-        if self.place is None or not self.coordinator.above.place:
+        if self.place is None or not self.coordinator.parent_place.place:
             return [log]
         self.place = replace(self.place, ports=event.ports, server=self.parent)
         return [log, *self._keeps(now_ns)]
@@ -261,12 +261,12 @@ class ParentMembership:
 
     def _held(self, event: e.PushesPaused, now_ns: int) -> list[ServerEffect]:
         """Have each shard push no update from that clock on."""
-        if self.place is None or not self.coordinator.above.place or event == self.holding.word:
+        if self.place is None or not self.coordinator.parent_place.place or event == self.holding.request:
             return []
         self.place = replace(self.place, hold=event.at)
-        told = self._keeps(now_ns)
+        effects = self._keeps(now_ns)
         self.holding.said(event)
-        return told
+        return effects
 
     def _moved(self, event: e.MemberResharded, now_ns: int) -> list[ServerEffect]:
         """Go on under another plan of the parent's run.
@@ -284,18 +284,18 @@ class ParentMembership:
 
     def _of_peers(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
         """Take an event of another cluster: shard 0 gets it, except the answer to our question for the round."""
-        late, told = self.late, list[ServerEffect]()
+        late, effects = self.late, list[ServerEffect]()
         if late is not None and isinstance(event, e.OfferArrived) and event.parts[0].number == WHOLE:
             self.late = None
             return self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
         self.early.append(event)
         if isinstance(event, e.RosterChanged):
-            told = self.coordinator.introduced_above(bytes(encode(event.roster)[0]), False, now_ns)
-        return [*told, *self._ask(now_ns), *self.hand_on(now_ns)]
+            effects = self.coordinator.introduced_above(bytes(encode(event.roster)[0]), False, now_ns)
+        return [*effects, *self._ask(now_ns), *self.hand_on(now_ns)]
 
     def hand_on(self, now_ns: int) -> list[ServerEffect]:
         """Hand shard 0 the events of peers, once it has the newest seat."""
-        planned, early, seat = self.shard.model_shard, self.early, self.shard.upward.seat
+        planned, early, seat = self.shard.model_shard, self.early, self.shard.parent_slot.seat
         here = seat.place if seat is not None else None
         if not early or self.late is not None or planned is None or here != self.place:
             return []
@@ -321,8 +321,8 @@ class ParentMembership:
         if why:
             return self.end(m.RefuseCode.INCOMPATIBLE, why, now_ns)
         place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
-        told = self.coordinator.joined_above(event.rank, event.world_size, now_ns)
-        return [Log("above", {"text": f"{place}: {settings.summary()}"}), *told]
+        effects = self.coordinator.joined_above(event.rank, event.world_size, now_ns)
+        return [Log("above", {"text": f"{place}: {settings.summary()}"}), *effects]
 
     def _cannot_join(self, settings: Settings, ours: int, theirs: int, elsewhere: bool) -> str:
         """Return why this cluster cannot be a member of a run with these settings, "" if it can.
@@ -421,7 +421,7 @@ class ParentMembership:
         if self.leaves:
             return [StopProcess()]  # all was acknowledged, and shards that have ended would not see a later ledger
         if coordinator.over:
-            return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all workers here are done
+            return coordinator.cut_off(now_ns) if coordinator.parent_place.place else []  # all workers here are done
         text = f"the parent, {self.parent}: {text}"[: m.TEXT_MAX]
         self.final = StopProcess(code, text)
         return [*coordinator.members.refuse_all(code, text), *coordinator.cut_off(now_ns)]

@@ -106,7 +106,7 @@ class Server:
         """
         if self.membership is not None:
             return self.membership.parent
-        if (seat := self.shard.upward.seat) is None:
+        if (seat := self.shard.parent_slot.seat) is None:
             return ""
         return f"{seat.place.server.rpartition(':')[0]}:{seat.place.ports[self.shard.index]}"
 
@@ -123,7 +123,7 @@ class Server:
         # process 0 asks them for the round before its shard has a seat
         if member is not None and member.peers is not None:
             return member.peers.peers
-        return self.shard.upward.others
+        return self.shard.parent_slot.others
 
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
         """Return the effects of a message that caused `error`. A sender that is at fault gets a Refuse."""
@@ -184,7 +184,7 @@ class Server:
 
         The runner calls it when the connection is a new one.
         """
-        self.shard.upward.repeat_soon(peer)
+        self.shard.parent_slot.repeat_soon(peer)
         if self.membership is not None and not peer:
             self.membership.member.repeat_soon(0)
         return []
@@ -265,7 +265,7 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None or self.tree_shown or not coordinator.started:
             return []
-        if not coordinator.above.parent.tree and not any(child.below for child in coordinator.declared):
+        if not coordinator.parent_place.parent.tree and not any(child.below for child in coordinator.declared):
             return []
         self.tree_shown = True
         return self.show_tree()
@@ -277,7 +277,7 @@ class Server:
             return []
         planned = self.shard.model_shard
         lines = [
-            coordinator.above.parent.tree or coordinator.tree(),
+            coordinator.parent_place.parent.tree or coordinator.tree(),
             *(planned.filters.lines() if planned is not None else ()),
         ]
         return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
@@ -303,7 +303,7 @@ class Server:
             return self._route(seen, now_ns)
         if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
             return self.fail_above(message.text, now_ns)
-        seat = self.shard.upward.seat
+        seat = self.shard.parent_slot.seat
         events = seat.session.receive(message, now_ns) if seat is not None else []
         return self._route(self.shard.from_above(events, now_ns), now_ns)
 

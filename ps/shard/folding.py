@@ -159,8 +159,8 @@ class FoldAtOnce:
         """
         last = update[0].samples >= m.HandOver.LAST
         self.stopped += not last
-        told: dict[str, object] = {"worker": seat.worker, "shard": self.filters.index}
-        self.filters.logs.append(Log("handed over", told | {"last": last, "stopped": self.stopped}))
+        values: dict[str, object] = {"worker": seat.worker, "shard": self.filters.index}
+        self.filters.logs.append(Log("handed over", values | {"last": last, "stopped": self.stopped}))
         return SetFirstWeights(update) if last or self.stopped == 1 else MergeStoppedModels(update, self.stopped)
 
     def _hold(self, hypers: HyperparameterVote, seat: PushSequence, said: bytes) -> bytes:
@@ -168,8 +168,8 @@ class FoldAtOnce:
         hyper = hypers.hold(seat.worker, said)
         if hyper != said and seat.worker not in hypers.struck:
             hypers.struck.add(seat.worker)
-            told = {"worker": seat.worker, "clock": seat.clock, "shard": self.filters.index}
-            self.filters.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.filters.index, seat.worker)}))
+            values = {"worker": seat.worker, "clock": seat.clock, "shard": self.filters.index}
+            self.filters.logs.append(Log("hyper", values | {"text": FAR_OFF.format(self.filters.index, seat.worker)}))
         return hyper
 
     def weight(self, seat: PushSequence, clock: int) -> float | None:

@@ -167,7 +167,9 @@ class ModelShard:
         )
         self.publications = Publications(index, mode, store, assembler, self.folding, down.specs, resources.timing)
         self.publications.begin(clock)
-        self.upward = ParentSlot(index, store.whole, resources.child, resources.member, resources.timing, plan.degree)
+        self.parent_slot = ParentSlot(
+            index, store.whole, resources.child, resources.member, resources.timing, plan.degree
+        )
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
         self.weights_from = -1  # the ledger's initialiser once all first weights are here, -1 before
         # gossip: worker -> how many models the mean of the first weights had once its own was in
@@ -210,16 +212,16 @@ class ModelShard:
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
         self.apply([load])
-        self.upward.owe(load.arrays.get(OWED))
+        self.parent_slot.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
 
     def go_on(self, before: ModelShard) -> None:
         """Continue with the arrays of `before`, which has reached the same clock under other settings (replanning).
 
         The arrays come from memory and not from the checkpoint: a standby has them too, but not the disk of its
-        primary. `upward` comes along, since no checkpoint holds it.
+        primary. `parent_slot` comes along, since no checkpoint holds it.
         """
-        self.upward = before.upward
+        self.parent_slot = before.parent_slot
         self.begin(LoadArrays(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
@@ -229,8 +231,8 @@ class ModelShard:
         earlier checkpoint does not: updates that are pushed after it would count twice when a run resumes from it.
         """
         arrays = self.store.arrays() | self.store.tables.arrays()
-        if self.upward.child and ledger.over and not ledger.above:
-            arrays[OWED] = self.upward.kept.owes(self.store.x)
+        if self.parent_slot.child and ledger.over and not ledger.above:
+            arrays[OWED] = self.parent_slot.kept.owes(self.store.x)
         return arrays
 
     # The stages. Each returns its effects, and True if the next stage may begin.
@@ -240,8 +242,8 @@ class ModelShard:
         effects: list[ServerEffect] = []
         if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
             self.weights_from = ledger.initialiser  # a worker that still owed its model has left
-        if self.upward.above is not None:
-            self.apply(self.upward.above.first(self.store.x, self.store.publication + 1))
+        if self.parent_slot.link is not None:
+            self.apply(self.parent_slot.link.first(self.store.x, self.store.publication + 1))
         while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
             effects += more
@@ -250,7 +252,7 @@ class ModelShard:
             self.stage = NEXT[self.stage]
         if self.stage is ClockStage.FOLD:
             effects += self._between(ledger, now_ns)[0]
-            self.apply(self.upward.above.seat.last() if self.upward.above is not None else [])
+            self.apply(self.parent_slot.link.seat.last() if self.parent_slot.link is not None else [])
         asked = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
         if asked and self.stage is ClockStage.FOLD and self.store.publication >= 0:
             effects.append(self._checkpoint())
@@ -259,7 +261,7 @@ class ModelShard:
     def _between(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Between two clocks: take a seat in the parent's run, finish there if all workers are done. False: wait."""
         seated = self.seat(ledger, now_ns)
-        finished, done = self.upward.finish(ledger, self.min_clock, self.store.x, now_ns)
+        finished, done = self.parent_slot.finish(ledger, self.min_clock, self.store.x, now_ns)
         return [*seated, *finished], done
 
     def _fold(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
@@ -281,8 +283,8 @@ class ModelShard:
             samples = self.folding.samples
             if self.folding.hyper_differs and not differed:
                 effects.append(Log("hyper", {"clock": self.min_clock, "text": DIFFER}))
-        if self.upward.above is not None:
-            self.upward.above.seat.stepped(samples)
+        if self.parent_slot.link is not None:
+            self.parent_slot.link.seat.stepped(samples)
         return effects, True
 
     def _clip(self, norms: dict[int, float]) -> Callable[[Terms, int], float | None]:
@@ -304,16 +306,16 @@ class ModelShard:
 
     def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage SEND_UP: push to the parent what is owed."""
-        above = self.upward.above
-        if above is None or not self.upward.placed(ledger):
+        above = self.parent_slot.link
+        if above is None or not self.parent_slot.placed(ledger):
             return [], True
         asks, done = above.send_up(self.store.x, now_ns)
         return [*asks], done
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage REBASE: move the weights onto the parent's newest state, once the staleness bound there allows it."""
-        above = self.upward.above
-        if above is None or not self.upward.placed(ledger):
+        above = self.parent_slot.link
+        if above is None or not self.parent_slot.placed(ledger):
             return [], True  # this cluster has no seat in the parent's run at present
         if not above.may_publish():
             return [], False
@@ -358,24 +360,24 @@ class ModelShard:
 
     def seat(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Take the seat in the parent's run that the ledger names, once the clocks before it are done."""
-        place = self.upward.wanted(ledger)
+        place = self.parent_slot.wanted(ledger)
         if place is None:
             return []
-        if (said := self.upward.keep(place, ledger, now_ns)) is not None:
+        if (said := self.parent_slot.keep(place, ledger, now_ns)) is not None:
             return said
         if not self.assembler.seats.keys() & {worker for worker, *_ in ledger.members}:
             # all workers are new: go to where the parent's run is
             self.min_clock, self.stage = place.at, ClockStage.FOLD
             self.publications.begin(place.at)
-            self.upward.renew()
+            self.parent_slot.renew()
         if self.stage is not ClockStage.FOLD or self.min_clock < place.at:
             return []
-        return self.upward.take_place(place, ledger, now_ns)
+        return self.parent_slot.take_place(place, ledger, now_ns)
 
     def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Give the parent its first weights, once all shards have those of one worker, or a checkpoint."""
         decided = self.weights_from < 0 or ledger.weights == self.weights_from
-        above = self.upward.above
+        above = self.parent_slot.link
         if above is None or not above.seat.wants_weights or self.store.publication < 0 or not decided:
             return []
         return above.give_weights(self.store.x, now_ns)
@@ -422,8 +424,8 @@ class ModelShard:
         """Take the next whole update of a member: fold it or hold it, and raise the member's clock."""
         changes = self.folding.accept(seat, update, self.store.publication + 1)
         self.apply(changes)
-        if changes and self.upward.above is not None:
-            self.upward.above.seat.moved()
+        if changes and self.parent_slot.link is not None:
+            self.parent_slot.link.seat.moved()
         if self.mode.rule is FoldRule.MIX:
             # gossip closes no clock: a checkpoint of this min_clock would hold the model before this update
             self.written = -1

@@ -69,24 +69,24 @@ class Shard:
         self.incarnation, self.port = incarnation, port
         self.checkpoints = list(checkpoints)
         # clock of the newest checkpoint that the runner finished, written or failed; and how long the write took, in ns
-        self.tried, self.wrote_ns = -1, 0
+        self.checkpoint_tried, self.wrote_ns = -1, 0
         self.ledger = UNDECIDED
         self.assembler = PushAssembler(index, self.mode)
         self.model_shard: ModelShard | None = None
-        self.empty = ParentSlot(index, (0, 0), False, None, resources.timing, 1.0)  # `upward` without a model
+        self.empty = ParentSlot(index, (0, 0), False, None, resources.timing, 1.0)  # `parent_slot` without a model
         self.service: ShardRequests | None = None  # answers members; None without `model_shard`
         self.trouble = ""
         self.moved = (0, 0)  # bytes sent to and received from the parent, as the runner counts them
         self.reports = Reports(self._report_of)
-        self.told: tuple[object, ...] = ()  # `_standing` at the time of the newest report
-        self.owed: FloatArray | None = None  # residual that the previous generation owed to the parent, float32[size]
+        self.last_reported: tuple[object, ...] = ()  # `_standing` at the time of the newest report
+        self.parent_residual: FloatArray | None = None  # what the previous generation owed to the parent, float32[size]
         # clock of the newest checkpoint that was begun, and the first report that says what it contains
         self.saved = (-1, 0)
 
     @property
-    def upward(self) -> ParentSlot:
+    def parent_slot(self) -> ParentSlot:
         """The slot of the link to the parent; an empty one while there is no model."""
-        return self.model_shard.upward if self.model_shard is not None else self.empty
+        return self.model_shard.parent_slot if self.model_shard is not None else self.empty
 
     @property
     def min_clock(self) -> int:
@@ -110,7 +110,7 @@ class Shard:
     def writing(self) -> int:
         """Clock of the checkpoint that the runner is still writing, -1 for none."""
         asked = self.model_shard.asked if self.model_shard is not None else -1
-        return asked if asked != self.tried else -1
+        return asked if asked != self.checkpoint_tried else -1
 
     # The ledger.
 
@@ -130,10 +130,12 @@ class Shard:
         if ledger.decides_as(before):
             return [self.report(now_ns)]
         if ledger.plan and self.model_shard is None and not self.retired:
-            self._plan(ModelSpec.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
+            self._plan(ModelSpec.unpacked(ledger.plan), max(ledger.restart_clock, 0)).parent_slot.owe(
+                self.parent_residual
+            )
         if self.model_shard is not None:
             effects += self.model_shard.seat(ledger, now_ns)
-            effects += self.model_shard.upward.introduce(ledger, now_ns)
+            effects += self.model_shard.parent_slot.introduce(ledger, now_ns)
         effects += self._members()
         if self.model_shard is not None:
             effects += self.model_shard.give_weights(ledger, now_ns)
@@ -143,12 +145,12 @@ class Shard:
         """Begin a new generation: drop all members and the store, and return to the checkpoint of the ledger."""
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
-        self.owed = self.upward.kept.residual if self.model_shard is not None else self.owed
+        self.parent_residual = self.parent_slot.kept.residual if self.model_shard is not None else self.parent_residual
         model_shard, number = self.model_shard, self.settings.plan_number
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
         self.assembler, self.model_shard, self.service = PushAssembler(self.index, self.mode), None, None
-        self.tried = -1
+        self.checkpoint_tried = -1
         if self.retired:
             return effects
         if reached > clock:  # each shard logs this: a restarted coordinator does not know how far the shards were
@@ -204,7 +206,7 @@ class Shard:
         # The restart checkpoint may be in other shards' files: it stays listed until all shards have a newer one.
         begun = self.ledger.restart_clock
         more = {begun} if begun in self.checkpoints and begun >= self.ledger.shared else set[int]()
-        self.checkpoints, self.tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
+        self.checkpoints, self.checkpoint_tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
         self.reports.owe()
 
     def listens(self, port: int) -> None:
@@ -222,20 +224,20 @@ class Shard:
         """Take the events that the session with the parent's shard has produced. Raises RemoteProtocolError."""
         if self.model_shard is None:
             return []
-        above = self.model_shard.upward.above
+        above = self.model_shard.parent_slot.link
         effects = above.take(seen, now_ns) if above is not None else []
         return self._went_on([*effects, *self.model_shard.give_weights(self.ledger, now_ns)], now_ns)
 
     def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Take a message of another cluster (gossip). Raises RemoteProtocolError for one that no cluster may send."""
-        effects = self.upward.hear(message, self.ledger, now_ns)  # raises if this cluster has no parent
+        effects = self.parent_slot.hear(message, self.ledger, now_ns)  # raises if this cluster has no parent
         return self._went_on(effects, now_ns)
 
     def _went_on(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
         if self.model_shard is not None:
-            effects = [*effects, *self.model_shard.upward.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
-        self.trouble = self.trouble or self.upward.trouble[: m.TEXT_MAX]
-        if self.told != self._standing:  # against the newest report: the session has changed before this call
+            effects = [*effects, *self.model_shard.parent_slot.introduce(self.ledger, now_ns), *self._go_on(now_ns)]
+        self.trouble = self.trouble or self.parent_slot.trouble[: m.TEXT_MAX]
+        if self.last_reported != self._standing:  # against the newest report: the session has changed before this call
             effects.append(self.report(now_ns))
         return effects
 
@@ -244,12 +246,12 @@ class Shard:
         """True if the parent has all that this shard will ever send it."""
         if not self.ledger.above:
             return True
-        return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.upward.at_rest
+        return self.ledger.over and self.min_clock >= self.ledger.min_clock and self.parent_slot.at_rest
 
     @property
     def _standing(self) -> tuple[object, ...]:
         """The fields of a report that an event from the parent may change."""
-        upward = self.upward
+        upward = self.parent_slot
         return (self.min_clock, upward.ready, self.at_rest, upward.finishes, upward.ended, self.trouble)
 
     # Messages of members.
@@ -294,7 +296,7 @@ class Shard:
         return self.reports.send(now_ns)
 
     def _report_of(self, version: int) -> m.Report:
-        self.told, model_shard, upward = self._standing, self.model_shard, self.upward
+        self.last_reported, model_shard, upward = self._standing, self.model_shard, self.parent_slot
         seats = (*self.assembler.seats.values(), *self.assembler.gone.values())
         begun = model_shard.asked if model_shard is not None else -1
         self.saved = self.saved if self.saved[0] == begun else (begun, version)
@@ -314,7 +316,7 @@ class Shard:
             arrived=tuple((seat.worker, seat.clock) for seat in seats if seat.news > self.reports.seen),
             norms=tuple(model_shard.norms.items()) if model_shard is not None else (),
             checkpoints=tuple(self.checkpoints),
-            tried=self.tried,
+            tried=self.checkpoint_tried,
             wrote_ns=self.wrote_ns,
             bytes_up=self.moved[0],
             bytes_down=self.moved[1],
@@ -338,8 +340,8 @@ class Shard:
         """
         self.moved = moved
         if self.model_shard is not None and self.ledger.above:
-            again = self.upward.tick(now_ns)
-            if again or self.told != self._standing:  # a wait for a peer may end without any effect
+            again = self.parent_slot.tick(now_ns)
+            if again or self.last_reported != self._standing:  # a wait for a peer may end without any effect
                 return self._went_on(again, now_ns)
         if self.model_shard is not None and self.model_shard.writes:
             self.model_shard.has_written()

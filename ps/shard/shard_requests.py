@@ -84,14 +84,14 @@ class ShardRequests:
     def _last(self) -> FloatArray | None:
         """Return the model that all workers end with, or None while it is not known."""
         if self.resources.child:
-            seat = self.model_shard.upward.seat
+            seat = self.model_shard.parent_slot.seat
             return seat.master if seat is not None else None
-        return self.store.x if self.model_shard.upward.finishes else None
+        return self.store.x if self.model_shard.parent_slot.finishes else None
 
     @property
     def _wanted_above(self) -> bool:
         """True if the first weights of a worker count: the parent wants them, or there is none."""
-        seat = self.model_shard.upward.seat
+        seat = self.model_shard.parent_slot.seat
         return not self.resources.child or (seat is not None and seat.wants_weights)
 
     def _first_weights(self, seat: PushSequence, message: m.FirstWeights, ledger: m.Ledger) -> bool:

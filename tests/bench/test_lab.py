@@ -264,7 +264,7 @@ def test_the_recipe_that_is_measured_is_readmes() -> None:
     """bench/contenders/wan.py runs the three commands for two cities with other addresses, and nothing else."""
     row = next(row for row in wan.ROWS if "README" in row.name)
     text = (BENCH.parent / "README.md").read_text("utf-8")
-    recipe = [line for line in text.splitlines() if re.fullmatch(r"    ps-.*# (one city|each)", line)]
+    recipe = [line for line in text.splitlines() if re.fullmatch(r"    ps-.*# in (one|each) city", line)]
     root, cluster, worker = (flags(shlex.split(line, comments=True)[1:]) for line in recipe)
     assert root == flags(["--workers", "2", *row.above])
     assert cluster == flags(list(row.below)) and worker == {"-n": str(row.each)}

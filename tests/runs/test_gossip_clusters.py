@@ -40,7 +40,7 @@ def script(worker: int) -> Array:
 
 def round_of(shard: Shard) -> int:
     """0 before it knows the clusters that it mixes with."""
-    return shard.upward.above.driver.round if isinstance(shard.upward.above, ParentGossip) else 0
+    return shard.parent_slot.link.driver.round if isinstance(shard.parent_slot.link, ParentGossip) else 0
 
 
 def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, list[Cluster], list[Array]]:
@@ -62,7 +62,7 @@ def test_clusters_scale_their_updates_by_what_others_tell() -> None:
         root, families = family(gossip(workers=2, shards=2, **more), Settings(shards=2), 2)
         with tree(root, *families) as run:
             run.together(lambda worker: train(3 * WINDOW, make))
-            found = [cast(Any, server).shard.upward.kept.gain for each in families for server in each.servers]
+            found = [cast(Any, server).shard.parent_slot.kept.gain for each in families for server in each.servers]
         return [gain and gain.factor for gain in found]
 
     assert all(gain is not None and 1.01 < gain <= 2**0.5 for gain in gains(adamw))

@@ -167,11 +167,11 @@ def state_of(server: Server) -> tuple[Any, ...]:
         held = planned.folding.held if isinstance(planned.folding, FoldAtBarrier) else {}
         children = {worker: (c.follow, sorted(c.sent), c.pull) for worker, c in planned.publications.children.items()}
         arrays = [array.tobytes() for array in planned.store.arrays().values()]
-        model = (planned.plan, arrays, planned.stage, planned.upward.finishes, sorted(held), children)
+        model = (planned.plan, arrays, planned.stage, planned.parent_slot.finishes, sorted(held), children)
     seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.assembler.seats.values()]
     who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
     arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.clocks.progress.values()]
-    above = shard.upward.above
+    above = shard.parent_slot.link
     mixes = []
     if isinstance(above, ParentGossip):
         weights = b"" if not above.driver.has_model else above.driver.mixing.model.tobytes()

@@ -484,7 +484,7 @@ def test_a_bad_link_between_levels_with_quorums_loses_nothing(number: int, deep:
     assert [script.error for script in scripts] == [None] * len(scripts)
     assert all(np.isfinite(script.result).all() for script in scripts)
     for child in (*middle, *leaves):
-        assert len({seat.clock if (seat := server.shard.upward.seat) else -1 for server in child.servers}) == 1
+        assert len({seat.clock if (seat := server.shard.parent_slot.seat) else -1 for server in child.servers}) == 1
     assert not any(server.shard.assembler.discarded for c in everyone for server in c.servers)
 
 

@@ -174,7 +174,7 @@ def test_a_worker_that_dies_is_not_waited_for_and_none_joins_once_all_have_ended
     decided = Cluster(Settings(sync="ssp", workers=2))
     coordinator = decided.servers[0].coordinator
     assert coordinator is not None
-    coordinator.above.finishes = 1
+    coordinator.parent_place.finishes = 1
     effects = coordinator.handle(b"late", m.Hello("late", "here"), decided.now())
     (refused,) = (effect.message for effect in effects if isinstance(effect, Send))
     assert isinstance(refused, m.Refuse) and refused.code == m.RefuseCode.OVER and "last step" in refused.text

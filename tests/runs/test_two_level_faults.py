@@ -82,7 +82,7 @@ def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
 
 
 def finishes(shard: Shard) -> int:
-    return shard.model_shard.upward.finishes if shard.model_shard is not None else 0
+    return shard.model_shard.parent_slot.finishes if shard.model_shard is not None else 0
 
 
 def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:
@@ -100,11 +100,11 @@ def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_
         first = Script(run, 0, lambda: steps(WINDOW + 1, at=at))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
         assert pump(run, [root, one, other], lambda: finishes(here) > finishes(there))
-        seat = there.upward.seat
+        seat = there.parent_slot.seat
         before = seat.place if seat is not None else None
         expire(one)
         assert pump(
-            run, [root, one, other], lambda: seat is None or there.upward.seat is not seat or seat.place != before
+            run, [root, one, other], lambda: seat is None or there.parent_slot.seat is not seat or seat.place != before
         )
         late.release()
         go.set()
@@ -120,7 +120,9 @@ def test_a_cluster_counts_above_once_it_can_train() -> None:
         with tree(root, late, first_rank=1) as others:
             one_of_two = Script(others, 0, lambda: steps(1, finish=False))
             coordinator = late.servers[0].coordinator
-            assert coordinator is not None and pump(others, [root, first, late], lambda: coordinator.above.undeclared)
+            assert coordinator is not None and pump(
+                others, [root, first, late], lambda: coordinator.parent_place.undeclared
+            )
             before = clock_of(root)
             assert pump(run, [root, first, late], lambda: clock_of(root) > before + 10)
             two = Script(others, 1, lambda: steps(1, finish=False))
@@ -202,7 +204,7 @@ def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
 
 def waits_above(cluster: Cluster) -> bool:
     """All workers of this cluster have done their last step, and it has asked for the model that all end with."""
-    above = cluster.servers[0].shard.upward.above
+    above = cluster.servers[0].shard.parent_slot.link
     return isinstance(above, ParentPush) and above.seat.finishing
 
 
@@ -385,8 +387,8 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
         assert pump(run, [root, cluster], go.is_set)
         with root.changed:
             server, coordinator = cluster.servers[0], cluster.servers[0].coordinator
-            assert coordinator is not None and server.shard.upward.kept.residual is not None
-            owes = server.shard.upward.kept.residual.copy()
+            assert coordinator is not None and server.shard.parent_slot.kept.residual is not None
+            owes = server.shard.parent_slot.kept.residual.copy()
             assert owes.any()
             ledger = replace(server.shard.ledger, members=(), plan=coordinator.members.plan_packed)
             server.shard.handle_ledger(replace(ledger, generation=ledger.generation + 1), root.now())
@@ -394,7 +396,9 @@ def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
             assert planned is not None
             arrays = planned.store.arrays()
             planned.begin(LoadArrays(arrays | {OWED: np.ones_like(arrays["x"])}, 0))
-            assert planned.upward.kept.residual is not None and np.array_equal(planned.upward.kept.residual, owes)
+            assert planned.parent_slot.kept.residual is not None and np.array_equal(
+                planned.parent_slot.kept.residual, owes
+            )
         run.sessions[0].close(failed=True)
         cluster.interrupt()
         pump(run, [root, cluster], lambda: script.ended)

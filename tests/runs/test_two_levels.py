@@ -136,7 +136,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
         thread = started.aside(declare)
         late = below[1].servers[0].coordinator
         assert late is not None
-        until(lambda: late.above.undeclared, "the worker to declare its model", 10.0)
+        until(lambda: late.parent_place.undeclared, "the worker to declare its model", 10.0)
         with root.changed:
             below[1]._apply(0, below[1].servers[0].tick(below[1].now()))
         thread.join(10.0)

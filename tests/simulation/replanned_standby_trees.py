@@ -132,8 +132,8 @@ class OrphanStory(PlanStory):
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         super().server_event(process, effects, event, source)
-        if isinstance(process.shard.upward.above, ParentPush):
-            self.above[process.index] = process.shard.upward.above
+        if isinstance(process.shard.parent_slot.link, ParentPush):
+            self.above[process.index] = process.shard.parent_slot.link
 
     def pushing(self, index: int) -> ParentPush | None:
         return self.above.get(index)

@@ -163,7 +163,7 @@ class PlanNode(Node):
     def pushed_up(self, shard: int) -> None:
         super().pushed_up(shard)
         machine = self.servers[shard].shard
-        seat, clock = machine.upward.seat, machine.min_clock
+        seat, clock = machine.parent_slot.seat, machine.min_clock
         assert seat is not None
         place = seat.place
         member, before = self.pushed_at.get(shard, (-1, -1))

@@ -52,7 +52,7 @@ def unwatched(server: Server) -> Iterator[None]:
     """Who watches a machine has put itself in the place of some methods: that is no part of the machine."""
     planned = server.shard.model_shard
     watched: list[Any] = [planned.store, planned.folding] if planned is not None else []
-    watched += [planned.upward.above] if planned is not None and planned.upward.above is not None else []
+    watched += [planned.parent_slot.link] if planned is not None and planned.parent_slot.link is not None else []
     kept = [(each, name, each.__dict__.pop(name)) for each in watched for name in WATCHED if name in vars(each)]
     try:
         yield
@@ -78,7 +78,7 @@ class Kept:
         """From what the process is now."""
         with unwatched(self.process.server):
             self.journal.begin(self.process.server)
-        assert not self.journal.trouble, self.journal.trouble
+        assert not self.journal.failure, self.journal.failure
         self.stale = False
 
     def written(self, event: MachineEvent) -> None:

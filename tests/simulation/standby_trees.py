@@ -248,7 +248,7 @@ class Story:
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: MachineEvent, source: str) -> None:
         if process.coordinator is not None:
             self.min_clock = process.coordinator.min_clock
-        above, parent = process.shard.upward.above, self.house.parent
+        above, parent = process.shard.parent_slot.link, self.house.parent
         if not isinstance(above, ParentPush) or parent is None:
             return
         story, exchange = parent.checker, above.seat.exchange
@@ -278,7 +278,7 @@ class Story:
         """What this shard has above it."""
         planned = self.house.servers[index].shard.model_shard
         assert planned is not None
-        return planned.upward.above if isinstance(planned.upward.above, ParentPush) else None
+        return planned.parent_slot.link if isinstance(planned.parent_slot.link, ParentPush) else None
 
     def _nothing_lost(self, index: int, folded: dict[tuple[int, int, int], int]) -> None:
         rows = [row[1:] for row in self.acknowledged if row[0] == index]

@@ -292,8 +292,8 @@ def with_restart(seed: int) -> Case:
 
 def by_the_wall(awake: AwakeClock) -> int:
     """All that the machine's clock says has passed counts, though nobody was listening; it is not let back."""
-    awake.told = max(awake.told, awake.clock())
-    return awake.told
+    awake.newest_ns = max(awake.newest_ns, awake.clock())
+    return awake.newest_ns
 
 
 def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:

@@ -92,7 +92,7 @@ def elsewhere(place: ParentSeat, before: ParentSeat | None) -> bool:
 
 def forgets(coordinator: Coordinator, place: bytes, epoch: int, now_ns: int) -> Any:
     """The other shards do not hear where the server above is."""
-    coordinator.above.place = place
+    coordinator.parent_place.place = place
     return []
 
 

@@ -174,7 +174,7 @@ def answers_early(shown: Publications, seat: PushSequence, child: PublicationChi
 def shows_early(planned: ModelShard, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster that shows its workers a clock before the server above has answered for it."""
     effects, done = rebase(planned, ledger, now_ns)
-    return effects, done or planned.upward.ready
+    return effects, done or planned.parent_slot.ready
 
 
 def keeps_updates(planned: ModelShard, changes: list[Change]) -> None:
@@ -285,7 +285,7 @@ def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatc
         planned.store.x[0] += 1
 
     def owed(tree: Tree) -> None:
-        above = tree.clusters[2].servers[0].shard.upward.above
+        above = tree.clusters[2].servers[0].shard.parent_slot.link
         assert above is not None
         above.seat.keep(start=above.seat.start + 1)
 

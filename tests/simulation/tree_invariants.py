@@ -111,8 +111,8 @@ class Level(Checker):
         for effect in effects:
             if isinstance(effect, e.Send) and isinstance(effect.message, m.Pull):
                 parent.checker.pulled(process.index, effect.message)
-        if isinstance(mirror.planned.upward.above, ParentPush):
-            self._above(process, mirror.planned.upward.above)
+        if isinstance(mirror.planned.parent_slot.link, ParentPush):
+            self._above(process, mirror.planned.parent_slot.link)
 
     def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A cluster hands on the last model of the server above."""
@@ -179,9 +179,9 @@ class ClusterMirror(Mirror):
     """One shard, and what it owes the server above. A shard of the root owes nothing."""
 
     def __init__(self, level: Level, process: Process, store: Store) -> None:
-        self.level, self.upward = (
+        self.level, self.parent_slot = (
             level,
-            process.shard.model_shard.upward if process.shard.model_shard is not None else None,
+            process.shard.model_shard.parent_slot if process.shard.model_shard is not None else None,
         )
         self.above: ParentPush | None = None  # whose pushes it watches
         self.gathered: Values = np.zeros(store.size)  # folded since the last push to the server above
@@ -199,12 +199,12 @@ class ClusterMirror(Mirror):
 
     def adopt(self, process: Process) -> None:
         super().adopt(process)
-        self.upward = self.planned.upward
+        self.parent_slot = self.planned.parent_slot
         self.follow_above()
 
     def go_on(self, before: ClusterMirror) -> None:
         """The shard has another plan, and goes on with the weights and with what it owes."""
-        if before.upward is not self.upward:
+        if before.parent_slot is not self.parent_slot:
             raise Violation(f"{self.process.port} leaves its place above with the plan here")
         clock = self.process.shard.ledger.restart_clock
         self.loaded(before.saved(clock), clock)
@@ -213,7 +213,7 @@ class ClusterMirror(Mirror):
         self.follow_above()
 
     def follow_above(self) -> None:
-        above, parent = self.planned.upward.above, self.level.node.parent
+        above, parent = self.planned.parent_slot.link, self.level.node.parent
         if above is self.above or not isinstance(above, ParentPush):
             return
         assert parent is not None
@@ -267,8 +267,12 @@ class ClusterMirror(Mirror):
         return super()._once(push)
 
     def _shows(self) -> None:
-        shard, above = self.process.shard, self.planned.upward.above
-        if not isinstance(above, ParentPush) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
+        shard, above = self.process.shard, self.planned.parent_slot.link
+        if (
+            not isinstance(above, ParentPush)
+            or self.mode.bound is None
+            or not self.planned.parent_slot.placed(shard.ledger)
+        ):
             return
         exchange = above.seat.exchange
         owes = above.seat.inner >= exchange.mode.local_steps
@@ -304,7 +308,7 @@ class ClusterMirror(Mirror):
 
     def whole(self) -> None:
         self._in_order()
-        start = self.planned.upward.kept.start
+        start = self.planned.parent_slot.kept.start
         if start is not None and not np.allclose(self.store.x - start, self.gathered, CLOSE, CLOSE):
             raise Violation(
                 f"{self.process.port} has moved by {self.store.x - start} since its last push, the log gives "

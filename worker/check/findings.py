@@ -117,22 +117,22 @@ def _alike(values: Sequence[Any]) -> bool:
 
 def _first(workers: Workers, name: str) -> list[Any]:
     """Return the value of this name in the first step of each worker; None for a worker without a step or a value."""
-    return [told.steps[0].get(name) if told.steps else None for told in workers]
+    return [worker.steps[0].get(name) if worker.steps else None for worker in workers]
 
 
 def errors(workers: Workers) -> str:
-    return next((told.error for told in workers if told.error), "")
+    return next((worker.error for worker in workers if worker.error), "")
 
 
 def failed(workers: Workers) -> str:
-    found = [f"local rank {i}" for i, told in enumerate(workers) if told.code and not told.error]
+    found = [f"local rank {i}" for i, worker in enumerate(workers) if worker.code and not worker.error]
     return f"{' and '.join(found)} failed before step {STEPS} was over: the traceback is above" if found else ""
 
 
 def not_distributed(workers: Workers) -> str:
-    if any(told.model or told.error or told.code for told in workers):
+    if any(worker.model or worker.error or worker.code for worker in workers):
         return ""
-    kind = next((each["optimizer"] for told in workers for each in told.beside), "...")
+    kind = next((each["optimizer"] for worker in workers for each in worker.beside), "...")
     return (
         "no DistributedOptimizer was made, so each worker trains alone and nothing is shared: write optimizer = "
         f"DistributedOptimizer({kind}(...), model)"
@@ -145,7 +145,7 @@ def _beside(workers: Workers, wrapped: bool) -> str:
     Args:
         wrapped: True: look for an optimizer that DistributedOptimizer wraps. False: for any other.
     """
-    steps = [each for told in workers if told.model for each in told.beside]
+    steps = [each for worker in workers if worker.model for each in worker.beside]
     return next((str(each["optimizer"]) for each in steps if each["wrapped"] is wrapped), "")
 
 
@@ -166,14 +166,14 @@ def beside(workers: Workers) -> str:
 
 
 def unowned(workers: Workers) -> str:
-    names = _names(next((told.model["unowned"] for told in workers if told.model and not told.error), []))
+    names = _names(next((worker.model["unowned"] for worker in workers if worker.model and not worker.error), []))
     return names and (
         f"no optimizer has {names}, which the model has as trainable: give them to the optimizer, or set requires_grad=False"
     )
 
 
 def late(workers: Workers) -> str:
-    names = _names(next((told.done["late"] for told in workers if told.done.get("late")), []))
+    names = _names(next((worker.done["late"] for worker in workers if worker.done.get("late")), []))
     return names and (
         f"{names} came into the model after DistributedOptimizer was made, and no optimizer steps its parameters: add and "
         "replace modules before that"
@@ -181,20 +181,20 @@ def late(workers: Workers) -> str:
 
 
 def not_finite(workers: Workers) -> str:
-    for i, told in enumerate(workers):
-        if told.broken:
-            loss, number = told.broken["loss"], told.broken["number"]
-            if not told.broken["gradient"]:
+    for i, worker in enumerate(workers):
+        if worker.broken:
+            loss, number = worker.broken["loss"], worker.broken["number"]
+            if not worker.broken["gradient"]:
                 return (
                     f"local rank {i}: the loss of step {number} is {loss:g}: look at what it divides by and takes the log of, "
                     "and for values of another scale in the data"
                 )
             shown = "" if loss is None else f" (the loss is {loss:g})"
             return (
-                f"local rank {i}: the gradient of {told.broken['gradient']} is not finite in step {number}{shown}: look for a "
-                "division by zero, a log of zero or values of another scale in the loss and the data"
+                f"local rank {i}: the gradient of {worker.broken['gradient']} is not finite in step {number}{shown}: look for "
+                "a division by zero, a log of zero or values of another scale in the loss and the data"
             )
-        for step in told.costs:
+        for step in worker.costs:
             if not math.isfinite(step.get("loss", 0.0)):
                 return (
                     f"local rank {i} recorded a loss of {step['loss']}: look at what it divides by and takes the log of"
@@ -204,11 +204,13 @@ def not_finite(workers: Workers) -> str:
 
 def _undisturbed(workers: Workers) -> bool:
     """Return whether each worker's script made an optimizer and ended by itself, without an error or another fault."""
-    return all(told.model and not (told.error or told.code or told.broken or told.beside) for told in workers)
+    return all(
+        worker.model and not (worker.error or worker.code or worker.broken or worker.beside) for worker in workers
+    )
 
 
 def uneven(workers: Workers) -> str:
-    counts = [len(told.steps) for told in workers]
+    counts = [len(worker.steps) for worker in workers]
     few, many = counts.index(min(counts)), counts.index(max(counts))
     if counts[few] == counts[many] or not _undisturbed(workers):
         return ""
@@ -219,7 +221,7 @@ def uneven(workers: Workers) -> str:
 
 
 def never(workers: Workers) -> str:
-    if any(told.steps for told in workers) or not _undisturbed(workers):
+    if any(worker.steps for worker in workers) or not _undisturbed(workers):
         return ""
     return "no worker called step() of what DistributedOptimizer(...) returned: call it after backward(), once a batch"
 
@@ -241,7 +243,7 @@ def whole_datasets(workers: Workers) -> str:
     Two datasets count as the same if their first samples are equal. Random augmentation makes two reads of a sample
     differ; then the rule finds nothing.
     """
-    of = [told.shuffled[0] if told.shuffled else {} for told in workers]
+    of = [worker.shuffled[0] if worker.shuffled else {} for worker in workers]
     if not _alike(of) or not of[0]["first"] or same_samples(workers):
         return ""
     return (
@@ -269,7 +271,7 @@ def same_randomness(workers: Workers) -> str:
 
 
 def without_gradient(workers: Workers) -> str:
-    names = _names(sorted({name for told in workers for name in told.done.get("without", ())}))
+    names = _names(sorted({name for worker in workers for name in worker.done.get("without", ())}))
     return names and (
         f"{names} had no gradient in {STEPS} steps: the loss does not depend on it; set requires_grad=False where that is meant"
     )
@@ -281,7 +283,7 @@ def counts_itself(workers: Workers) -> str:
     The check sees the first steps alone. So the rule goes by the calls of the script: none of them followed the run's
     step or its end (`session.follows`).
     """
-    if not any(told.done and not {"step", "end"} & {*told.done["follows"]} for told in workers):
+    if not any(worker.done and not {"step", "end"} & {*worker.done["follows"]} for worker in workers):
         return ""
     return (
         "the loop counts by itself, so after --resume, and in a worker that comes late, it begins at 0 and makes all its steps "
@@ -293,7 +295,9 @@ def counts_itself(workers: Workers) -> str:
 def counts_rates(workers: Workers) -> str:
     """Find a learning-rate scheduler that the run does not move on."""
     alone = [
-        told.done["scheduled"] and not {"step", "schedule"} & {*told.done["follows"]} for told in workers if told.done
+        worker.done["scheduled"] and not {"step", "schedule"} & {*worker.done["follows"]}
+        for worker in workers
+        if worker.done
     ]
     if not any(alone):
         return ""
@@ -304,7 +308,7 @@ def counts_rates(workers: Workers) -> str:
 
 
 def ended_early(workers: Workers) -> str:
-    counts = {len(told.steps) for told in workers}
+    counts = {len(worker.steps) for worker in workers}
     if counts in ({0}, {STEPS}) or len(counts) > 1 or not _undisturbed(workers):
         return ""
     return (
@@ -341,7 +345,7 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         Lines about the first worker's model, its optimizers, tables and buffers, the bytes of a push, and the compute
         seconds of a step; none if no worker made a DistributedOptimizer.
     """
-    model = next((told.model for told in workers if told.model), None)
+    model = next((worker.model for worker in workers if worker.model), None)
     if model is None:
         return []
     kinds = ", ".join(f"{kind} of {size:,}" for kind, size in model["optimizers"])
@@ -351,7 +355,7 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         f"optimizer    {kinds}",
     ]
     if model["tables"][0]:
-        touched = next((told.done["touched"] for told in workers if told.done), 0)
+        touched = next((worker.done["touched"] for worker in workers if worker.done), 0)
         seen = f"; step {STEPS} touched {touched:,}, which travel with its push and back" if touched else ""
         lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]) + seen)
     count, size = model["buffers"]
@@ -361,8 +365,8 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
     ways = [(coded[spec][0], way, spec) for way, spec in
             (("up", settings.compress), ("down", settings.compress_down)) if spec in coded]  # fmt: skip
     if ways:
-        told = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
-        lines.append(f"a push       {told}; {_bytes(coded['dense'][0])} as fp32")
+        parts = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
+        lines.append(f"a push       {parts}; {_bytes(coded['dense'][0])} as fp32")
     seconds = _compute_s(workers)
     if seconds is not None:
         lines.append(f"computing    {_ms(seconds)} a step, of the slower of {len(workers)} workers on this machine")
@@ -385,7 +389,7 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
     coded, compute_s = _coded(workers), _compute_s(workers)
     if not coded or compute_s is None:
         return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
-    rows, left, tables = [], list[str](), any(told.model["tables"][0] for told in workers if told.model)
+    rows, left, tables = [], list[str](), any(worker.model["tables"][0] for worker in workers if worker.model)
     suggested = [flags for flags in SUGGESTED if flags != given and not (tables and flags["sync"] == "local")]
     for flags in [*([given] if given else []), *suggested]:
         settings = Settings(**flags | {"workers": len(workers)}).validated()
@@ -427,12 +431,12 @@ def specs(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def _coded(workers: Workers) -> dict[str, list[float]]:
     """Return [bytes, seconds] of an encoded update, by SPEC, from the first worker that measured them."""
-    return next((told.done["encoded"] for told in workers if told.done.get("encoded")), {})
+    return next((worker.done["encoded"] for worker in workers if worker.done.get("encoded")), {})
 
 
 def _compute_s(workers: Workers) -> float | None:
     """Return the compute seconds of a step on the slowest worker; None if no worker has finished."""
-    known = [seconds for told in workers if (seconds := told.compute_s) is not None]
+    known = [seconds for worker in workers if (seconds := worker.compute_s) is not None]
     return max(known) if known else None
 
 

@@ -59,7 +59,7 @@ class ScriptWatch:
         self.parts: tuple[torch.optim.Optimizer, ...] = ()  # the wrapped optimizers
         self.steps = self.beside = 0
         self.within = False  # inside a step of the wrapper
-        self.over = False
+        self.finished = False
         self.known: dict[int, torch.Tensor] = {}  # parameters of the model when it was wrapped
         self.absent: set[str] = set()  # parameters that have had no gradient yet
         self.before: FloatArray | None = None  # the weights before the first step
@@ -124,7 +124,7 @@ class ScriptWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], values: dict[str, Any]) -> Any:
         if not self.here:
             return None
-        if self.over:
+        if self.finished:
             raise CheckedScript(0)
         engine = getattr(self.wrapper, "_engine", None)
         if optimizer is not self.wrapper:
@@ -175,7 +175,7 @@ class ScriptWatch:
 
     def _not_finite(self, gradient: str, loss: float | None) -> None:
         self._report("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
-        self.over = True
+        self.finished = True
         raise CheckedScript(0)
 
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class ScriptWatch:
             return
         self.within, self.steps = False, self.steps + 1
         if self.steps == STEPS:
-            self.over = True
+            self.finished = True
             touched = sum(len(numbers) for _, numbers in self.rows)
             named = self.model.named_parameters()
             late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
@@ -226,7 +226,7 @@ class ScriptWatch:
         self.beside += 1
         self._report("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
         if self.beside > (STEPS if wrapped or self.wrapper is None else BESIDE_MAX):
-            self.over = True
+            self.finished = True
             raise CheckedScript(0)
 
     def _encoded(self) -> dict[str, list[float]]:

@@ -117,8 +117,8 @@ class GossipCheckpoints:
         Args:
             number: the number of the present round; the mean duration of a round so far counts.
         """
-        told = self.settings.checkpoint_every
-        every_s = told if told >= 0 else max(CHECKPOINT_LEAST_NS / NS, CHECKPOINT_COST_TIMES * self.took_s)
+        given = self.settings.checkpoint_every
+        every_s = given if given >= 0 else max(CHECKPOINT_LEAST_NS / NS, CHECKPOINT_COST_TIMES * self.took_s)
         if every_s <= 0:
             self._power = 0
             return

@@ -132,11 +132,11 @@ class ServerOptimizerState:
         ranges = [
             (shard, x.replica.begin, x.replica.end) for shard, x in zip(shards.ours, shards.exchanges, strict=True)
         ]
-        told = self._all([(shard, begin, end, "") for shard, begin, end in ranges])
-        if told is None:
+        answers = self._all([(shard, begin, end, "") for shard, begin, end in ranges])
+        if answers is None:
             return None
         tensors = len(self.engine.flat.parameters)
-        rows = {ask[0]: unpack_rows(payload, tensors) for ask, payload in told.items()}
+        rows = {ask[0]: unpack_rows(payload, tensors) for ask, payload in answers.items()}
         asks = [
             (shard, *cut, name)
             for shard, begin, end in ranges

@@ -24,8 +24,8 @@ class Console(CommandConsole):
         super().__init__("ps-worker")
         self.live: Any = None  # rich's live line; None: stderr is no terminal
         self.stdout = stdout(self.say)
-        self.due = 0.0  # the time before which no progress is shown, monotonic seconds
-        self.told: dict[str, float] = {}  # the time of the newest `doing` of each text
+        self.next_shown_s = 0.0  # the time before which no progress is shown, monotonic seconds
+        self.said_at: dict[str, float] = {}  # the time of the newest `doing` of each text
         self.quiet = False  # a worker is in a debugger, which uses the terminal
         if _is_terminal(sys.stderr):
             from rich.console import Console as Terminal
@@ -54,7 +54,7 @@ class Console(CommandConsole):
             quiet: show no progress of the run from now on.
         """
         now = time.monotonic()
-        before, self.told[text] = self.told.get(text, -AGAIN_S), now
+        before, self.said_at[text] = self.said_at.get(text, -AGAIN_S), now
         if quiet:
             self.close()
             self.quiet = True
@@ -63,13 +63,13 @@ class Console(CommandConsole):
         if self.live is None or not text.endswith("..."):
             self.say(text)
         else:
-            self.due = 0.0
+            self.next_shown_s = 0.0
             self.progress(text)
 
     def progress(self, line: str) -> None:
         """Show the progress of the run, unless it was just shown."""
         now = time.monotonic()
-        if now < self.due or self.quiet:
+        if now < self.next_shown_s or self.quiet:
             return
         if self.live is None:
             self.err(line)
@@ -82,7 +82,7 @@ class Console(CommandConsole):
             except OSError:  # the terminal is gone
                 self.close()
                 self.live = None
-        self.due = now + (PLAIN_S if self.live is None else LIVE_S)
+        self.next_shown_s = now + (PLAIN_S if self.live is None else LIVE_S)
 
     def close(self) -> None:
         if self.live is not None:

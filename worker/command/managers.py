@@ -82,9 +82,14 @@ class ManagerPlace:
     local_size: int = 1  # the largest number of ps-workers on a machine of the job
 
     def __str__(self) -> str:
-        told = {"rank": self.rank, "local rank": self.local_rank, "world size": self.world_size, "server": self.server}
+        values = {
+            "rank": self.rank,
+            "local rank": self.local_rank,
+            "world size": self.world_size,
+            "server": self.server,
+        }
         return f"{self.manager} says: " + ", ".join(
-            f"{name} {value}" for name, value in told.items() if value not in (None, "")
+            f"{name} {value}" for name, value in values.items() if value not in (None, "")
         )
 
 

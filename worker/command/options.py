@@ -113,8 +113,8 @@ class WorkerOptions:
             index: the number of the copy in this ps-worker.
         """
         alone = {"RANK": index, "GLOBAL_RANK": index, "WORLD_SIZE": self.nproc}  # until the session sets them
-        told = self._ranks(index) if self.rank_variables else {}
-        return {name: str(alone[name] if value is None else value) for name, value in told.items()}
+        ranks = self._ranks(index) if self.rank_variables else {}
+        return {name: str(alone[name] if value is None else value) for name, value in ranks.items()}
 
     def words_of(self, index: int) -> list[str]:
         """Return the command of one copy. In it `{samples}` becomes the copy's samples of a step, if the plan has them.

@@ -94,10 +94,10 @@ class WorkerRecord:
         if not self.parameters:
             self.parameters = parameters
             names = ("compress", "workers", "shards", "local_steps", "fragments")
-            told = {name: self.settings[name] for name in names}
+            values = {name: self.settings[name] for name in names}
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
-            self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
+            self.note("start", mode=self.settings["sync"], **values, parameters=parameters, versions=versions)
         self.clocks[local_rank] = clock
         self.gone.discard(local_rank)
         self.before[local_rank] = self.up.get(local_rank, 0), self.down.get(local_rank, 0)

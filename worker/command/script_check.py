@@ -61,7 +61,7 @@ class ScriptCheck(Launcher):
             run |= DEFAULTS
         self.specs = findings.specs([run, *(findings.SUGGESTED if self.link else ())])
         super().__init__(options)
-        self.told = [CheckedEvents() for _ in range(WORKERS)]
+        self.events = [CheckedEvents() for _ in range(WORKERS)]
         # began_s: the start of the check. ahead_s: the time of the newest step that put one worker ahead of another.
         self.began_s = self.ahead_s = time.monotonic()
 
@@ -74,29 +74,29 @@ class ScriptCheck(Launcher):
     def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
         if kind != "check":
             if kind == "step":
-                self.told[index].costs.append(dict(event))
+                self.events[index].costs.append(dict(event))
             super()._recorded(index, kind, event)
             return
-        self.told[index].take(event.pop("what"), event)
-        if len(self.told[index].steps) > min(len(told.steps) for told in self.told):
+        self.events[index].take(event.pop("what"), event)
+        if len(self.events[index].steps) > min(len(told.steps) for told in self.events):
             self.ahead_s = max(self.ahead_s, time.monotonic())
 
     @property
     def _running(self) -> bool:
-        now_s, counts = time.monotonic(), [len(told.steps) for told in self.told]
+        now_s, counts = time.monotonic(), [len(told.steps) for told in self.events]
         behind_s = max(BEHIND_S, 2 * (self.ahead_s - self.began_s))
         stuck = min(counts) < max(counts) and now_s - self.ahead_s > behind_s
         return super()._running and not stuck and now_s - self.began_s < LIMIT_S
 
     def _failed(self, index: int, code: int, text: str) -> None:
         if index >= 0:
-            self.told[index].fail(text)
+            self.events[index].fail(text)
             self.errors[index] = (code, text)
         else:
             super()._failed(index, code, text)
 
     def _say_ended(self, index: int, code: int, group: Any) -> None:
-        self.told[index].end(code)
+        self.events[index].end(code)
 
     def _summary(self) -> int:
         """Kill the workers that are left and print the findings. Return the exit code of the check."""
@@ -107,13 +107,13 @@ class ScriptCheck(Launcher):
         self.console.close()
         if self.signals or SERVER in self.errors:  # the server's error has been printed already
             return next((code for code, _ in self.errors.values()), 0)
-        faults, notices = (findings.found(rules, self.told) for rules in (findings.FAULTS, findings.NOTICES))
-        lines = findings.facts(self.told, self.options.run)
+        faults, notices = (findings.found(rules, self.events) for rules in (findings.FAULTS, findings.NOTICES))
+        lines = findings.facts(self.events, self.options.run)
         if self.link is not None:
-            lines += findings.times(self.told, self.link, self.name, self.given)
+            lines += findings.times(self.events, self.link, self.name, self.given)
         lines += [*(f"broken       {each}" for each in faults), *(f"notice       {each}" for each in notices)]
         for line in (
-            lines if faults else [*lines, f"fine         {WORKERS} workers made {len(self.told[0].steps)} steps each"]
+            lines if faults else [*lines, f"fine         {WORKERS} workers made {len(self.events[0].steps)} steps each"]
         ):
             self.console.out(line)
         return UsageError.exit_code if faults else 0

@@ -63,7 +63,7 @@ class RunSampler(Sampler[int]):
         self.training = -1  # the training of the newest pass (`LocalSession.training`)
         self.ended: tuple[int, int, int] | None = None  # newest whole pass: run's step then, first step, end
         self.idle = 0  # whole passes since the newest step
-        self.told = False  # the user was told that `batch` does not fit the steps
+        self.warned = False  # the user was told that `batch` does not fit the steps
         self.told_epoch = -1  # the epoch of the loop over epochs(); -1: no such loop
         if batch < 1:
             raise UsageError(f"batch={batch}: give the samples of this worker in a step")
@@ -146,8 +146,8 @@ class RunSampler(Sampler[int]):
             UsageError: `steps` was given too, the schedule follows a metric, or DistributedOptimizer is not made yet.
         """
         if count < 0 or self.steps is not None:
-            told = f"epochs({count})" if self.steps is None else f"epochs() and steps={self.steps}"
-            raise UsageError(f"{told}: give the epochs of the whole run, or its steps")
+            call = f"epochs({count})" if self.steps is None else f"epochs() and steps={self.steps}"
+            raise UsageError(f"{call}: give the epochs of the whole run, or its steps")
         session.makes(count * self.epoch_steps)
         return self._epochs(count, schedule)
 
@@ -193,9 +193,9 @@ class RunSampler(Sampler[int]):
         return first if now == began and whole_epoch else max(now, end)  # no step: the script only read the data
 
     def _compare(self, counted: int, made: int) -> None:
-        if self.told or not made or abs(counted - made) <= max(1, counted // 10):
+        if self.warned or not made or abs(counted - made) <= max(1, counted // 10):
             return
-        self.told = True
+        self.warned = True
         say(
             f"sampler(batch={self.batch}) counts {counted} steps in a pass over the data, and this worker has made {made}: "
             "give it the samples of one step as batch=, else a worker that joins late or resumes begins in the wrong place"

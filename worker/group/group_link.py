@@ -246,8 +246,8 @@ def joined(group: Group, let_in: Callable[[], tuple[MemberLink, MemberWelcomed]]
         NarrowsError: the run refused rank 0. All ranks raise the same error.
     """
     if not group.leads:
-        told: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
-        code, text, place, values = told
+        answer: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
+        code, text, place, values = answer
         if text:
             raise BY_EXIT_CODE.get(code, NarrowsError)(text)
         where: Any = unpack(place)

@@ -154,11 +154,11 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
             {name: path for name in SAVED if isinstance(path := getattr(each, name, None), str)}
             for each in trainer.checkpoint_callbacks
         ]
-        told = from_first(f"lightning-{self.fits}", json.dumps(mine))
-        if told is None:
+        answer = from_first(f"lightning-{self.fits}", json.dumps(mine))
+        if answer is None:
             say(UNKNOWN)
             return
-        for each, paths in zip(trainer.checkpoint_callbacks, json.loads(told), strict=False):
+        for each, paths in zip(trainer.checkpoint_callbacks, json.loads(answer), strict=False):
             for name in SAVED:
                 if name in paths:
                     setattr(each, name, paths[name])

@@ -70,9 +70,9 @@ class Progress:
         return "; ".join([*said, *(without if said else [])])  # a run that has begun does not wait for more workers
 
     def __str__(self) -> str:
-        told = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+        text = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
         waits = f"  {self.waits}" if self.waits else ""
-        return f"[{self.seconds:6.1f} s] clock {self.clock}  {len(self.workers)} workers{waits}  {told}".rstrip()
+        return f"[{self.seconds:6.1f} s] clock {self.clock}  {len(self.workers)} workers{waits}  {text}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -412,9 +412,9 @@ def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | No
         actors.check(now, math.inf if served else limits.room_s)  # after the server's end no worker needs a node
         if over and at_work:
             names = " and ".join(kept.who for kept in at_work)
-            told = f"narrows: {names} went on for {limits.after_s:.0f} s after the server had ended."
+            text = f"narrows: {names} went on for {limits.after_s:.0f} s after the server had ended."
             more = "train ends that; the model is written. A larger after_s gives scripts longer"
-            STDERR.line(f"{told} {more}")
+            STDERR.line(f"{text} {more}")
         if over:
             return shown
         waits = [server.ends, *(kept.ends for kept in at_work)]

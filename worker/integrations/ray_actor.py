@@ -108,7 +108,7 @@ class CommandActor:
         self.state = threading.Condition()  # notified when `serves` or `over` changes
         self.serves = ""  # the address of the server; "": it does not serve now
         self.waits = ""  # NodeFacts.waits
-        self.over = False  # the command is not started again
+        self.finished = False  # the command is not started again
         self.gauges = {
             name: Gauge(f"narrows_{name}", description=text, tag_keys=("actor",))
             for name, text in (("clock", "updates that a worker has completed"), ("push_bytes", "of its newest step"))
@@ -139,11 +139,11 @@ class CommandActor:
             UnreachableError: the server has not started within SERVES_S.
         """
         with self.state:
-            if not self.state.wait_for(lambda: self.serves or self.over, SERVES_S):
+            if not self.state.wait_for(lambda: self.serves or self.finished, SERVES_S):
                 raise UnreachableError(
                     f"the server did not start within {SERVES_S:.0f} s; its last lines: {self._tail()}"
                 )
-            return "" if self.over else self.serves
+            return "" if self.finished else self.serves
 
     def stop(self) -> None:
         """End the command; a server writes a checkpoint."""
@@ -154,7 +154,7 @@ class CommandActor:
 
     def _end(self) -> None:
         """Close the command's stdin, so that it ends, and start no other."""
-        self.over = True
+        self.finished = True
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -184,7 +184,7 @@ class CommandActor:
         except NarrowsError as error:  # Ray wraps the error of another actor, and adds the traceback
             code, said = error.exit_code, str(getattr(error, "cause", error))
         with self.state:
-            self.over = True
+            self.finished = True
             self.state.notify_all()
         return code, said
 
@@ -194,7 +194,7 @@ class CommandActor:
             server = ""
             if self.follows is not None:
                 server = ray.get(self.follows.address.options(concurrency_group="address").remote())
-            if self.over or (self.follows is not None and not server):
+            if self.finished or (self.follows is not None and not server):
                 return 0  # the run is over
             code = self._once(server)
             if self.needless:

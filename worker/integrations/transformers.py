@@ -105,7 +105,7 @@ class TrainerStream(IterableDataset[Any]):
             used: batches of this share that the run has trained on before this Trainer; they are skipped.
             over: the run has taken all of its steps.
         """
-        self.used, self.over = used, over
+        self.used, self.finished = used, over
 
     def __len__(self) -> int:
         """Return the rows of this share in an epoch. Raises TypeError if the dataset has no length."""
@@ -119,7 +119,7 @@ class TrainerStream(IterableDataset[Any]):
         loader = get_worker_info()
         number, count = (loader.id, loader.num_workers) if loader is not None else (0, 1)
         passing = len(range(number, self.used, count)) * self.batch if not self.epoch else 0
-        while not self.over:
+        while not self.finished:
             empty = True
             for row in self._rows(self.epoch + self.passed):
                 empty = False

@@ -28,9 +28,9 @@ HEAD_BYTES = 64  # the head is a multiple of this, so the values after it are al
 
 def head(tensor: torch.Tensor) -> bytes:
     """Return the head of a tensor: the number of blocks of HEAD_BYTES, dtype and shape."""
-    told = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}".encode()
-    blocks = len(told) // HEAD_BYTES + 1
-    return bytes([blocks]) + told.ljust(blocks * HEAD_BYTES - 1)
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}".encode()
+    blocks = len(kind) // HEAD_BYTES + 1
+    return bytes([blocks]) + kind.ljust(blocks * HEAD_BYTES - 1)
 
 
 def framed(tensor: torch.Tensor, coding: ValueCoding, key: Key) -> Buffer:
@@ -62,10 +62,10 @@ def opened(payload: Buffer, coding: ValueCoding, into: torch.Tensor, sender: str
     view, expected = bytes_view(payload), head(into)
     length = HEAD_BYTES * int(view[0]) if len(view) else 0
     if (came := bytes(view[:length])) != expected:
-        told = came[1:].decode("ascii", "replace").strip() or "nothing"
+        name = came[1:].decode("ascii", "replace").strip() or "nothing"
         wanted = expected[1:].decode().strip()
         raise IncompatibleError(
-            f"{sender} has sent {told}, and {wanted} is expected: micro-batches of every step have the shape that "
+            f"{sender} has sent {name}, and {wanted} is expected: micro-batches of every step have the shape that "
             "PipelineStage was made with. Leave out a smaller last batch, as DataLoader(drop_last=True) does, or fill it up"
         )
     decode(view[length:].data, coding, into)

@@ -28,8 +28,8 @@ def digests(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     for name, parameter in parameters:
         flat = parameter.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel() > 1 and not bool((flat == flat[0]).all()):
-            told = f"{parameter.dtype} {tuple(parameter.shape)}".encode()
-            found[name] = sha256(told + bytes(flat.view(torch.uint8).numpy().data)).hexdigest()[:DIGEST]
+            head = f"{parameter.dtype} {tuple(parameter.shape)}".encode()
+            found[name] = sha256(head + bytes(flat.view(torch.uint8).numpy().data)).hexdigest()[:DIGEST]
     return found
 
 

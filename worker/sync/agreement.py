@@ -28,7 +28,7 @@ class Agreement:
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
         self.ask: m.AgreeRequest | None = None  # the newest request
-        self.told: e.AgreementArrived | None = None  # the newest answer
+        self.answer: e.AgreementArrived | None = None  # the newest answer
         self.at, self.calls = -1, 0  # the script's step, and earlier calls at this step
         self.alone = False  # the user was told that no server is left to agree by
 
@@ -52,8 +52,8 @@ class Agreement:
         while not engine.sync.server_gone:
             here = partial(self._here, self._send(value))
             engine.waiting.until(here, WAIT_LIMIT_S, "the other workers to call agree()")
-            if self.told is not None and self.ask is not None and self.told.number == self.ask.number:
-                return self.told.value
+            if self.answer is not None and self.ask is not None and self.answer.number == self.ask.number:
+                return self.answer.value
         if not self.alone:
             self.alone = True
             say("the server is lost, so agree() returns the value of this worker alone")
@@ -70,12 +70,12 @@ class Agreement:
 
     def _here(self, place: int) -> bool:
         sync = self.engine.sync
-        told = self.told is not None and self.ask is not None and self.told.number == self.ask.number
+        told = self.answer is not None and self.ask is not None and self.answer.number == self.ask.number
         return told or sync.server_gone or sync.shards.epoch != place
 
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.AgreementArrived):
-            self.told = event
+            self.answer = event
         elif (
             isinstance(event, e.MemberResharded) and self.ask is not None
         ):  # the answer may have been for the place before

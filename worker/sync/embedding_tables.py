@@ -102,7 +102,7 @@ class EmbeddingTables:
         self._shards: ShardExchanges | None = None  # None before and after the run
         self.up = self.down = 0  # codings of rows, keys of rows.CODINGS: of gradients, and of values
         self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
-        self.ahead: dict[int, PendingRows] = {}  # prefetched rows, by table
+        self.prefetched: dict[int, PendingRows] = {}  # prefetched rows, by table
         self.wanted: dict[tuple[int, int], Buffer | None] = {}  # answers by (shard, request); None: not received yet
         self.requests = 0
         self.rates()  # raises UsageError for hyper-parameters that no row can be stepped with
@@ -181,18 +181,18 @@ class EmbeddingTables:
 
         If they need more requests than a shard keeps, nothing is asked for, and the step itself pulls the rows.
         """
-        before = self.ahead.pop(number, None)
+        before = self.prefetched.pop(number, None)
         if before is not None:
             self._forget(before)
         if 0 < numbers.size <= self.specs[number].ask_rows_max * ASKS_MAX:
-            self.ahead[number] = self._ask(number, numbers, self.shards.clock + 1)
+            self.prefetched[number] = self._ask(number, numbers, self.shards.clock + 1)
 
     def _ahead(self, number: int, numbers: Numbers) -> PendingRows | None:
         """Return the prefetched rows of this table if they hold all of `numbers` and are of this clock; else None."""
-        coming, shards = self.ahead.get(number), self.shards
+        coming, shards = self.prefetched.get(number), self.shards
         if coming is None or coming.place[1] > shards.clock:
             return None
-        del self.ahead[number]
+        del self.prefetched[number]
         at = np.minimum(np.searchsorted(coming.numbers, numbers), coming.numbers.size - 1)
         if coming.place == (shards.epoch, shards.clock) and (coming.numbers[at] == numbers).all():
             return coming

@@ -147,9 +147,9 @@ class Engine:
         self.hides = self.privacy is not None and self.privacy.hides
         self.buffers = BufferState(model, self.hides)
         self.home: Home[Array]
-        self.home, self.told = home_of(self.flat, self._why_host())
+        self.home, self.device_notice = home_of(self.flat, self._why_host())
         if self.home is not HOST:
-            self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
+            self.device_notice = f"device {self.home.name}: --compress {settings.compress} is computed there"
         self.skips = SkippedSteps(config.skip_limit, rank, self.flat, self.tables, self.hides)
         self.slice = self._slice(inner, overlap)
         self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments))

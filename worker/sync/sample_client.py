@@ -47,7 +47,7 @@ class SampleClient:
     def __init__(self, engine: StepEngine, sync: SamplingStep) -> None:
         self.engine, self.sync = engine, sync
         self.ask: m.RangeRequest | None = None  # the newest request
-        self.told: e.RangeArrived | None = None  # the newest answer
+        self.answer: e.RangeArrived | None = None  # the newest answer
         self.steps = -1  # the script's steps when the newest range was handed out
         self.holds, self.life = 0, (0, 0)  # ranges of the update of this (epoch, clock)
         self.fresh = 0  # of these, ranges that were taken since the newest step
@@ -103,14 +103,14 @@ class SampleClient:
         self.engine.link.ask_range(self.ask)
 
         def told() -> bool:
-            return shards.epoch != epoch or (self.told is not None and self.told.number == number)
+            return shards.epoch != epoch or (self.answer is not None and self.answer.number == number)
 
         self.engine.waiting.until(told, WAIT_LIMIT_S, "samples to compute on")
-        return self.told if shards.epoch == epoch else None
+        return self.answer if shards.epoch == epoch else None
 
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.RangeArrived):
-            self.told = event
+            self.answer = event
         elif (
             isinstance(event, e.MemberResharded) and self.ask is not None
         ):  # the answer may have been for the place before

@@ -29,7 +29,7 @@ class SharedModel:
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
         self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
-        self.asks = self.told = False
+        self.asks = self.answered = False
 
     def show(self) -> None:
         """Show the shared model until `put_back`. After the run the module holds it anyway."""
@@ -62,7 +62,7 @@ class SharedModel:
         """Load the run's module buffers from the coordinator; b"" if this worker's own are the run's."""
         if self.asks or self.kept is not None:  # else the answer is late: this worker computes on its own buffers again
             self.engine.buffers.load(packed)
-            self.told = True
+            self.answered = True
 
     def _set(self, model: Array, own: bool = False) -> None:
         """Write `model`, float32[keys of this process], to the parameters of the module.
@@ -80,13 +80,13 @@ class SharedModel:
 
     def _take_buffers(self) -> None:
         engine, group = self.engine, self.engine.group
-        self.asks, self.told = True, False
+        self.asks, self.answered = True, False
         for _ in range(BUFFERS_LIMIT_S):
             if group is None or group.leads:
                 engine.link.ask_buffers(engine.sync.buffers_clock)
             here = partial(self._here, time.monotonic() + ASK_S)
             engine.waiting.until(here, HEARD_LIMIT_S, "the module's buffers")
-            if self.told if group is None else group.least(self.told)[0]:
+            if self.answered if group is None else group.least(self.answered)[0]:
                 self.asks = False
                 return
         self.asks = False
@@ -94,4 +94,4 @@ class SharedModel:
 
     def _here(self, by_s: float) -> bool:
         """Return whether the buffers have arrived, or the request is to be made again."""
-        return self.told or time.monotonic() > by_s
+        return self.answered or time.monotonic() > by_s

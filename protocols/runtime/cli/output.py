@@ -70,13 +70,13 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
         encoding, raw = stream.encoding, getattr(stream, "buffer", None)
         try:
-            told = text.encode(encoding, "surrogateescape")  # as text_of has decoded it
+            encoded = text.encode(encoding, "surrogateescape")  # as text_of has decoded it
         except UnicodeEncodeError:
-            told = text.encode(encoding, "backslashreplace")
+            encoded = text.encode(encoding, "backslashreplace")
         if raw is not None:
-            raw.write(told)
+            raw.write(encoded)
         else:
-            stream.write(told.decode(encoding, "backslashreplace"))
+            stream.write(encoded.decode(encoding, "backslashreplace"))
     stream.flush()
 
 
@@ -184,9 +184,9 @@ def set_aside(path: str | os.PathLike[str], flag: str = "") -> str:
         return ""
     free = (each for n in range(KEPT_MAX) if not os.path.lexists(each := f"{name}.{n + 1}"))
     if (kept := next(free, None)) is None:
-        told = f"{flag} {name}".strip()
+        encoded = f"{flag} {name}".strip()
         raise UsageError(
-            f"{told}: {KEPT_MAX} older files of this name are beside it; move some away, or name another file"
+            f"{encoded}: {KEPT_MAX} older files of this name are beside it; move some away, or name another file"
         )
     os.rename(name, kept)
     return kept

@@ -30,7 +30,7 @@ class AwakeClock:
             now,
             now - begins_ns if begins_ns else 0,
         )  # time of the last `turn` by the system clock, and the time left out until then
-        self.told = now - self.at[1]  # the newest time returned
+        self.newest_ns = now - self.at[1]  # the newest time returned
 
     def now(self) -> int:
         """Return the time in ns. A turn counts for at most TURN_NS, while it lasts and after it."""
@@ -45,8 +45,8 @@ class AwakeClock:
         return self._tell(now - missed)
 
     def _tell(self, now_ns: int) -> int:
-        self.told = max(self.told, now_ns)
-        return self.told
+        self.newest_ns = max(self.newest_ns, now_ns)
+        return self.newest_ns
 
 
 def _passed(turn_ns: int) -> int:

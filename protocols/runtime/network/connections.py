@@ -61,7 +61,7 @@ class Connections:
         self.accepted: dict[int, Connection] = {}  # by descriptor
         self.strangers: OrderedDict[int, Connection] = OrderedDict()  # by descriptor, of `accepted`, the oldest first
         self.named: dict[bytes, Connection] = {}  # by routing id: connections that have sent a message
-        self.over: OrderedDict[bytes, None] = OrderedDict()  # routing ids of ended connections
+        self.ended_ids: OrderedDict[bytes, None] = OrderedDict()  # routing ids of ended connections
         self.lock = threading.Lock()
 
     def allow(self, bytes_most: int) -> None:
@@ -109,13 +109,13 @@ class Connections:
             return True
         with self.lock:
             connection = self.accepted.get(descriptor)
-            if connection is None and name not in self.over:  # the monitor's thread has not reported it yet
+            if connection is None and name not in self.ended_ids:  # the monitor's thread has not reported it yet
                 connection = self._take(descriptor)
             if connection is not None:
                 self.named.pop(connection.name, None)
                 connection.name, self.named[name] = name, connection
-                self.over.pop(name, None)
-            return name not in self.over
+                self.ended_ids.pop(name, None)
+            return name not in self.ended_ids
 
     def let_in(self, name: bytes) -> None:
         """Note an admitted message of routing id `name`: its connection is no longer a stranger."""
@@ -172,9 +172,9 @@ class Connections:
         self._forget(connection.descriptor)
         self.ended[why] += 1
         if connection.name:
-            self.over[connection.name] = None
-            while len(self.over) > OVER_MAX:
-                self.over.popitem(last=False)
+            self.ended_ids[connection.name] = None
+            while len(self.ended_ids) > OVER_MAX:
+                self.ended_ids.popitem(last=False)
         with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as ours:
             if os.fstat(ours.fileno()).st_ino == connection.inode:
                 ours.shutdown(socket.SHUT_RDWR)

@@ -55,7 +55,7 @@ class EncryptionCost:
         self.most, self.clock = most, clock
         self.passed = 0  # bytes sent and received since the window began
         self.since = clock()  # when the window began
-        self.told = False  # the user was warned
+        self.warned = False  # the user was warned
 
     def add(self, size: int) -> None:
         """Count bytes that were sent or received."""
@@ -64,13 +64,13 @@ class EncryptionCost:
     def look(self) -> str:
         """Return a sentence, once, if the run may wait for encryption; else ""."""
         took = self.clock() - self.since
-        if self.told or not self.most or took < WINDOW_S:
+        if self.warned or not self.most or took < WINDOW_S:
             return ""
         share = self.passed / took / self.most
         self.passed, self.since = 0, self.clock()
         if share < NEAR:
             return ""
-        self.told = True
+        self.warned = True
         return (
             f"encryption takes {share:.0%} of a core, and a core seals {self.most / 1e6:,.0f} MB/s here: more --shards "
             "share it, and a sparser --compress sends less"

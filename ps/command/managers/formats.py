@@ -140,8 +140,8 @@ def _city(recipe: RunCommands, city: str) -> str:
 
 def _key_mount(source: str, target: str) -> str:
     """Return a volume of keys, in the long form: in SOURCE:TARGET a path could not have a colon."""
-    told = json.dumps(source.replace("$", "$$"))
-    return f"- {{type: bind, source: {told}, target: {target}, read_only: true}}"
+    source_json = json.dumps(source.replace("$", "$$"))
+    return f"- {{type: bind, source: {source_json}, target: {target}, read_only: true}}"
 
 
 ANY_PORT = {"slurm"}  # formats whose workers read the server's address, so that two jobs may share a node

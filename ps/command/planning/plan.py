@@ -215,8 +215,8 @@ def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, flo
         network = Network.parse(document) if "hosts" in document else placed(document, places, machines)
         known, steps = speeds(document, len(network.hosts)), [s for s in document.get("step_seconds") or [] if s]
         unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
-        told = _taken_for(unknown, len(network.hosts))
-        return network, min(steps, default=None), told, measured_network.addresses(document)
+        taken = _taken_for(unknown, len(network.hosts))
+        return network, min(steps, default=None), taken, measured_network.addresses(document)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except RecursionError:

@@ -114,7 +114,7 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, int], monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr("narrows.ps.process.journal.os.pwritev", full)
         journal.note(event(2), encode(HELLO))
-    assert journal.trouble == "No space left on device" and not journal.due
+    assert journal.failure == "No space left on device" and not journal.due
     journal.note(event(3), encode(HELLO))
     journal.begin(server())
     assert not Journal(both, assume_lent).whole
@@ -126,7 +126,7 @@ def test_what_cannot_be_written_ends_no_run(both: tuple[int, int]) -> None:
     machine.shard.trouble = lambda: None  # type: ignore[assignment]
     journal = Journal(both, assume_lent)
     journal.begin(machine)
-    assert "<lambda>" in journal.trouble and not Journal(both, assume_lent).whole
+    assert "<lambda>" in journal.failure and not Journal(both, assume_lent).whole
 
 
 def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
@@ -137,7 +137,7 @@ def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
     large = Server(Large(0, settings, 1, 5, (), ShardResources()), Coordinator(settings, 7))
     journal = Journal(both, assume_lent, 1_000_000)
     journal.begin(large)
-    assert journal.trouble == "it would take 1,000,001 bytes, and may take 1,000,000"
+    assert journal.failure == "it would take 1,000,001 bytes, and may take 1,000,000"
     assert not Journal(both, assume_lent).whole
 
 

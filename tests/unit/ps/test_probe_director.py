@@ -169,7 +169,7 @@ def assert_bounded(machines: Machines) -> None:
 def test_all_pairs_are_measured_and_all_machines_told() -> None:
     machines = Machines(5)
     machines.join(*"abcde")
-    assert machines.probe.over and not machines.probe.failed
+    assert machines.probe.finished and not machines.probe.failed
     assert {frozenset(each.names) for each in machines.probe.found} == {
         frozenset(a + b) for a in "abcde" for b in "abcde" if a < b
     }
@@ -181,7 +181,7 @@ def test_all_pairs_are_measured_and_all_machines_told() -> None:
 def test_pairs_that_shared_a_way_out_have_what_one_of_them_has_alone() -> None:
     machines = Machines(7, cities="abc de fg")
     machines.join(*"abcdefg")
-    assert machines.probe.over and not machines.probe.failed
+    assert machines.probe.finished and not machines.probe.failed
     assert len(machines.probe.found) == 21 + 3  # one more for each two cities
     assert sum("once more, alone" in text for text in machines.said) == 1
     for (a, b), link in machines.probe.links().items():
@@ -196,7 +196,7 @@ def test_pairs_that_shared_a_way_out_have_what_one_of_them_has_alone() -> None:
 def test_what_nobody_shared_is_measured_once() -> None:
     machines = Machines(6)
     machines.join(*"abcdef")
-    assert machines.probe.over and len(machines.probe.found) == 15
+    assert machines.probe.finished and len(machines.probe.found) == 15
 
 
 def test_what_a_run_has_measured_is_left_out() -> None:
@@ -208,7 +208,7 @@ def test_what_a_run_has_measured_is_left_out() -> None:
 def test_a_closed_port_is_tried_the_other_way_and_named_where_both_are() -> None:
     machines = Machines(3, closed="ab")
     machines.join(*"abc")
-    assert machines.probe.over
+    assert machines.probe.finished
     assert {frozenset(each.names) for each in machines.probe.found} == {frozenset("ac"), frozenset("bc")}
     (failed,) = machines.probe.failed
     assert "port 7000 of" in failed
@@ -219,7 +219,7 @@ def test_a_machine_that_dies_is_named_and_the_others_are_measured() -> None:
     machines.dead = "d"
     machines.join(*"abcd")
     machines.passes(100)
-    assert machines.probe.over
+    assert machines.probe.finished
     assert {frozenset(each.names) for each in machines.probe.found} == {frozenset(p) for p in ("ab", "ac", "bc")}
     assert len(machines.probe.failed) == 3 and all("d" in each for each in machines.probe.failed)
     assert sum("was silent for" in text for text in machines.said) == 1
@@ -231,7 +231,7 @@ def test_a_pair_without_a_report_ends() -> None:
     machines.join(*"ab")
     machines.dead = ""  # it lives, and has lost what it was told
     machines.passes(30)
-    assert machines.probe.over and "no report of" in machines.probe.failed[0]
+    assert machines.probe.finished and "no report of" in machines.probe.failed[0]
 
 
 def test_who_is_refused_is_told_why() -> None:
@@ -247,7 +247,7 @@ def test_those_who_came_begin_without_the_others() -> None:
     machines = Machines(4)
     machines.join(*"abc")
     machines.do(machines.probe.without("d did not start", 0, "d"))
-    assert machines.probe.over and len(machines.probe.found) == 3 and machines.probe.failed == ["d did not start"]
+    assert machines.probe.finished and len(machines.probe.found) == 3 and machines.probe.failed == ["d did not start"]
 
 
 def test_the_first_round_waits_for_all_steps_but_for_those_of_one_that_does_not_say_them() -> None:
@@ -258,13 +258,17 @@ def test_the_first_round_waits_for_all_steps_but_for_those_of_one_that_does_not_
     machines.passes(600)
     assert machines.probe.began_ns is None and not machines.probe.failed and not machines.ended
     machines.do(machines.probe.hear(b"c", ProbeStepTime(2.5), machines.now_ns))
-    assert machines.probe.over and [m.step_s for m in machines.probe.machines] == [0.5, 0.5, 2.5]
+    assert machines.probe.finished and [m.step_s for m in machines.probe.machines] == [0.5, 0.5, 2.5]
 
     hangs = Machines(3)
     hangs.join("a", "b")
     hangs.do(hangs.probe.hear(b"c", ProbeJoin("c", "c", 1), 0))
     hangs.passes(800)
-    assert hangs.probe.over and len(hangs.probe.found) == 1 and "c: its steps were not timed within 720 s" in hangs.said
+    assert (
+        hangs.probe.finished
+        and len(hangs.probe.found) == 1
+        and "c: its steps were not timed within 720 s" in hangs.said
+    )
     for wrong in (math.nan, math.inf, -1.0):
         with pytest.raises(RemoteProtocolError):
             machines.probe.hear(b"a", ProbeStepTime(wrong), 0)
@@ -275,9 +279,9 @@ def test_one_whose_script_fails_is_left_out_and_all_that_have_not_come() -> None
     machines.join("a", "b")
     machines.do(machines.probe.hear(b"c", ProbeJoin("c", "c", 1), 0))
     machines.do(machines.probe.without("c: its script made no step", 0, "c"))
-    assert machines.probe.count == 3 and not machines.probe.over
+    assert machines.probe.count == 3 and not machines.probe.finished
     machines.do(machines.probe.without("3 s are over", 0))
-    assert machines.probe.over and [each.names for each in machines.probe.found] == [("a", "b")]
+    assert machines.probe.finished and [each.names for each in machines.probe.found] == [("a", "b")]
 
 
 def test_two_that_are_gone_at_once_before_the_first_round_may_come_again() -> None:
@@ -287,7 +291,7 @@ def test_two_that_are_gone_at_once_before_the_first_round_may_come_again() -> No
     assert not machines.probe.machines and not machines.probe.failed
     machines.now_ns = 100 * NS
     machines.join("a", "b", "c", "d")
-    assert machines.probe.over and len(machines.probe.found) == 6
+    assert machines.probe.finished and len(machines.probe.found) == 6
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_where_there_are_more_shards_more_may_die(lives: RestartPolicy) -> None:
     for count in range(RESTARTS_MAX * SHARDS):
         lives.serving.add(0)
         lives.ended(0, -9, now=float(count))
-    lives.over(SHARDS + 1)
+    lives.finished(SHARDS + 1)
     for again in [*[Restart.JOURNAL] * RESTARTS_MAX, Restart.NOT]:
         lives.serving.add(0)
         assert lives.ended(0, -9, now=KILLED_S - 1) is again
@@ -77,7 +77,7 @@ def test_a_stage_ends_once_its_last_worker_is_lost_and_nobody_has_come_within_th
     for live, how, now in ((2, "joined", 0.0), (1, "stopped", 1.0), (0, "expired", 2.0)):
         for each in (stage, other):
             each.heard(live, how, now)
-    assert not stage.ends(6.9) and stage.ends(7.1) and stage.over and not stage.ends(9.0)
+    assert not stage.ends(6.9) and stage.ends(7.1) and stage.finished and not stage.ends(9.0)
     assert not other.ends(1e9)  # it is no stage: workers may come again
     back, done, never = LeftWithoutServer(5.0), LeftWithoutServer(5.0), LeftWithoutServer(5.0)
     back.heard(1, "joined", 0.0)

@@ -133,7 +133,7 @@ def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_
     written(after)
     again = stage in (ClockStage.FOLD, ClockStage.CHECKPOINT)
     assert checkpoint_files.clocks(tmp_path, 0) == ((2,) if again else ())
-    assert (after.server.shard.tried, after.server.shard.checkpoints) == (2, [2] if again else [])
+    assert (after.server.shard.checkpoint_tried, after.server.shard.checkpoints) == (2, [2] if again else [])
 
 
 def test_one_is_known_to_be_lost_though_the_journal_has_begun_anew_since_it_was_asked_for(
@@ -146,7 +146,7 @@ def test_one_is_known_to_be_lost_though_the_journal_has_begun_anew_since_it_was_
     life.happens(EventKind.TICK)
     after = life.next()
     written(after)
-    assert after.server.shard.tried == 2 and checkpoint_files.clocks(tmp_path, 0) == (2,)
+    assert after.server.shard.checkpoint_tried == 2 and checkpoint_files.clocks(tmp_path, 0) == (2,)
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -162,7 +162,7 @@ def test_one_that_nobody_was_told_of_is_announced_if_it_is_there(
     life.runner.disk.writer.wait()  # and killed before the loop looks
     assert not said(capfd, "checkpoint")
     shard = life.next().server.shard
-    assert (shard.tried, shard.checkpoints) == (2, [2] if on_disk else [])
+    assert (shard.checkpoint_tried, shard.checkpoints) == (2, [2] if on_disk else [])
     assert [row["clock"] for row in said(capfd, "checkpoint")] == ([2] if on_disk else [])
 
 
