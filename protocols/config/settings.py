@@ -83,7 +83,7 @@ class Settings:
     update_gain: float = -1.0  # of a mean of updates; -1: measured
     look_ahead: float = -1.0  # clocks
     max_update_norm: float = -1.0  # times the median norm of recent updates; -1: no limit
-    robust: str = ""  # see robust.py
+    robust: str = ""  # see `Robust`
     dp_clip: float = -1.0  # largest L2 norm of an update that a worker pushes; -1: not clipped
     dp_noise: float = -1.0  # standard deviation of the noise, times dp_clip; -1: no noise
     quorum: int = -1  # updates with which a round may close; -1: those of all live members

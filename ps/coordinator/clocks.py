@@ -16,9 +16,10 @@ How it works
    A later update is in the next set. The log names its age.
 5. `norms` gathers the norm of a clock's mean over all shards, for `max_grad_norm`.
 
-Staleness is enforced in three places. Here min_clock advances only when the updates of all members are there. A shard
-sends a whole state only once its child may compute on that state (`Publications._whole`). A worker waits for a state that
-is settled to its clock - s (`Exchange.may_compute`). Both ask `Mode.allows`.
+Staleness is enforced in three places. Here min_clock advances only when each member that still trains has an open update,
+or, with --quorum, once the grace is over. A shard sends a whole state only once its child may compute on that state
+(`Publications._whole`). A worker waits for a state that is settled to its clock - s (`Exchange.may_compute`). The shard
+and the worker ask `Mode.allows`.
 
 `stalls` names the members that keep a clock open while others wait for it.
 """
@@ -93,8 +94,8 @@ class Clocks(Decision):
                 continue
             progress.arrived[report.shard] = clock
             if report.shard == 0:
-                # Time spent waiting for others is no part of a step: else one death would lengthen the lease of each
-                # member that waited for the dead one.
+                # The time of a step has no waiting in it. A lease is at least three steps, so a wait for a dead member would
+                # otherwise lengthen the lease of each member that waits.
                 began_ns = max(progress.moved_ns, self.reached_ns.get(clock - 1 - (self.mode.bound or 0), 0))
                 progress.step_ns = max(now_ns - began_ns, progress.step_ns // 2)
                 progress.moved_ns = now_ns
@@ -107,7 +108,7 @@ class Clocks(Decision):
         return min(self.progress[seat.worker].arrived)
 
     def reached(self, seat: Seat) -> int:
-        """The member's own clock, as far as the shards know it; with a quorum, rounds that closed without it count."""
+        """The clock of the member's next update. With a quorum it also counts the rounds that closed without the member."""
         progress = self.progress[seat.worker]
         return progress.due + min(progress.arrived) - progress.taken if self.mode.barrier else min(progress.arrived)
 
@@ -119,7 +120,7 @@ class Clocks(Decision):
         return progress.taken if self.mode.barrier else min(progress.arrived)
 
     def final(self, seat: Seat) -> int:
-        """With a barrier: the member's updates below this number count if it leaves now."""
+        """With a barrier: if the member leaves now, its updates below this number are folded, and later ones are dropped."""
         return self.progress[seat.worker].taken + self._open(seat)
 
     def folded(self, worker: int) -> int:
