@@ -1,4 +1,4 @@
-"""Top-k selection by magnitude over the bit patterns of float32: exact, and in two reads of the array or less.
+"""Top-k selection by magnitude over the bit patterns of float32: exact, in two reads of a large array, four after a bad sample.
 
 A *key* is the pattern without its sign, `bits & 0x7fffffff`. It grows as |x| grows, infinity is 0x7f800000, and each
 NaN lies above infinity. Keys are compared as integers, so ties are exact and NaN has a place in the order.

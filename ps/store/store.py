@@ -12,13 +12,13 @@ How it works
 2. Changes move x. At a barrier they come between two publications only.
 3. `Publish` moves p to x. With a lossless downlink p becomes equal to x. With a lossy one p gains the coded difference,
    and what coding left out stays in x - p: this is the error feedback of the downlink.
-4. The store keeps the newest differences, at most DELTAS_MAX, and together no longer than the whole state.
+4. The store keeps the newest difference, and earlier ones: at most DELTAS_MAX, with at most the bytes of the whole state.
 
 Rules
 - `apply(change)` is the only way in: x, p and everything beside them follow from the changes, in their order.
   Publications are numbered from 0, the first weights.
-- A view of p or x may still be on its way to a child: `lent()` is true then, and the next change goes to a fresh array
-  in place of the lent one. So the values of a message never change while it is sent.
+- A view of p or x may still be on its way to a child: `lent()` is true then. A change copies the array
+  first, and writes to the copy. So the values of a message never change while it is sent.
 - Reduction is in the order given (worker ids), in float32, weight times value then added: bit for bit repeatable.
 - A lossy downlink has one residual for the shard, x - p, and not one for each child.
 - Embedding rows are beside the keys (embedding_rows.py): changes step them too, and no publication has them.
@@ -329,7 +329,7 @@ class Store:
     def _forget(self) -> None:
         """Drop the oldest differences while there are too many, or together they are longer than the whole state.
 
-        Those of all fragments, once each, are as long as the whole state.
+        One uncoded difference of each fragment has together the bytes of the whole state, so one turn of all fragments is kept.
         """
         limit = DELTA_BYTES_RATIO * 4 * self.size
 
@@ -342,7 +342,7 @@ class Store:
     def _delta(self, keys: Keys) -> bytes | None:
         """Return x - p at `keys`, coded; None if it is not finite."""
         memory = self.memories.setdefault(keys, Memory(seed=self.begin))
-        # the clock that this publication completes, which is the clock of the pushes in it
+        # publication n has the pushes of clock n - 1, since publication 0 is the first weights
         memory.go_to(self.publication - 1)
         with np.errstate(over="ignore", invalid="ignore"):
             left = self.x[self._at(keys)] - self.p[self._at(keys)]

@@ -1,6 +1,7 @@
 """The step of a worker whose own optimizer steps, and which pushes the updates. The main thread owns it.
 
-Every mode takes this step, except modes that push gradients (gradients.py), merge fragments (streaming.py) or gossip.
+`ssp`, `async`, `bsp --push update` and `local --staleness S` take this step. Pushed gradients take `GradientStep`
+(gradients.py), `local` at a barrier `StreamingStep` (streaming.py), gossip `GossipStep` (gossip.py).
 
 How it works
 
@@ -11,15 +12,15 @@ How it works
 1. `step` waits until the window has room for one more update, if this step ends a clock (`Mode.local_steps`).
 2. If the worker had to rejoin, `resume` composes the replica anew, and a gradient of the old replica is dropped.
 3. `inner_step` steps the script's optimizer on the parameters.
-4. `push` sends what the parameters have moved by since the replica was composed, clipped and with noise if asked for. A
+4. `push` sends the change of the parameters since the replica was composed. --dp-clip clips it, --dp-noise adds noise. A
    clock whose steps were all skipped is closed by an update of weight 0.
 5. `ready` waits for the state that the next clock needs, and composes the replica: pulled state, residual, and own
    updates that are not in the state.
 6. `flush` sends the residual too, uncoded, and pulls the model that all workers end with.
 
 Rules
-- Right after a push the worker waits for the state that the next clock needs. With s >= 1 that state has arrived during
-  the steps before.
+- Right after a push the worker waits for the state that the next clock needs. With s >= 1 that state has usually
+  arrived during the steps before, so the wait is short.
 - The replica is composed shard by shard (protocols/member/exchange.py), and is then written to the parameters.
 """
 
