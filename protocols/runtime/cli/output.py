@@ -184,9 +184,9 @@ def set_aside(path: str | os.PathLike[str], flag: str = "") -> str:
         return ""
     free = (each for n in range(KEPT_MAX) if not os.path.lexists(each := f"{name}.{n + 1}"))
     if (kept := next(free, None)) is None:
-        encoded = f"{flag} {name}".strip()
+        named = f"{flag} {name}".strip()
         raise UsageError(
-            f"{encoded}: {KEPT_MAX} older files of this name are beside it; move some away, or name another file"
+            f"{named}: {KEPT_MAX} older files of this name are beside it; move some away, or name another file"
         )
     os.rename(name, kept)
     return kept

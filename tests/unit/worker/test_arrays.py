@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrows.compression import PayloadError
+from narrows.compression import Memory, PayloadError, ladder
 from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.worker.model.arrays import InPlaceArrays
 from narrows.worker.model.flat import FlatModel
@@ -20,7 +20,10 @@ def test_a_state_in_place_takes_plain_values_of_its_own_keys_alone(codec: int, b
     net = torch.nn.Linear(8, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
     shard = InPlaceArrays(4, 8, [], FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1)))
-    payload = np.ones(end - begin, np.float32).tobytes()
+    ones = np.ones(end - begin, np.float32)
+    payload = (
+        ones.tobytes() if codec == RAW else bytes(ladder("int8").compressor().contraction().encode(ones, Memory()))
+    )
     with pytest.raises(PayloadError):
         shard.early(Piece(codec, begin, end, payload))
     assert not net.weight.any()
