@@ -218,8 +218,8 @@ class RemoteShardSupervisor(ShardSupervisor):
                 say(f"{_shards(mine)} of the server at {self.there} will be here: keys move while workers train")
         if not self.address and room.first >= 0 and mine.stop <= room.shards:
             self.address = self.there
-            self.write_ready()
             say(f"has {_shards(mine)} of the server at {self.there}; Ctrl-C moves the keys back")
+            self.write_ready()
 
     def watch(self) -> int:
         """Show events until this machine has no shard left.

@@ -202,6 +202,7 @@ def serve(
             announce(cluster)
             if not EMBEDDED:
                 cluster.reshard_request.listen(cluster.ports[0])
+            cluster.write_ready()  # last: all of the above is there for whoever waits for the file
             code = cluster.watch()
             cluster.run_watch.note("done", {"text": "the run is over"})
             if code:
@@ -324,11 +325,10 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
 
 
 def announce(cluster: ShardSupervisor) -> None:
-    """Print the address at which workers can join, and write --ready-file."""
+    """Print the address at which workers can join."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.serve_at(address)
-    cluster.write_ready()
     settings = cluster.settings
     values = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
     values |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}

@@ -49,7 +49,9 @@ class CheckpointSchedule(Decision):
     def initialiser(self) -> int:
         """The worker that gives the run its first weights: the longest-standing member. -1: none, or it has weights.
 
-        A gossip run that is resumed takes the first of its `sources`, and none before all workers are members.
+        A worker that says Hello first may declare its model last: its number is the lower one, yet another worker's
+        weights are on their way by then. A gossip run that is resumed takes the first of its `sources`, and none before
+        all workers are members.
         """
         if self.run.started or self.run.restart_clock >= 0:
             return -1
@@ -58,7 +60,9 @@ class CheckpointSchedule(Decision):
                 return -1
             if sources := self.sources[1]:
                 return min(sources)[0]
-        return self.weights if self.weights >= 0 else min((seat.worker for seat in self.run.declared), default=-1)
+        if self.weights >= 0:
+            return self.weights
+        return min(((seat.epoch, seat.worker) for seat in self.run.declared), default=(0, -1))[1]
 
     @property
     def sources(self) -> tuple[int, m.Pairs]:

@@ -19,7 +19,7 @@ FOUND = {
     "an effect sent before its event is written": (3, 0, "kills"),
     "an event of the journal lost": (3, 0, "kills"),
     "an identity unchecked": (15, 1, "restarts"),
-    "an epoch unchecked": (19, 1, "moves"),
+    "an epoch unchecked": (15, 1, "restarts"),
     "an epoch reused by a new life of shard 0": (15, 1, "restarts"),
     "a dedupe entry dropped": (1, 0, "runs"),
     "the bound off by one": (1, 0, "runs"),

@@ -182,6 +182,18 @@ def test_a_run_starts_with_workers_enough_and_the_first_weights_on_all_shards() 
     assert decision.decide(0) and run.started and decision.initialiser == -1
 
 
+def test_the_first_weights_are_those_of_the_member_that_declared_first_whoever_said_hello_first() -> None:
+    """Its weights are on their way when the other declares; they would travel twice."""
+    run = run_of()
+    decision = generations(run)
+    early, late = (run.sit(m.Hello(token, "here"), b"", 0) for token in ("early", "late"))
+    for each in (late, early):
+        each.declare(run.changed(), 0, "")
+        assert decision.initialiser == late.worker
+    del run.seats[late.worker]
+    assert decision.initialiser == early.worker
+
+
 def test_who_is_gone_before_the_start_is_not_waited_for_but_for_one_who_was_refused() -> None:
     for how, needed in (("left", 1), ("expired", 1), ("refused", 2)):
         decision = generations(run_of())
