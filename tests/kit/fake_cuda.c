@@ -44,7 +44,8 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int initialized, devices = 1;
 static struct context contexts[DEVICES];
 static struct stream legacy = {.tag = STREAM}, per_thread = {.tag = STREAM};
-static struct capture *captures[CAPTURES]; /* under way */
+static struct capture *captures[CAPTURES]; /* under way: all below captures_end, which calls search each time */
+static int captures_end;
 static struct block *blocks;               /* allocations, by address */
 static size_t block_count, block_room, allocated[DEVICES];
 static struct launch launches[LAUNCHES]; /* the last ones, a ring */
@@ -86,7 +87,7 @@ static int invalidate(struct capture *capture, int code) { capture->invalid = 1;
 
 /* While a blocking stream is captured, the legacy stream would have to wait for it. */
 static int legacy_allowed(int spare) {
-    for (int i = 0; i < CAPTURES; i++)
+    for (int i = 0; i < captures_end; i++)
         for (int b = 0; captures[i] && b < captures[i]->branches; b++)
             if (captures[i]->streams[b] && !(captures[i]->streams[b]->flags & 1)) /* not CU_STREAM_NON_BLOCKING */
                 return spare ? CAPTURE_IMPLICIT : invalidate(captures[i], CAPTURE_IMPLICIT);
@@ -97,7 +98,7 @@ static int legacy_allowed(int spare) {
    queries) during its own captures, but relaxed ones, nor (in mode GLOBAL) during another thread's of mode GLOBAL. */
 static int calls_allowed(void) {
     int code = SUCCESS;
-    for (int i = 0; i < CAPTURES && thread_mode != RELAXED; i++) {
+    for (int i = 0; i < captures_end && thread_mode != RELAXED; i++) {
         struct capture *capture = captures[i];
         if (!capture || capture->mode == RELAXED) continue;
         if (pthread_equal(capture->thread, pthread_self()) || (capture->mode == GLOBAL && thread_mode == GLOBAL))
@@ -219,7 +220,7 @@ CALL_AS(cuCtxGetDevice_v2, cuCtxGetDevice, 13000, INIT, int *device, struct cont
 /* A context with a captured stream cannot be waited for, in any mode. */
 CALL(cuCtxSynchronize, 2000, CURRENT, void) {
     BEGIN(cuCtxSynchronize); int code = SUCCESS;
-    for (int i = 0; i < CAPTURES; i++) if (captures[i]) code = invalidate(captures[i], CAPTURE_UNSUPPORTED);
+    for (int i = 0; i < captures_end; i++) if (captures[i]) code = invalidate(captures[i], CAPTURE_UNSUPPORTED);
     return code;
 }
 CALL(cuCtxGetStreamPriorityRange, 5050, CURRENT, int *least, int *greatest)
@@ -461,6 +462,7 @@ CALL_AS(cuStreamBeginCapture_v2, cuStreamBeginCapture, 10010, CURRENT, struct st
     REQUIRE(stream != &legacy, CAPTURE_UNSUPPORTED); REQUIRE(!stream->capture, ILLEGAL_STATE);
     while (slot < CAPTURES && captures[slot]) slot++;
     REQUIRE(slot < CAPTURES, OUT_OF_MEMORY);
+    if (slot == captures_end) captures_end++;
     struct capture *capture = captures[slot] = calloc(1, sizeof *capture);
     capture->active = 1, capture->mode = mode, capture->thread = pthread_self();
     capture->graph = calloc(1, sizeof *capture->graph); capture->graph->tag = GRAPH;
@@ -483,7 +485,7 @@ CALL(cuStreamEndCapture, 10000, CURRENT, struct stream *handle, struct graph **g
         other->capture = NULL;
     }
     capture->active = 0;
-    for (int i = 0; i < CAPTURES; i++) if (captures[i] == capture) captures[i] = NULL;
+    for (int i = 0; i < captures_end; i++) if (captures[i] == capture) captures[i] = NULL;
     if (!code) *graph = capture->graph;
     return code;
 }
