@@ -69,7 +69,7 @@ fuzz: $(DEVELOPED)
 	.venv/bin/python bench/faults/fuzz.py --seconds $(FUZZ_SECONDS)
 
 ptx: $(DEVELOPED)
-	cd tests && ../.venv/bin/python -m kit.cuda_linked
+	cd tests && NARROWS_CUDA_COMPILER=1 ../.venv/bin/python -m kit.cuda_linked
 
 build/mypy/narrows:
 	mkdir -p build/mypy

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("NARROWS_CUDA_COMPILER", "1")  # before kernels are imported: tests compile them in this process
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
 
 # Started by nohup or in the background of a script, pytest ignores these signals. Commands would inherit that; of a handler,

@@ -131,6 +131,34 @@ def test_no_forbidden_import() -> None:
     assert not found, "\n".join(found)
 
 
+CUDA_COMPILER = re.compile(r"numba\.cuda|\bllvmlite\b.*cuda|nvjitlink")
+
+
+def test_one_file_of_the_product_names_the_compiler_of_cuda_kernels() -> None:
+    """And one of tests/kit, which looks into Numba's simulator."""
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for file in sources()
+        if not file.is_relative_to(ROOT / "bench")
+        and file.name != "test_layout.py"
+        and any(CUDA_COMPILER.search(line) for line in _code_of(file.read_text("utf-8")))
+    }
+    assert found == {"compression/cuda/jit.py", "tests/kit/cuda_simulator.py"}
+
+
+def _code_of(source: str) -> list[str]:
+    """Return the texts and names by which a file may import: strings that are no docstring, and import lines."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
+    ]
+    imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [*(text for text in strings if re.fullmatch(r"[\w.]+", text)), *imports]
+
+
 FORBIDDEN = [
     ("ps/shard/shard.py", "from narrows.worker import rank", "ps must not import worker"),
     ("worker/session.py", "import narrows.ps.command.cli", "worker must not import ps"),

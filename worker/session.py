@@ -77,7 +77,7 @@ def warm_up(say: Callable[[str], None]) -> None:
     """
     compression.warm_up(say)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
-    device_placement.warm_up()
+    device_placement.warm_up(say)
 
 
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next

@@ -1,27 +1,20 @@
 """The decoder of grouped Rice on the device: rice.py with a parameter for every 64 gaps. One thread has one group."""
 
-from narrows.compression.cuda.jit import (
-    THREADS,
-    DeviceArray,
-    Written,
-    cuda,
-    kernel,
-    np,
-)
+from narrows.compression.cuda.jit import THREADS, U8, U32, U64, DeviceArray, Written, cuda, kernel, np
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.rice import low_at, place_codes
 from narrows.compression.cuda.scans import scan, tile_totals
 from narrows.compression.kernels.rice import RICE_GROUP
 
 
-@kernel
+@kernel(U8, U64)
 def count_low_words(parameters: DeviceArray, low_words: Written) -> None:
     """Write the number of 32-bit words of each group's lows: 64 codes of r bits."""
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         low_words[group] = 2 * np.int64(parameters[group])
 
 
-@kernel
+@kernel(U8, U64, U32, U32, U64)
 def total_gaps(
     parameters: DeviceArray, low_words: DeviceArray, lows: DeviceArray, places: DeviceArray, totals: Written
 ) -> None:
@@ -44,7 +37,7 @@ def total_gaps(
         totals[group] = own
 
 
-@kernel
+@kernel(U8, U64, U32, U32, U64, U32)
 def emit_groups(
     parameters: DeviceArray,
     low_words: DeviceArray,

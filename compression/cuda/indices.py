@@ -13,7 +13,13 @@ unary stream.
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    BOOL,
+    I64,
+    INT,
     THREADS,
+    U8,
+    U32,
+    U64,
     DeviceArray,
     Written,
     block_scan,
@@ -97,7 +103,7 @@ def decide(record: DeviceArray, kept: int, first: int, head: DeviceArray, stride
     record[LOW_BITS], record[UNARY_BITS] = low_bits, unary_bits
 
 
-@kernel
+@kernel(U32, INT, BOOL, U8, U64, U8, I64, I64)
 def choose(
     indices: DeviceArray, count: int, strided: bool,
     parameters: Written, low_words: Written, head: Written, record: Written, done: Written,
@@ -167,7 +173,7 @@ def choose(
                 record[INDEX_CODING] = RICE_ID  # the coding of no indices
 
 
-@kernel
+@kernel(U32, U8, U64, I64, U8, U32, U32, U64, I64)
 def write_lows(
     indices: DeviceArray, parameters: DeviceArray, low_words: DeviceArray, record: DeviceArray,
     head: Written, lows: Written, unary: Written, highs: Written, done: Written,
@@ -226,7 +232,7 @@ def write_lows(
         scan_all(highs)
 
 
-@kernel
+@kernel(U32, U8, U64, I64, U32)
 def write_ones(
     indices: DeviceArray, parameters: DeviceArray, highs: DeviceArray, record: DeviceArray, unary: Written
 ) -> None:

@@ -1,6 +1,7 @@
 """Compiles CUDA kernels, and has the device functions that they share: loads of four values, scans of a block.
 
-queue.py launches the kernels.
+No other module names a CUDA compiler. A process that launches kernels does not load one: cubins.py keeps what a process of
+its own has compiled, driver.py loads and launches it.
 
 Rules
 - Loops are grid-stride. Each block has THREADS threads.
@@ -10,22 +11,31 @@ Rules
   intrinsics.
 """
 
+import os
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
+from unittest import mock
 
 import numpy
-from llvmlite import ir
 
-# Numba types the kernels. numba.cuda and NumPy are `Any` for mypy, which would type their arithmetic as NumPy's.
-cuda, types, cgutils, driver, devicearray, extending = (
-    import_module(f"numba.cuda{name}")
-    for name in ("", ".types", ".cgutils", ".cudadrv.driver", ".cudadrv.devicearray", ".extending")
-)
-config: Any = import_module("numba.cuda.core.config")
-np: Any = numpy
-DeviceArray: TypeAlias = Any  # numba's device array; in the simulator a wrapper around an ndarray
+np: Any = numpy  # for mypy, which would type the arithmetic of kernels as NumPy's
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+COMPILER_ENV = "NARROWS_CUDA_COMPILER"  # 1: this process may compile
+# The variables of a process that compiles. It needs no GPU, and it colours no error.
+COMPILER_ENVIRONMENT = {
+    COMPILER_ENV: "1",
+    "NUMBA_ENABLE_CUDASIM": "0",
+    "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+COMPILES = not SIMULATED and os.environ.get(COMPILER_ENV) == "1"
+THREADS = 8 if SIMULATED else 256
+
+DeviceArray: TypeAlias = Any  # in a kernel: numba's array
 # These annotations mark arguments that a kernel writes to, also in part; `LastWritten` is a tuple of four arrays of
 # which the last is written. Tests check the marks, and derive from them which launches must not run at once.
 Written: TypeAlias = Annotated[Any, "written"]
@@ -33,33 +43,176 @@ LastWritten: TypeAlias = Annotated[Any, "last written"]
 Four: TypeAlias = tuple[Any, Any, Any, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
-THREADS = 8 if SIMULATED else 256
-
-# A grid of one block is right for small arrays. numba warns of each, and warnings are errors here.
-config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+cuda: Any = None
+if SIMULATED or COMPILES:
+    cuda = import_module("numba.cuda")
 
 
-def kernel(function: Function) -> Any:
-    """Make a CUDA kernel. Its first launch with a set of types compiles it; `Queue.launch` launches it.
+def simulated_array(values: Any) -> Any:
+    """Return an array of the host as an argument of a kernel in the simulator."""
+    return import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray(values)
 
-    Kernels are not cached on disk: a cache would not notice that a device function of another file has changed.
+
+class Argument(NamedTuple):
+    """The type of an argument of a kernel: an array of this dtype, or one value."""
+
+    dtype: Any
+    array: bool = False
+
+
+I8, U8, U16, U32, U64, I64, F32 = (
+    Argument(np.dtype(name), array=True) for name in ("int8", "uint8", "uint16", "uint32", "uint64", "int64", "float32")
+)
+INT, FLOAT, BOOL = Argument(np.dtype("int64")), Argument(np.dtype("float32")), Argument(np.dtype("bool"))
+Type: TypeAlias = Any  # an Argument, or a tuple of Types
+SUM: Type = (F32, FLOAT, F32, F32)  # of a `Sum` of kernels/record.py
+KERNELS: dict[str, "Kernel"] = {}  # all kernels whose modules are loaded
+
+
+class Kernel:
+    """A CUDA kernel and the types of its arguments. `Queue.launch` launches it."""
+
+    def __init__(self, function: Callable[..., None], types: tuple[Type, ...], name: str) -> None:
+        self.function, self.types, self.name = function, types, name
+        self.simulated = cuda.jit(function, fastmath=False) if SIMULATED else None
+        if name in KERNELS:
+            raise ValueError(f"two kernels have the name {name}")
+        KERNELS[name] = self
+
+
+def kernel(*types: Type, name: str = "") -> Callable[[Callable[..., None]], Kernel]:
+    """Make a CUDA kernel of a function.
+
+    Args:
+        types: of its arguments.
+        name: of the kernel; "": that of the function.
+
+    Raises:
+        ValueError: another kernel has that name.
     """
-    return cuda.jit(function, fastmath=False)
+    return lambda function: Kernel(function, types, name or function.__name__)
 
 
 def device(function: Function) -> Function:
     """Make a function that kernels call."""
-    return cast(Function, cuda.jit(function, device=True, fastmath=False))
+    return function if cuda is None else cast(Function, cuda.jit(function, device=True, fastmath=False))
+
+
+def inlined(function: Function) -> Function:
+    """Make a function that is inlined at each call in a kernel."""
+    if cuda is None:
+        return function
+    return cast(Function, cuda.jit(function, device=True, fastmath=False, inline="always"))
 
 
 def wide(*arrays: DeviceArray) -> bool:
     """Return whether all arrays are aligned so that four values can be loaded at once. A caller's slice may not be."""
-    return all(_address(array) % (4 * array.dtype.itemsize) == 0 for array in arrays)
+    return not any(array.address % (4 * array.itemsize) for array in arrays)
 
 
-def _address(array: DeviceArray) -> int:
-    return int(array.ctypes.data if SIMULATED else array.device_ctypes_pointer.value or 0)
+# --- the compiler ---
+
+
+class Cubin(NamedTuple):
+    """The machine code of a kernel.
+
+    Attributes:
+        code: the file, for cuModuleLoadData.
+        entry: the name of the kernel in it.
+        registers: of a thread.
+        local: bytes of local memory of a thread.
+        shared: bytes of shared memory of a block.
+    """
+
+    code: bytes
+    entry: str
+    registers: int
+    local: int
+    shared: int
+
+
+Arch: TypeAlias = tuple[int, int]  # a compute capability
+LINK_LOG = re.compile(r"used (\d+) registers, .*?(\d+) stack, (?:(\d+) bytes smem, )?.*?(\d+) bytes lmem")
+
+
+def _numba_type(of: Type) -> Any:
+    types = import_module("numba.cuda.types")
+    if not isinstance(of, Argument):
+        return types.Tuple(tuple(map(_numba_type, of)))
+    scalar = types.boolean if of.dtype == np.bool_ else getattr(types, of.dtype.name)
+    return types.Array(scalar, 1, "C") if of.array else scalar
+
+
+@cache
+def _library(name: str, arch: Arch) -> Any:
+    """Return the kernel as numba's library, whose PTX of each GPU is made of the same LLVM IR.
+
+    numba-cuda asks the driver for the GPU of functions that a kernel calls; a process without one answers here.
+    """
+    gpu = SimpleNamespace(compute_capability=arch)
+    with mock.patch("numba.cuda.dispatcher.get_current_device", return_value=gpu):
+        compiler: Any = import_module("numba.cuda.compiler")
+        return compiler._compile_pyfunc_with_fixup(
+            KERNELS[name].function,
+            tuple(map(_numba_type, KERNELS[name].types)),
+            device=False,
+            cc=arch,
+            abi="numba",
+        )[0]
+
+
+def ptx_of(name: str, arch: Arch, like: Arch | None = None) -> str:
+    """Return the PTX of a kernel.
+
+    Args:
+        name: of the kernel.
+        arch: the GPU.
+        like: a GPU for which the kernel was typed before, which saves most of the time; None: `arch`.
+    """
+    return str(_library(name, like or arch).get_asm_str(cc=arch))
+
+
+def linked(ptx: str, arch: Arch) -> Cubin:
+    """Return the machine code of PTX with one kernel.
+
+    Raises:
+        RuntimeError: the linker refuses it, or names no registers.
+    """
+    nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
+    entry = re.search(r"\.entry\s+(\w+)", ptx)
+    handle = nvjitlink.create(3, [f"-arch=sm_{arch[0]}{arch[1]}", "-verbose", "-Xptxas=-v"])
+    try:
+        source = ptx.encode() + b"\0"
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), "kernel")
+        nvjitlink.complete(handle)
+        log, code = bytearray(nvjitlink.get_info_log_size(handle)), bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_info_log(handle, log)
+        nvjitlink.get_linked_cubin(handle, code)
+    finally:
+        nvjitlink.destroy(handle)
+    found = LINK_LOG.search(log.decode(errors="replace"))
+    if found is None or entry is None:
+        raise RuntimeError(f"the linker does not say what the kernel uses: {log.decode(errors='replace')}")
+    registers, stack, shared, local = (int(number or 0) for number in found.groups())
+    return Cubin(bytes(code), entry[1], registers, stack + local, shared)
+
+
+COMPILER_PACKAGES = (
+    "numba-cuda", "numba", "llvmlite", "numpy", "cuda-bindings",
+    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
+)  # fmt: skip
+
+
+def compiler_versions() -> list[str]:
+    """Return what decides how kernels are compiled: the packages and their versions. Loads none of them."""
+    metadata = import_module("importlib.metadata")
+    found = []
+    for package in COMPILER_PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} none")
+    return found
 
 
 # --- intrinsics; in the simulator, the same in NumPy ---
@@ -85,7 +238,13 @@ if SIMULATED:
         for j in range(4):
             array[i + j] = four[j]
 
-else:
+elif COMPILES:
+    from llvmlite import ir
+
+    types, cgutils, extending = (import_module(f"numba.cuda.{name}") for name in ("types", "cgutils", "extending"))
+    # A grid of one block is right for small arrays. numba warns of each, and warnings are errors here.
+    config: Any = import_module("numba.cuda.core.config")
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
     def _bitcast(result: Any, argument: Any) -> Any:
         def typed(_context: Any, _value: Any) -> Any:
@@ -141,6 +300,9 @@ else:
     vector_load = extending.intrinsic(_vector_load)
     vector_store = extending.intrinsic(_vector_store)
 
+else:
+    bits_of = float_of = add = mul = vector_load = vector_store = cast(Any, None)
+
 
 # --- device functions ---
 
@@ -173,7 +335,7 @@ def store4(array: DeviceArray, i: int, four: Four, wide: bool) -> None:
 
 
 # Inlined at each call: shared memory has a name, and a kernel may also call functions that call this one.
-@partial(cuda.jit, device=True, fastmath=False, inline="always")
+@inlined
 def block_scan(own: Any) -> tuple[Any, Any]:
     """Return (sum of the uint64 `own` of all threads before this one, sum over the block). Each thread must call it."""
     sums = cuda.shared.array((2, THREADS), np.uint64)

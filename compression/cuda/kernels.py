@@ -1,8 +1,8 @@
 """The CUDA kernels under the names that all devices share. Their results equal those of the CPU (device/host.py).
 
-Arguments are numba's device arrays; `view` makes one of anything with a __cuda_array_interface__. A function that
+Arguments are `DeviceArray`s; `view` makes one of anything with a __cuda_array_interface__. A function that
 returns a Python integer waits for the device. All other results stay in the record of an encode (kernels/record.py).
-Decoders of indices have no cursor: they read a whole section. Importing this file needs numba-cuda.
+Decoders of indices have no cursor: they read a whole section.
 """
 
 from functools import partial

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, device, kernel, np
+from narrows.compression.cuda.jit import I64, INT, THREADS, U8, U32, DeviceArray, Written, cuda, device, kernel, np
 from narrows.compression.cuda.queue import Queue, QueueLanding
 from narrows.compression.kernels.record import HEAD_BYTES, LOW_BITS, MISSING, TOLD, UNARY_BITS
 
@@ -16,7 +16,7 @@ def section_bytes(kept: int, size: int, per: int) -> Any:
     return size * ((kept + per - 1) // per)
 
 
-@kernel
+@kernel(U8, (INT,) * 6, (INT,) * 6, INT, I64, U32)
 def gather_sections(
     arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Written
 ) -> None:

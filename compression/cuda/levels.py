@@ -6,7 +6,10 @@ Means are sums of integers, so threads may add in any order. Each thread writes 
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    F32,
     THREADS,
+    U8,
+    U16,
     DeviceArray,
     Four,
     add,
@@ -236,9 +239,6 @@ def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
     )
 
 
-SIGN, TWO_BIT, UINT8_MINMAX = (
-    coding(value4, encode_tile, TILE)
-    for value4, encode_tile in (
-        (sign_value4, sign_codes), (two_bit_value4, two_bit_codes), (minmax_value4, minmax_codes)
-    )
-)  # fmt: skip
+SIGN = coding("sign", (U16, U8), sign_value4, sign_codes, TILE)
+TWO_BIT = coding("2bit", (U8, U8, U8), two_bit_value4, two_bit_codes, TILE)
+UINT8_MINMAX = coding("uint8minmax", (F32, U8), minmax_value4, minmax_codes, TILE)

@@ -10,72 +10,74 @@ Rules
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
-import numpy
+import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.cuda.jit import SIMULATED, THREADS, DeviceArray, cuda, devicearray, driver, np
+from narrows.compression.cuda.arrays import DeviceArray, device_array_of
+from narrows.compression.cuda.jit import SIMULATED, THREADS, Kernel
 from narrows.compression.kernels.record import RECORD, TOLD
 
-BLOCKS_PER_PROCESSOR = 8  # for a kernel that is not compiled yet: 2048 threads, which fill a multiprocessor
 Allocate = Callable[[int], Any]
+EVENTS_MAX = 64  # events that wait for their next use
 
 
-class _OnHost:
-    """Host memory with the interface of device memory."""
+def driver_of(number: int) -> Any:
+    """Return the driver of a device. Raises what `CudaDriver` raises."""
+    if SIMULATED:
+        from narrows.compression.cuda.simulator import SimulatedDriver
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
-        self.__cuda_array_interface__ = {
-            "shape": array.shape, "typestr": array.dtype.str, "data": (array.ctypes.data, False), "version": 2
-        }  # fmt: skip
+        return SimulatedDriver()
+    from narrows.compression.cuda.driver import CudaDriver
+
+    return CudaDriver(number)
 
 
 class QueueLanding:
     """Copies to page-locked host memory that are under way."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, queue: "Queue", event: Any) -> None:
+        self.queue, self.event = queue, event
 
     def done(self) -> bool:
         """Return whether the copies are complete, without waiting."""
-        return SIMULATED or bool(self.event.query())
+        return bool(self.queue.driver.has_happened(self.event))
 
     def wait(self) -> None:
         """Wait until the copies are complete. Other threads of this process run meanwhile."""
-        self.event.synchronize()
+        self.queue.driver.wait(self.event)
+
+    def __del__(self) -> None:
+        if len(self.queue.events) < EVENTS_MAX:
+            self.queue.events.append(self.event)  # what it waited for is older than what it will wait for next
 
 
 class Queue:
     """The queue of one device. One thread at a time may use it.
 
     Args:
-        number: the number of the device.
+        driver: the driver of the device, from `driver_of`.
         allocate: makes an array of so many bytes with a __cuda_array_interface__, from torch's memory pool for example;
-            None: numba allocates.
+            None: the driver allocates.
         current: returns the stream of the caller, a CUstream; 0: the legacy default stream.
 
     Attributes:
         counts: launches, memsets, reads (which wait for the device), copies and bytes down and up, so far.
     """
 
-    def __init__(
-        self, number: int = 0, allocate: Allocate | None = None, current: Callable[[], int] = lambda: 0
-    ) -> None:
-        self.number, self.current = number, current
-        self.allocate: Allocate = allocate or (lambda count: cuda.device_array(count, np.uint8))
+    def __init__(self, driver: Any, allocate: Allocate | None = None, current: Callable[[], int] = lambda: 0) -> None:
+        self.driver, self.current = driver, current
+        self.allocate: Allocate = allocate or self.driver.allocate
         self.counts: Counter[str] = Counter()
-        self.stream: Any = 0  # the legacy default stream
-        self._streams: dict[int, Any] = {0: 0}
+        self.events: list[Any] = []
         self._current = 0
+        self.stream = self.driver.stream_of(0)
+        self._streams: dict[int, Any] = {0: self.stream}
         self._landing: Any = None
-        self._done: Any = None
-        self._complete: Any = None
-        self._scratch: dict[tuple[str, numpy.dtype[Any]], DeviceArray] = {}
-        self._blocks_max: dict[Any, int] = {}
-        self._resident = 2 if SIMULATED else 0
+        self._done: DeviceArray | None = None
+        self._complete: DeviceArray | None = None
+        self._scratch: dict[tuple[str, np.dtype[Any]], DeviceArray] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -83,21 +85,39 @@ class Queue:
 
         Work on another stream than before waits for the earlier work, because all streams share the scratch memory.
         """
-        with cuda.gpus[self.number]:
+        self.driver.enter()
+        try:
             stream = self.current()
             if stream != self._current:
                 if stream not in self._streams:
-                    self._streams[stream] = cuda.external_stream(stream)
+                    self._streams[stream] = self.driver.stream_of(stream)
                 before, self.stream = self.stream, self._streams[stream]
                 self._current = stream
-                event = cuda.event()
-                event.record(before)
-                event.wait(self.stream)
+                event = self._event()
+                self.driver.record(event, before)
+                self.driver.wait_for(event, self.stream)
+                self.events.append(event)
             yield
+        finally:
+            self.driver.leave()
+
+    def _event(self) -> Any:
+        return self.events.pop() if self.events else self.driver.event()
 
     # Launches.
 
-    def launch(self, kernel: Any, count: int, per_block: int, *arguments: Any) -> None:
+    def prepare(self, say: Callable[[str], None]) -> None:
+        """Compile all kernels, or load them from disk.
+
+        Args:
+            say: called with a line while they are compiled.
+
+        Raises:
+            RuntimeError: a kernel cannot be compiled here.
+        """
+        self.driver.prepare(say)
+
+    def launch(self, kernel: Kernel, count: int, per_block: int, *arguments: Any) -> None:
         """Launch a kernel on a grid for `count` items.
 
         Args:
@@ -107,35 +127,23 @@ class Queue:
             arguments: the arguments of the kernel.
         """
         self.counts["launches"] += 1
-        blocks = max(1, min(-(-count // per_block), self._resident or self._blocks(kernel)))
-        kernel[blocks, THREADS, self.stream](*arguments)
-
-    def _blocks(self, kernel: Any) -> int:
-        known = self._blocks_max.get(kernel)
-        if known is not None:
-            return known
-        compiled = list(kernel.overloads.values())
-        if not compiled:  # its first launch compiles it
-            return BLOCKS_PER_PROCESSOR * int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
-        self._blocks_max[kernel] = max(1, min(int(each.max_cooperative_grid_blocks(THREADS)) for each in compiled))
-        return self._blocks_max[kernel]
+        self.driver.launch(kernel, max(1, -(-count // per_block)), self.stream, arguments)
 
     # Memory.
 
     def view(self, array: Any) -> DeviceArray:
-        """Return numba's view of an array with a __cuda_array_interface__, without a copy and without a wait."""
-        return array if devicearray.is_cuda_ndarray(array) else cuda.as_cuda_array(array, sync=False)
+        """Return a view of an array with a __cuda_array_interface__, without a copy and without a wait."""
+        return device_array_of(array)
 
-    def empty(self, count: int, dtype: type[numpy.generic]) -> DeviceArray:
-        room = self.view(self.allocate(max(count, 1) * np.dtype(dtype).itemsize))
-        return room.view(dtype)[:count]
+    def empty(self, count: int, dtype: Any) -> DeviceArray:
+        return self.view(self.allocate(max(count, 1) * np.dtype(dtype).itemsize)).view(dtype)[:count]
 
-    def zeros(self, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+    def zeros(self, count: int, dtype: Any) -> DeviceArray:
         array = self.empty(count, dtype)
         self.zero(array)
         return array
 
-    def scratch(self, name: str, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+    def scratch(self, name: str, count: int, dtype: Any) -> DeviceArray:
         """Return scratch memory, dtype[count] with any content, valid until the next call with this name and dtype.
 
         Scratch memory never shrinks. Allocation may stop the device, and none happens once the sizes have settled.
@@ -173,91 +181,81 @@ class Queue:
     def zero(self, array: DeviceArray) -> None:
         if array.size:
             self.counts["memsets"] += 1
-            driver.device_memset(array, 0, array.nbytes, stream=self.stream)
+            self.driver.zero(array, self.stream)
 
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         if source.size:
             self.counts["device copies"] += 1
-            target.copy_to_device(source, stream=self.stream)
+            self.driver.copy(source, target, self.stream)
 
     # Copies to the host and back.
 
-    def pinned(self, count: int) -> npt.NDArray[numpy.uint8]:
+    def pinned(self, count: int) -> npt.NDArray[np.uint8]:
         """Return page-locked host memory, uint8[count], to which the device writes directly.
 
         Page-locking takes milliseconds, so the caller keeps the memory.
         """
-        return cast(npt.NDArray[numpy.uint8], cuda.pinned_array(count, np.uint8))
+        memory: npt.NDArray[np.uint8] = self.driver.pinned(count)
+        return memory
 
     def read(self, array: DeviceArray) -> npt.NDArray[Any]:
         """Return a copy on the host. Waits for all work of this stream."""
         self.counts["reads"] += 1
         self.counts["bytes down"] += array.nbytes
-        host = array.copy_to_host(stream=self.stream)
-        if self.stream:
-            self.stream.synchronize()
-        return cast(npt.NDArray[Any], host)
+        host = np.empty(array.size, array.dtype)
+        if host.size:
+            self.driver.copy_down(array, host, self.stream)
+            self.driver.synchronize(self.stream)
+        return host
 
     def upload(self, name: str, host: npt.NDArray[Any]) -> DeviceArray:
-        """Return a copy of `host` in scratch memory. The caller may change `host` as soon as the call returns."""
+        """Return a copy of `host`, which is pageable, in scratch memory. The caller may change `host` then."""
         there = self.scratch(f"received {name}", host.size, host.dtype.type)
-        if host.size:
-            self.counts["copies up"] += 1
-            self.counts["bytes up"] += host.nbytes
-            there.copy_to_device(host, stream=self.stream)
-            if self.stream:
-                self.stream.synchronize()  # numba does not keep pageable memory alive for the copy
+        self._copy_up(host, there)
         return there
 
     def load(self, host: npt.NDArray[Any], target: DeviceArray) -> None:
-        """Set target = host. The caller may change `host` as soon as the call returns."""
+        """Set target = host. Waits for the copy, so the caller may change `host` then."""
+        if self._copy_up(host, target):
+            self.driver.synchronize(self.stream)
+
+    def _copy_up(self, host: npt.NDArray[Any], target: DeviceArray) -> int:
         if host.size:
             self.counts["copies up"] += 1
             self.counts["bytes up"] += host.nbytes
-            target.copy_to_device(host, stream=self.stream)
-            if self.stream:
-                self.stream.synchronize()
+            self.driver.copy_up(host, target, self.stream)
+        return host.size
 
-    def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> QueueLanding:
+    def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[np.uint8]]) -> QueueLanding:
         """Begin copies to page-locked host memory: after the stream's work so far, in parallel to its later work."""
 
         def copies() -> None:
             for source, target in zip(sources, targets, strict=True):
                 self.counts["copies down"] += 1
                 self.counts["bytes down"] += source.nbytes
-                source.copy_to_host(target, stream=self.stream)
+                self.driver.copy_down(source, target, self.stream)
 
         return self._beside(copies)
 
-    def launch_beside(self, kernel: Any, count: int, *arguments: Any) -> QueueLanding:
+    def launch_beside(self, kernel: Kernel, count: int, *arguments: Any) -> QueueLanding:
         """Launch a kernel that writes to page-locked host memory (`mapped`), in the order of `fetch`."""
         return self._beside(lambda: self.launch(kernel, count, THREADS, *arguments))
 
     def _beside(self, begin: Callable[[], None]) -> QueueLanding:
-        ready, landed = cuda.event(), cuda.event()
-        ready.record(self.stream)
-        caller, self.stream = self.stream, self._landing_stream()
+        if self._landing is None:
+            self._landing = self.driver.own_stream()
+        ready, landed = self._event(), self._event()
+        self.driver.record(ready, self.stream)
+        caller, self.stream = self.stream, self._landing
         try:
-            ready.wait(self.stream)
+            self.driver.wait_for(ready, self.stream)
             begin()
-            landed.record(self.stream)
+            self.driver.record(landed, self.stream)
         finally:
             self.stream = caller
-        return QueueLanding(landed)
+            self.events.append(ready)
+        return QueueLanding(self, landed)
 
     def mapped(self, pinned: npt.NDArray[Any]) -> DeviceArray:
         """Return page-locked host memory as an argument of kernels: with unified addressing all of it is mapped."""
-        return devicearray.FakeCUDAArray(pinned) if SIMULATED else self.view(_OnHost(pinned))
-
-    def _landing_stream(self) -> Any:
-        """Return the stream of copies to the host. It and the legacy default stream do not wait for each other."""
-        if self._landing is None:
-            if SIMULATED:
-                self._landing = cuda.stream()
-            else:
-                bindings = import_module("cuda.bindings.driver")
-                error, handle = bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
-                if error != bindings.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(f"the GPU gave no stream: {error.name}")
-                self._landing = cuda.external_stream(int(handle))
-        return self._landing
+        return DeviceArray(pinned.ctypes.data, pinned.size, pinned.dtype, pinned)

@@ -5,7 +5,7 @@ Each thread computes the random words that it needs.
 
 from typing import Any
 
-from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, device, kernel, mul, np
+from narrows.compression.cuda.jit import INT, THREADS, U32, DeviceArray, Written, cuda, device, kernel, mul, np
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.kernels.random import RANDOM_BLOCK
 
@@ -35,13 +35,13 @@ def unit_of(key_low: int, key_high: int, i: int) -> Any:
     return mul(np.float32(random_word(key_low, key_high, i) >> np.uint64(8)), np.float32(2.0**-24))
 
 
-@kernel
+@kernel(INT, INT, INT, U32)
 def draw_words(key_low: int, key_high: int, begin: int, words: Written) -> None:
     for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
         words[i] = random_word(key_low, key_high, begin + i)
 
 
-@kernel
+@kernel(INT, INT, INT, INT, U32)
 def draw_strata(key: int, begin: int, kept: int, count: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         i = begin + j
@@ -59,7 +59,7 @@ def strata(queue: Queue, key: int, begin: int, kept: int, count: int, words: Dev
     queue.launch(draw_strata, indices.size, THREADS, int(key), begin, kept, count, indices)
 
 
-@kernel
+@kernel(INT, INT, INT, U32)
 def write_strided(phase: int, stride: int, begin: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         indices[j] = np.uint32(phase + (begin + j) * stride)
@@ -69,7 +69,7 @@ def strided(queue: Queue, phase: int, stride: int, begin: int, indices: DeviceAr
     queue.launch(write_strided, indices.size, THREADS, phase, stride, begin, indices)
 
 
-@kernel
+@kernel(INT, INT, U32)
 def stretch_indices(phase: int, stride: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         indices[j] = np.uint32(phase + np.int64(indices[j]) * stride)

@@ -8,7 +8,11 @@ decoders read it whole, without a cursor.
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    BOOL,
+    INT,
     THREADS,
+    U32,
+    U64,
     DeviceArray,
     Written,
     block_scan,
@@ -44,7 +48,7 @@ def low_of(lows: DeviceArray, i: int, r: int) -> Any:
     return low_at(lows, i * r, r)
 
 
-@kernel
+@kernel(U32, U64)
 def total_ones(unary: DeviceArray, totals: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
@@ -56,7 +60,7 @@ def total_ones(unary: DeviceArray, totals: Written) -> None:
             totals[tile] = total
 
 
-@kernel
+@kernel(U32, INT, U64, U32)
 def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: Written) -> None:
     """Set indices[j] = ((zeros before the one bit of code j) << r) + j, which lacks the low bits; r < 0: the zeros."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
@@ -76,7 +80,7 @@ def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: Written
                 code += 1
 
 
-@kernel
+@kernel(U32, INT, INT, U64)
 def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
@@ -88,7 +92,7 @@ def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
             totals[tile] = total
 
 
-@kernel
+@kernel(U32, INT, BOOL, U64, U32)
 def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indices: Written) -> None:
     """Add the sum of the low bits up to code i to indices[i]; fresh: to i instead."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):

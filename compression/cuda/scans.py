@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, block_scan, cuda, device, kernel, np
+from narrows.compression.cuda.jit import THREADS, U64, DeviceArray, Written, block_scan, cuda, device, kernel, np
 from narrows.compression.cuda.queue import Queue
 
 SCAN_ITEMS = 8
@@ -29,7 +29,7 @@ def scan_all(totals: DeviceArray) -> Any:
     return total
 
 
-@kernel
+@kernel(U64, U64)
 def scan_chunks(totals: Written, sums: Written) -> None:
     """Scan each chunk of totals exclusively, in place, and write the chunk's sum to sums."""
     for chunk in range(cuda.blockIdx.x, sums.size, cuda.gridDim.x):
@@ -47,7 +47,7 @@ def scan_chunks(totals: Written, sums: Written) -> None:
             sums[chunk] = total
 
 
-@kernel
+@kernel(U64, U64)
 def shift_chunks(totals: Written, sums: DeviceArray) -> None:
     for i in range(cuda.grid(1), totals.size, cuda.gridsize(1)):
         totals[i] += sums[i // SCAN_CHUNK]

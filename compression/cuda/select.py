@@ -15,7 +15,13 @@ A key is bits & key_mask.
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    BOOL,
+    I64,
+    INT,
+    SUM,
     THREADS,
+    U32,
+    U64,
     DeviceArray,
     Four,
     LastWritten,
@@ -115,16 +121,18 @@ def _hits(four: Four, key_mask: Any, least: Any) -> Any:
     return np.uint32(a | (b << np.uint32(1)) | (c << np.uint32(2)) | (d << np.uint32(3)))
 
 
-def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
+def _readers(name: str, arrays_type: Any, read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
     """Make the two kernels that read a whole array.
 
     Args:
+        name: the end of their names.
+        arrays_type: the type of `arrays`.
         read4: reads four values at any place.
         read4_inside: reads four values that can be loaded at once.
         read: reads one value.
     """
 
-    @kernel
+    @kernel(arrays_type, INT, INT, INT, U32, I64, I64, BOOL, name=f"sample_{name}")
     def sample(
         arrays: LastWritten, group_lines: int, rank: int, key_mask: int,
         keys: Written, record: Written, done: Written, wide: bool,
@@ -142,7 +150,7 @@ def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
                 cuda.atomic.add(bins, key >> np.uint32(20), np.uint32(1))
         pick_digit(bins, SAMPLE, 0, rank, record, done)
 
-    @kernel
+    @kernel(arrays_type, INT, INT, INT, INT, U32, U64, I64, I64, BOOL, name=f"mark_{name}")
     def mark_candidates(
         arrays: LastWritten, size: int, key_mask: int, k: int, room: int,
         masks: Written, totals: Written, record: Written, done: Written, wide: bool,
@@ -189,11 +197,11 @@ def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
     return sample, mark_candidates
 
 
-sample_bits, mark_bits = _readers(_bits4_at, _bits4_inside, _bit_at)
-sample_sum, mark_sum = _readers(_sum_bits4_at, _sum_bits4_inside, _sum_bit_at)
+sample_bits, mark_bits = _readers("bits", (U32,), _bits4_at, _bits4_inside, _bit_at)
+sample_sum, mark_sum = _readers("sum", SUM, _sum_bits4_at, _sum_bits4_inside, _sum_bit_at)
 
 
-@kernel
+@kernel(U32, INT, INT, U32, U64, U32, U32, I64, I64)
 def emit_candidates(
     bits: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray,
     indices: Written, kept: Written, record: Written, done: Written,
@@ -218,7 +226,7 @@ def emit_candidates(
     pick_digit(bins, LAST, 0, k, record, done)
 
 
-@kernel
+@kernel(U32, INT, INT, INT, INT, I64, I64, BOOL)
 def histogram(
     bits: DeviceArray, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
 ) -> None:
@@ -247,7 +255,7 @@ def last_of(record: DeviceArray, k: int) -> tuple[Any, Any]:
     return record[LAST], k - record[LAST + 1] if record[LAST] > 0 else 0
 
 
-@kernel
+@kernel(U32, INT, INT, U32, U64, I64, I64, BOOL)
 def mark_kept(
     bits: DeviceArray, key_mask: int, k: int,
     masks: Written, totals: Written, record: Written, done: Written, wide: bool,
@@ -288,7 +296,7 @@ def mark_kept(
             record[MISSING] = k - np.int64(total & np.uint64(0xFFFFFFFF)) - min(np.int64(total >> np.uint64(32)), ties)
 
 
-@kernel
+@kernel(U32, U32, INT, INT, U32, U64, I64, U32, U32)
 def emit_kept(
     bits: DeviceArray, places: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray, record: DeviceArray,
     indices: Written, kept: Written,
@@ -329,20 +337,20 @@ def emit_kept(
                 greater += 1
 
 
-@kernel
+@kernel(U32, U32, U32)
 def gather(source: DeviceArray, places: DeviceArray, out: Written) -> None:
     for i in range(cuda.grid(1), places.size, cuda.gridsize(1)):
         out[i] = source[places[i]]
 
 
-@kernel
+@kernel(INT, INT, I64)
 def search_for(threshold: int, k: int, record: Written) -> None:
     """Record a known threshold as the key of rank k with k keys above it: then all keys above it are kept."""
     record[LAST] = threshold
     record[LAST + 1] = k
 
 
-@kernel
+@kernel(SUM, INT, INT, U32, U32, U64, INT, I64, I64, BOOL)
 def top_of_each(
     arrays: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
     room: int, record: Written, done: Written, wide: bool,
@@ -425,7 +433,7 @@ def top_of_each(
             record[MISSING] = room - found
 
 
-@kernel
+@kernel(U32, U32, INT, U64, U32, U32)
 def close_up(
     slots: DeviceArray, patterns: DeviceArray, k: int, totals: DeviceArray, indices: Written, kept: Written
 ) -> None:

@@ -3,6 +3,11 @@
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    BOOL,
+    F32,
+    I64,
+    INT,
+    SUM,
     THREADS,
     DeviceArray,
     Four,
@@ -99,7 +104,7 @@ def take_strided(sums: DeviceArray, phase: int, stride: int, begin: int, end: in
         chosen[i] = sums[phase + i * stride]
 
 
-@kernel
+@kernel(SUM, BOOL)
 def sum_into(arrays: LastWritten, wide: bool) -> None:
     for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
         sum4_at(arrays, i, wide)
@@ -108,7 +113,7 @@ def sum_into(arrays: LastWritten, wide: bool) -> None:
 STRIDED_TILE = 4 * THREADS  # values of a turn that a block takes at a time
 
 
-@kernel
+@kernel(SUM, INT, INT, F32, I64, BOOL)
 def sum_strided_into(
     arrays: LastWritten, phase: int, stride: int, chosen: Written, record: Written, wide: bool
 ) -> None:

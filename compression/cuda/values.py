@@ -10,7 +10,17 @@ import math
 from typing import Any, NamedTuple
 
 from narrows.compression.cuda.jit import (
+    BOOL,
+    F32,
+    FLOAT,
+    I8,
+    I64,
+    INT,
+    SUM,
     THREADS,
+    U8,
+    U16,
+    U32,
     DeviceArray,
     Four,
     LastWritten,
@@ -35,6 +45,7 @@ from narrows.compression.kernels.record import LARGEST, MISSING, Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
 LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together
+EXTRA = (INT, INT, INT)  # of `extra`
 COPY_TILE = 4 * THREADS  # the tile of codings without blocks
 
 
@@ -74,27 +85,29 @@ def weighted(old: Four, weight: float, four: Four) -> Four:
     )
 
 
-def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
+def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, tile: int) -> Coding:
     """Make the kernels of a value coding.
 
     Args:
+        name: of the coding.
+        sections: the type of the array of each section.
         value4: (coded, i, wide): returns values i to i + 3, i a multiple of 4.
         encode_tile: (values, size, number, extra, coded, wide): a block of threads codes values[number * tile :][:
             tile] of `size` values in all, and returns the largest key that this thread saw.
         tile: the values of a tile.
     """
 
-    @kernel
+    @kernel(sections, F32, BOOL, name=f"{name}.decode")
     def decode(coded: Any, out: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, value4(coded, i, wide), wide)
 
-    @kernel
+    @kernel(sections, FLOAT, F32, BOOL, name=f"{name}.add")
     def add_to(coded: Any, weight: float, out: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
-    @kernel
+    @kernel(sections, U32, FLOAT, I64, F32, BOOL, name=f"{name}.scatter_add")
     def scatter_add_to(
         coded: Any, indices: DeviceArray, weight: float, record: DeviceArray, out: Written, wide: bool
     ) -> None:
@@ -106,14 +119,14 @@ def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
             for j in range(min(4, size - i)):
                 out[p[j]] = add(out[p[j]], mul(weight, four[j]))
 
-    @kernel
+    @kernel(F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode")
     def encode(values: DeviceArray, extra: Any, coded: Written, record: Written, wide: bool) -> None:
         own, size = np.uint32(0), values.size - record[MISSING]
         for number in range(cuda.blockIdx.x, (size + tile - 1) // tile, cuda.gridDim.x):
             own = np.uint32(max(own, encode_tile(values, size, number, extra, coded, wide)))
         raise_to(record, LARGEST, own)
 
-    @kernel
+    @kernel(SUM, EXTRA, sections, I64, BOOL, name=f"{name}.encode_sum")
     def encode_sum(addends: LastWritten, extra: Any, coded: Written, record: Written, wide: bool) -> None:
         own, sums = np.uint32(0), addends[3]
         for number in range(cuda.blockIdx.x, (sums.size + tile - 1) // tile, cuda.gridDim.x):
@@ -126,7 +139,7 @@ def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
                 store4(sums, i, weighted(load4(sums, i, wide), np.float32(-1.0), value4(coded, i, wide)), wide)
         raise_to(record, LARGEST, own)
 
-    @kernel
+    @kernel(SUM, INT, INT, F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode_strided")
     def encode_strided(
         addends: LastWritten, phase: int, stride: int, chosen: Written, extra: Any,
         coded: Written, record: Written, wide: bool,
@@ -323,15 +336,14 @@ def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[An
     return encode_tile, in_hand * block
 
 
-FP32, FP16, BF16 = (
-    coding(value4, _copier(code), COPY_TILE)
-    for value4, code in ((fp32_value4, fp32_code), (fp16_value4, fp16_code), (bf16_value4, bf16_code))
-)
-INT8 = coding(int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
-INT4 = coding(int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
+FP32 = coding("fp32", (F32,), fp32_value4, _copier(fp32_code), COPY_TILE)
+FP16 = coding("fp16", (U16,), fp16_value4, _copier(fp16_code), COPY_TILE)
+BF16 = coding("bf16", (U16,), bf16_value4, _copier(bf16_code), COPY_TILE)
+INT8 = coding("int8", (U16, I8), int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
+INT4 = coding("int4", (U16, U8), int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
 
 
-@kernel
+@kernel(F32, I64, BOOL)
 def find_largest(values: DeviceArray, largest: Written, wide: bool) -> None:
     own = np.uint32(0)
     for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):

@@ -168,12 +168,16 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             self.kernels.load(values, self._view(out))
 
-    def warm_up(self) -> None:
-        """Compile all kernels of the device, which takes seconds. Call this before a run waits for this worker.
+    def warm_up(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Compile all kernels of the device, or load them from disk. Call this before a run waits for this worker.
+
+        Args:
+            say: called with a line while kernels are compiled.
 
         Raises:
-            RuntimeError: a kernel does not compute the result of the CPU's kernel.
+            RuntimeError: a kernel cannot be compiled, or does not compute the result of the CPU's kernel.
         """
+        self.kernels.prepare(say)
         count = 1 << 16
         update, out, wanted = self.zeros(count), self.zeros(count), np.zeros(count, np.float32)
         for spec, values in warm_up_updates(count):

@@ -8,7 +8,7 @@ anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -47,13 +47,7 @@ CODINGS = {coding.decode_kernel.__name__.removeprefix("decode_"): coding for cod
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
-    """A NumPy array with the methods of numba's device arrays that this package calls."""
-
-    def copy_to_host(self) -> npt.NDArray[Any]:
-        return np.array(self)
-
-    def copy_to_device(self, source: npt.NDArray[Any]) -> None:
-        np.copyto(self, source)
+    """A NumPy array with the methods of a `DeviceArray` (cuda/arrays.py) that this package calls."""
 
     def is_c_contiguous(self) -> bool:
         return self.flags.c_contiguous
@@ -122,6 +116,8 @@ class HostKernels:
         if array is None or array.size < count:
             array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
         return cast(HostArray, array[:count])
+
+    def prepare(self, say: Callable[[str], None]) -> None: ...
 
     def record(self) -> HostArray:
         return self.zeros(RECORD, np.int64)

@@ -1,6 +1,5 @@
 """Finds the kernels for a device."""
 
-import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -13,14 +12,11 @@ MISSING = (
 HOST = "host"
 
 
-@functools.cache
-def _cuda() -> Any:
+def _driver(number: int) -> Any:
     try:
-        if import_module("numba.cuda").is_available():
-            return import_module("narrows.compression.cuda.kernels"), import_module("narrows.compression.cuda.queue")
-    except ImportError as error:
-        raise RuntimeError(MISSING) from error
-    raise RuntimeError(MISSING)
+        return import_module("narrows.compression.cuda.queue").driver_of(number)
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f"{MISSING} ({error})") from error
 
 
 def kernels_for(device: str, allocate: Any = None, current: Callable[[], int] = lambda: 0) -> Any:
@@ -40,5 +36,6 @@ def kernels_for(device: str, allocate: Any = None, current: Callable[[], int] = 
     kind, _, number = device.partition(":")
     if kind != "cuda":
         raise RuntimeError(f"there are no kernels for {device}, only for cuda:N")
-    kernels, queue = _cuda()
-    return kernels.CudaKernels(queue.Queue(int(number or 0), allocate, current))
+    driver = _driver(int(number or 0))
+    kernels, queue = (import_module(f"narrows.compression.cuda.{name}") for name in ("kernels", "queue"))
+    return kernels.CudaKernels(queue.Queue(driver, allocate, current))

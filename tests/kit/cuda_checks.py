@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from numba import cuda
 
 from kit import cuda_simulator
 from kit.reference import values_of
@@ -57,11 +56,9 @@ KINDS = ("normal", "zeros", "equal", "denormal", "wide")
 
 def on_device(array: Array, offset: int = 0) -> Any:
     """Return a copy on the device. With an offset it begins where four values cannot be loaded at once."""
-    room = np.zeros(array.size + offset, array.dtype)
-    room[offset:] = array
-    if not array.size:
-        return cuda.to_device(room)[:0]  # an empty slice at the end of an array is refused on a device
-    return cuda.to_device(room)[offset:]
+    there = device.empty(array.size + offset, array.dtype)[offset:]
+    device.load(np.ascontiguousarray(array), there)
+    return there
 
 
 def compare(name: str, inputs: tuple[Any, ...], outputs: tuple[Array, ...], offset: int = 0) -> Any:
@@ -81,7 +78,7 @@ def compare(name: str, inputs: tuple[Any, ...], outputs: tuple[Array, ...], offs
 
 def same(got: Any, want: Any, name: Any, size: int | None = None) -> None:
     for mine, yours in zip(got, want, strict=True):
-        mine, yours = mine.copy_to_host()[:size], yours[:size]
+        mine, yours = device.read(mine)[:size], yours[:size]
         np.testing.assert_array_equal(mine.view(np.uint8), yours.view(np.uint8), err_msg=name)
 
 
@@ -118,7 +115,7 @@ def scans() -> None:
         values = rng.integers(0, 2**40, size).astype(np.uint64)
         totals = on_device(values)
         scan(device.queue, totals)
-        np.testing.assert_array_equal(totals.copy_to_host(), np.cumsum(values) - values)
+        np.testing.assert_array_equal(device.read(totals), np.cumsum(values) - values)
 
 
 ALL_KEYS = 0x7FFFFFFF
@@ -223,7 +220,7 @@ def index_codes() -> None:
             header = Header(told[INDEX_CODING], 0, 0, count, kept, 1 if strided else told[PARAMETER])
             decoded = device.scratch("decoded", kept, np.uint32)
             INDEX_READERS[told[INDEX_CODING]](device, part, header, decoded)
-            np.testing.assert_array_equal(decoded.copy_to_host(), indices)
+            np.testing.assert_array_equal(device.read(decoded), indices)
     assert chosen == set(INDEX_READERS) - {4, 5}
     assert section_of(device, np.zeros(0, np.uint32), 100, False, 7)[0][INDEX_CODING:] == [1, 0, 0, 0, 0]
 
@@ -351,10 +348,10 @@ def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step
     got, want = on_device(base), base.copy()
     device_compression.accumulate(device, payload, 0.3, got)
     accumulate(payload, 0.3, want)
-    assert got.copy_to_host().tobytes() == want.tobytes(), (spec, count, kind)
+    assert device.read(got).tobytes() == want.tobytes(), (spec, count, kind)
     device_compression.decode(device, payload, got)
     decode(payload, want)
-    assert got.copy_to_host().tobytes() == want.tobytes(), (spec, count, kind)
+    assert device.read(got).tobytes() == want.tobytes(), (spec, count, kind)
 
 
 def streams() -> None:
@@ -424,7 +421,7 @@ def odd_streams() -> None:
     for spoiled in (payload[:-1], b"", payload[:40] + b"\xff" * 4 + payload[44:] + b"\0"):
         with pytest.raises(PayloadError):
             device_compression.accumulate(device, spoiled, 1.0, out)
-        assert (out.copy_to_host() == 1.0).all()
+        assert (device.read(out) == 1.0).all()
     feedback.restore(payload)
     reference = ErrorFeedback(parse("topk:0.1+int8"), 200)
     reference.load_state_dict({"residual": before["residual"], "step": before["step"]})
@@ -461,5 +458,6 @@ if __name__ == "__main__":
         begin = time.perf_counter()
         if cuda_jit.SIMULATED:
             sys.setswitchinterval(cuda_simulator.CALM_S if part in CALM else cuda_simulator.SWITCH_S)
-        PARTS[part]()
+        with device.active():
+            PARTS[part]()
         print(f"{part}: {time.perf_counter() - begin:.1f} s", flush=True)

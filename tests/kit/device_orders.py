@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 
@@ -21,8 +19,10 @@ from kit.specs import EACH_STAGE, VALUE_STAGES
 from narrows.compression import parse
 from narrows.compression.codecs import coded_piece, raw_pieces
 from narrows.compression.cuda import jit
-from narrows.compression.cuda import queue as queues
+from narrows.compression.cuda.arrays import DeviceArray
 from narrows.compression.cuda.kernels import CudaKernels
+from narrows.compression.cuda.queue import Queue
+from narrows.compression.cuda.simulator import SimulatedDriver, on_host
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import Staging
 from narrows.compression.replica import ArrayReplica
@@ -82,7 +82,7 @@ class Trace:
 
 
 def range_of(array: Any) -> Range:
-    begin = array.ctypes.data
+    begin = array.address if isinstance(array, DeviceArray) else array.ctypes.data
     return begin, begin + array.nbytes
 
 
@@ -90,14 +90,14 @@ def arrays_in(arguments: tuple[Any, ...]) -> Iterator[Any]:
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from arrays_in(argument)
-        elif hasattr(argument, "ctypes"):
+        elif isinstance(argument, DeviceArray):
             yield argument
 
 
-def written(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
+def written(kernel: jit.Kernel, arguments: tuple[Any, ...]) -> list[Any]:
     """Return the arguments that a kernel writes to, by its annotations."""
     found: list[Any] = []
-    for hint, argument in zip(kernel.fn.__annotations__.values(), arguments, strict=False):
+    for hint, argument in zip(kernel.function.__annotations__.values(), arguments, strict=False):
         if hint is jit.Written:
             found += arrays_in((argument,))
         elif hint is jit.LastWritten and len(argument) == 4:
@@ -105,87 +105,91 @@ def written(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-class Stream:
-    def __init__(self, trace: Trace, name: Any) -> None:
-        self.trace, self.name = trace, name
+class WatchedDriver(SimulatedDriver):
+    """The simulated driver, which writes each call to a trace. Streams are numbers, the landing stream is LANDING."""
 
-    def synchronize(self) -> None:
-        if self.trace.broken != "a copy of what may change is not waited for":
-            self.trace.join(HOST, self.trace.clock(self.name))
-
-
-def name_of(stream: Any) -> Any:
-    return stream.name if isinstance(stream, Stream) else 0
-
-
-class Event:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self.page_locked = False
 
-    def record(self, stream: Any = 0) -> None:
-        self.clock = self.trace.clock(name_of(stream)) | self.trace.clock(HOST)
+    def own_stream(self) -> Any:
+        return LANDING
 
-    def wait(self, stream: Any = 0) -> None:
-        lands = name_of(stream) == LANDING
-        ignored = "a payload does not wait for its codes" if lands else "another stream waits for nothing"
+    def allocate(self, count: int) -> DeviceArray:
+        memory = super().allocate(count)
+        self.trace.alive.append(memory)
+        return memory
+
+    def pinned(self, count: int) -> Any:
+        self.trace.alive.append(super().pinned(count))
+        return self.trace.alive[-1]
+
+    def zero(self, array: DeviceArray, stream: Any) -> None:
+        self.trace.done(stream, "a memset", [], [range_of(array)])
+        super().zero(array, stream)
+
+    def copy(self, source: DeviceArray, target: DeviceArray, stream: Any) -> None:
+        self.trace.done(stream, "a copy on the device", [range_of(source)], [range_of(target)])
+        super().copy(source, target, stream)
+
+    def copy_up(self, host: Any, target: DeviceArray, stream: Any) -> None:
+        """Of pageable memory the driver has its own copy when it returns; page-locked memory is read later."""
+        self.trace.done(stream if self.page_locked else HOST, "a look at what is copied", [range_of(host)], [])
+        self.trace.done(stream, "a copy to the device", [], [range_of(target)])
+        super().copy_up(host, target, stream)
+
+    def copy_down(self, source: DeviceArray, host: Any, stream: Any) -> None:
+        self.trace.alive.append(host)
+        self.trace.done(stream, "a copy to the host", [range_of(source)], [range_of(host)])
+        super().copy_down(source, host, stream)
+
+    def synchronize(self, stream: Any) -> None:
+        if self.trace.broken != "a copy of what may change is not waited for":
+            self.trace.join(HOST, self.trace.clock(stream))
+
+    def event(self) -> Any:
+        return {}
+
+    def record(self, event: Any, stream: Any) -> None:
+        event["clock"] = self.trace.clock(stream) | self.trace.clock(HOST)
+
+    def wait_for(self, event: Any, stream: Any) -> None:
+        ignored = "a payload does not wait for its codes" if stream == LANDING else "another stream waits for nothing"
         if self.trace.broken != ignored:
-            self.trace.join(name_of(stream), self.clock)
+            self.trace.join(stream, event["clock"])
 
-    def synchronize(self) -> None:
+    def wait(self, event: Any) -> None:
         if self.trace.broken != "a payload is sent before it is there":
-            self.trace.join(HOST, self.clock)
+            self.trace.join(HOST, event["clock"])
 
-
-class Cuda:
-    """Stands in for numba.cuda, with the functions that a queue calls."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.gpus = trace, jit.cuda.gpus
-
-    def event(self) -> Event:
-        return Event(self.trace)
-
-    def external_stream(self, handle: int) -> Stream:
-        return Stream(self.trace, handle)
-
-    def stream(self) -> Stream:
-        return Stream(self.trace, LANDING)
-
-    def device_array(self, count: int, dtype: Any) -> Any:
-        self.trace.alive.append(jit.cuda.device_array(count, dtype))
-        return self.trace.alive[-1]
-
-    def pinned_array(self, count: int, dtype: Any) -> Any:
-        self.trace.alive.append(np.empty(count, dtype))
-        return self.trace.alive[-1]
-
-
-class WatchedQueue(queues.Queue):
-    trace: Trace
-
-    def launch(self, kernel: Any, count: int, per_block: int, *arguments: Any) -> None:
-        writes = written(kernel, arguments)
-        ranges = [range_of(array) for array in writes]
+    def launch(self, kernel: jit.Kernel, blocks: int, stream: Any, arguments: tuple[Any, ...]) -> None:
+        ranges = [range_of(array) for array in written(kernel, arguments)]
         others = [each for each in arrays_in(arguments) if not any(overlap(range_of(each), own) for own in ranges)]
-        before = [each.copy_to_host.__wrapped__(each) for each in others]
-        self.trace.done(name_of(self.stream), kernel.fn.__name__, [range_of(a) for a in arrays_in(arguments)], ranges)
-        super().launch(kernel, count, per_block, *arguments)
+        before = [on_host(each).copy() for each in others]
+        self.trace.done(stream, kernel.name, [range_of(a) for a in arrays_in(arguments)], ranges)
+        super().launch(kernel, blocks, stream, arguments)
         for each, old in zip(others, before, strict=True):
-            assert each.copy_to_host.__wrapped__(each).tobytes() == old.tobytes(), f"{kernel.fn.__name__} writes more"
+            assert on_host(each).tobytes() == old.tobytes(), f"{kernel.name} writes more"
+
+
+class WatchedQueue(Queue):
+    driver: WatchedDriver
 
     def read(self, array: Any) -> Any:
         found = super().read(array)
-        self.trace.done(HOST, "a look at what was read", [range_of(found)], [])
+        self.driver.trace.done(HOST, "a look at what was read", [range_of(found)], [])
         return found
 
     def upload(self, name: str, host: Any) -> Any:
         there = super().upload(name, host)
-        self.trace.done(HOST, "a change of what was uploaded", [], [range_of(host)])
+        self.driver.trace.done(HOST, "a change of what was uploaded", [], [range_of(host)])
         return there
 
     def load(self, host: Any, target: Any) -> None:
+        self.driver.page_locked = True
         super().load(host, target)
-        self.trace.done(HOST, "a change of what was loaded", [], [range_of(host)])
+        self.driver.page_locked = False
+        self.driver.trace.done(HOST, "a change of what was loaded", [], [range_of(host)])
 
 
 def overlap(a: Range, b: Range) -> bool:
@@ -195,46 +199,14 @@ def overlap(a: Range, b: Range) -> bool:
 class WatchedStaging(Staging):
     def lend(self, size: int) -> memoryview:
         lent = super().lend(size)
-        self.kernels.queue.trace.done(HOST, "a new payload", [], [range_of(np.frombuffer(lent, np.uint8))])
+        self.kernels.queue.driver.trace.done(HOST, "a new payload", [], [range_of(np.frombuffer(lent, np.uint8))])
         return lent
 
 
 @contextmanager
 def watched(current: Callable[[], int]) -> Iterator[tuple[Trace, CudaKernels]]:
     trace = Trace()
-    fake: Any = import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
-    to_host, to_device = fake.copy_to_host, fake.copy_to_device
-
-    def copy_to_host(self: Any, ary: Any = None, stream: Any = 0) -> Any:
-        found = to_host(self, ary)
-        trace.alive.append(found)
-        trace.done(name_of(stream), "a copy to the host", [range_of(self)], [range_of(found)])
-        if not stream:
-            trace.join(HOST, trace.clock(0))
-        return found
-
-    def copy_to_device(self: Any, ary: Any, stream: Any = 0) -> None:
-        to_device(self, ary)
-        trace.alive.append(ary)
-        trace.done(name_of(stream), "a copy to the device", [range_of(ary)], [range_of(self)])
-        if not stream:
-            trace.join(HOST, trace.clock(0))
-
-    def device_memset(array: Any, value: int, size: int, stream: Any = 0) -> None:
-        trace.done(name_of(stream), "a memset", [], [range_of(array)])
-        jit.driver.device_memset(array, value, size)
-
-    copy_to_host.__wrapped__ = to_host  # type: ignore[attr-defined]
-    driver = mock.Mock(device_memset=device_memset)
-    with (
-        mock.patch.object(queues, "cuda", Cuda(trace)),
-        mock.patch.object(queues, "driver", driver),
-        mock.patch.object(fake, "copy_to_host", copy_to_host),
-        mock.patch.object(fake, "copy_to_device", copy_to_device),
-    ):
-        queue = WatchedQueue(current=current)
-        queue.trace = trace
-        yield trace, CudaKernels(queue)
+    yield trace, CudaKernels(WatchedQueue(WatchedDriver(trace), current=current))
 
 
 COUNT = 140
@@ -266,7 +238,7 @@ def steps(spec: str, broken: str = "") -> Trace:
             values = np.random.default_rng(clock).standard_normal(COUNT).astype(np.float32)
             begin, end = fragments[clock % 2]
             trace.done(stream, "the optimizer's step", [range_of(base)], [range_of(update)])
-            update._ary[:] = values
+            on_host(update)[:] = values
             pieces = replica.encode(update[begin:end], clock, dense=clock == 2)
             for piece in pieces:
                 trace.done(HOST, "the sending of a payload", [range_of(np.frombuffer(piece.payload, np.uint8))], [])

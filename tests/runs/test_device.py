@@ -343,7 +343,7 @@ def test_kernels_of_a_gpu_are_compiled_before_a_worker_joins(monkeypatch: pytest
     cluster, order = Cluster(Settings(sync="ssp")), list[str]()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(device_placement, "device_home", lambda device: order.append(str(device)))
+    monkeypatch.setattr(device_placement, "device_home", lambda device, say: order.append(str(device)))
     hear = cluster.servers[0].handle
     cluster.heard[0] = lambda *args: order.append("heard") or hear(*args)  # type: ignore[func-returns-value]
     with run(cluster.settings, cluster):

@@ -6,6 +6,7 @@ treats parameters on the CPU as a device's, with the CPU's kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -48,18 +49,30 @@ def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
     return HOST, f"parameters on {device} are copied through the CPU: {why_host}"
 
 
-def warm_up() -> None:
-    """Compile the kernels of the GPU that the script uses already: in a run that would stop it for seconds."""
+def warm_up(say: Callable[[str], None]) -> None:
+    """Compile the kernels of the GPU that the script uses already: in a run that would stop it for seconds.
+
+    Args:
+        say: called with a line while kernels are compiled.
+    """
     if torch.cuda.is_initialized() and told("arrays") != "host":
         with suppress(RuntimeError):  # `home_of` reports it once the model is known
-            device_home(torch.device(CUDA, torch.cuda.current_device()))
+            device_home(torch.device(CUDA, torch.cuda.current_device()), say)
 
 
 _of_gpus: dict[int, DeviceHome[torch.Tensor]] = {}  # by GPU number: a process has one home for each
 
 
-def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
-    """Return the home on this device. Raises RuntimeError if there are no kernels for it, or if they do not work."""
+def device_home(device: torch.device, say: Callable[[str], None] = lambda text: None) -> DeviceHome[torch.Tensor]:
+    """Return the home on a device.
+
+    Args:
+        device: a GPU, or the CPU in place of one.
+        say: called with a line while kernels are compiled.
+
+    Raises:
+        RuntimeError: there are no kernels for this device, or they do not work here.
+    """
 
     def zeros(count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float32, device=device)
@@ -79,7 +92,7 @@ def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
     kernels = kernels_for(f"{CUDA}:{number}", allocate, stream)
     home = DeviceHome(kernels, zeros, f"{CUDA}:{number}")
     try:
-        home.warm_up()
+        home.warm_up(say)
     except Exception as error:  # a compiler or driver may raise anything; the host's kernels always work
         raise RuntimeError(f"its kernels do not work here ({type(error).__name__}: {error})") from error
     _of_gpus[number] = home

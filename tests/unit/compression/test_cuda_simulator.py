@@ -6,22 +6,22 @@ cuda_checks.py says what they do.
 import os
 import subprocess
 import sys
-import warnings
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from narrows.compression.device import kernels, kernels_for
+from narrows.compression.device import kernels_for
 
 HERE = Path(__file__).resolve().parent
 
 
 def gpu_is_there() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numba-cuda's, of what this machine lacks
-        return find_spec("numba_cuda") is not None and bool(import_module("numba.cuda").is_available())
+    try:
+        kernels_for("cuda:0")
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_checks(simulated: str) -> None:
@@ -55,7 +55,11 @@ def test_importing_needs_no_gpu() -> None:
 
 
 def test_without_a_gpu_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels._cuda.cache_clear()
-    monkeypatch.setattr("numba.cuda.is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="needs an NVIDIA GPU with its driver, and numba-cuda: pip install"):
+    def no_driver(number: int) -> None:
+        raise RuntimeError("no libcuda here")
+
+    monkeypatch.setattr("narrows.compression.cuda.queue.driver_of", no_driver)
+    with pytest.raises(
+        RuntimeError, match=r"needs an NVIDIA GPU with its driver, and numba-cuda: .*\(no libcuda here\)"
+    ):
         kernels_for("cuda:0")
