@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from kit.fake_cuda import FakeCuda, build, environment
 
@@ -305,14 +303,6 @@ def a_captured_stream_forks_and_joins(cu: Any) -> None:
                 cu.cuStreamWaitEvent(cu.stream, joined, 0)
         assert not joins or cu.cuGraphGetNodes(graphs[0])[1] == 2
         assert int(cu.cuStreamIsCapturing(side)) == 0
-
-
-@check
-def numba_finds_the_device(cu: Any) -> None:
-    if find_spec("numba_cuda") is not None:
-        numba_cuda = import_module("numba.cuda")
-        assert numba_cuda.is_available()
-        assert numba_cuda.to_device(np.arange(4)).copy_to_host().tolist() == [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")
