@@ -13,6 +13,7 @@ time.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -89,12 +90,14 @@ def _first_bytes(words: WordArray, bits: int) -> ByteArray:
 
 
 RICE_PARAMETER_MAX = 31
+BOUNDS_MAX = 1024  # of pairs (kept, count), for which the bound of a section is remembered
 
 
 def _rice_bytes(kept: int, r: int, unary_bits: int) -> int:
     return bytes_of(kept * r) + bytes_of(unary_bits)
 
 
+@lru_cache(maxsize=BOUNDS_MAX)
 def _rice_bound(kept: int, count: int) -> tuple[int, int]:
     """Return (bytes, r) of the best r if only the sum of gaps is known: sum of (gap >> r) <= (count - kept) >> r."""
     return min((_rice_bytes(kept, r, kept + ((count - kept) >> r)), r) for r in range(RICE_PARAMETER_MAX + 1))

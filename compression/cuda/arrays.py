@@ -37,13 +37,35 @@ class DeviceArray:
 
     def __getitem__(self, part: slice) -> DeviceArray:
         """Return a view of array[begin:end]."""
-        begin, end, _ = part.indices(self.size)
-        return DeviceArray(self.address + begin * self.itemsize, max(end - begin, 0), self.dtype, self.owner)
+        begin, end = part.start or 0, self.size if part.stop is None else part.stop
+        if begin < 0 or end < 0 or end > self.size:
+            begin, end, _ = part.indices(self.size)
+        return DeviceArray(
+            self.address + begin * self.itemsize, end - begin if end > begin else 0, self.dtype, self.owner
+        )
 
     def view(self, dtype: Any) -> DeviceArray:
         """Return a view of the same bytes with another dtype. A rest that fills no value is left out."""
         kind = np.dtype(dtype)
         return DeviceArray(self.address, self.size * self.itemsize // kind.itemsize, kind, self.owner)
+
+
+class InputArray(DeviceArray):
+    """An array of an encode, whose address kernels read from the inputs of that encode (kernels/record.py).
+
+    Attributes:
+        slot: the place of the address among the inputs.
+    """
+
+    __slots__ = ("slot",)
+
+    def __init__(self, array: DeviceArray, slot: int, dtype: Any = None) -> None:
+        kind = np.dtype(dtype or array.dtype)
+        super().__init__(array.address, array.nbytes // kind.itemsize, kind, array.owner)
+        self.slot = slot
+
+    def view(self, dtype: Any) -> InputArray:
+        return InputArray(self, self.slot, dtype)
 
 
 def device_array_of(array: Any) -> DeviceArray:

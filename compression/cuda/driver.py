@@ -66,11 +66,13 @@ def _format(of: Type) -> str:
 
 
 def _flatten(types: tuple[Type, ...], arguments: tuple[Any, ...], values: list[Any]) -> None:
-    for of, argument in zip(types, arguments, strict=True):
-        if not isinstance(of, Argument):
+    if len(types) != len(arguments):
+        raise ValueError(f"a kernel takes {len(types)} arguments, not {len(arguments)}")
+    for of, argument in zip(types, arguments):  # noqa: B905 - a launch is a hot path
+        if type(of) is tuple:
             _flatten(of, argument, values)
         elif of.array:
-            if argument.dtype != of.dtype:
+            if argument.dtype is not of.dtype and argument.dtype != of.dtype:
                 raise TypeError(f"a kernel takes an array of {of.dtype}, not of {argument.dtype}")
             size, itemsize = argument.size, argument.itemsize
             values += (0, 0, size, itemsize, argument.address, size, itemsize)
@@ -99,7 +101,7 @@ class CudaDriver:
         ImportError: cuda.bindings is not installed.
     """
 
-    simulated = False
+    captures = True
 
     def __init__(self, number: int) -> None:
         self.api: Any = import_module("cuda.bindings.driver")
@@ -119,14 +121,15 @@ class CudaDriver:
         )
         self._not_ready = int(api.CUresult.CUDA_ERROR_NOT_READY)
         self._timeless = int(api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._launch = api.cuLaunchKernel
         self.cubins = CubinStore(self.arch)
         self._loaded: dict[Kernel, _Loaded] = {}
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        error, *values = function(*arguments)
-        if error:
-            raise RuntimeError(f"{function.__name__} of the CUDA driver: {getattr(error, 'name', error)}")
-        return values[0] if values else None
+        found = function(*arguments)
+        if found[0]:
+            raise RuntimeError(f"{function.__name__} of the CUDA driver: {getattr(found[0], 'name', found[0])}")
+        return found[1] if len(found) > 1 else None
 
     def enter(self) -> None:
         """Make this device the one of the calls of this thread, until `leave`."""
@@ -209,6 +212,32 @@ class CudaDriver:
         """Wait until an event has happened. Other threads of this process run meanwhile."""
         self._call(self.api.cuEventSynchronize, event)
 
+    # Graphs.
+
+    def is_captured(self, stream: Any) -> bool:
+        """Return whether the work of a stream goes to a graph that somebody captures."""
+        return int(self._call(self.api.cuStreamIsCapturing, stream)) != 0
+
+    def begin_capture(self, stream: Any) -> None:
+        """Let the later work of a stream go to a graph, and not to the device. Other threads are not concerned."""
+        mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._call(self.api.cuStreamBeginCapture, stream, mode)
+
+    def end_capture(self, stream: Any) -> Any:
+        """End a capture, and return the graph, which `replay` launches."""
+        graph = self._call(self.api.cuStreamEndCapture, stream)
+        try:
+            return self._call(self.api.cuGraphInstantiate, graph, 0)
+        finally:
+            self._call(self.api.cuGraphDestroy, graph)
+
+    def replay(self, graph: Any, stream: Any) -> None:
+        self._call(self.api.cuGraphLaunch, graph, stream)
+
+    def drop(self, graph: Any) -> None:
+        """Free a graph. One that runs ends first."""
+        self._call(self.api.cuGraphExecDestroy, graph)
+
     # Kernels.
 
     def prepare(self, say: Callable[[str], None]) -> None:
@@ -231,9 +260,7 @@ class CudaDriver:
     def launch(self, kernel: Kernel, blocks: int, stream: Any, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel on at most so many blocks, and no more than can be resident at once."""
         loaded = self._loaded.get(kernel) or self.load(kernel)
-        packed = loaded.arguments
+        packed, limit = loaded.arguments, loaded.blocks_max
         packed.pack(arguments)
-        grid = min(blocks, loaded.blocks_max)
-        self._call(
-            self.api.cuLaunchKernel, loaded.function, grid, 1, 1, THREADS, 1, 1, 0, stream, packed.address, 0
-        )  # fmt: skip
+        grid = blocks if blocks < limit else limit
+        self._call(self._launch, loaded.function, grid, 1, 1, THREADS, 1, 1, 0, stream, packed.address, 0)

@@ -11,6 +11,7 @@ Rules
   intrinsics.
 """
 
+import ctypes
 import os
 import re
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 from unittest import mock
 
 import numpy
+
+from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
 
 np: Any = numpy  # for mypy, which would type the arithmetic of kernels as NumPy's
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -36,8 +39,8 @@ COMPILES = not SIMULATED and os.environ.get(COMPILER_ENV) == "1"
 THREADS = 8 if SIMULATED else 256
 
 DeviceArray: TypeAlias = Any  # in a kernel: numba's array
-# These annotations mark arguments that a kernel writes to, also in part; `LastWritten` is a tuple of four arrays of
-# which the last is written. Tests check the marks, and derive from them which launches must not run at once.
+# These annotations mark arguments that a kernel writes to, also in part; `LastWritten` is a `SumRef`, of which the sums
+# are written. Tests check the marks, and derive from them which launches must not run at once.
 Written: TypeAlias = Annotated[Any, "written"]
 LastWritten: TypeAlias = Annotated[Any, "last written"]
 Four: TypeAlias = tuple[Any, Any, Any, Any]
@@ -65,7 +68,9 @@ I8, U8, U16, U32, U64, I64, F32 = (
 )
 INT, FLOAT, BOOL = Argument(np.dtype("int64")), Argument(np.dtype("float32")), Argument(np.dtype("bool"))
 Type: TypeAlias = Any  # an Argument, or a tuple of Types
-SUM: Type = (F32, FLOAT, F32, F32)  # of a `Sum` of kernels/record.py
+SUM: Type = (I64, INT, FLOAT)  # of a `SumRef`
+BITS_REF: Type = (U32, I64, INT, INT)  # of an `ArrayRef`
+FLOATS_REF: Type = (F32, I64, INT, INT)
 KERNELS: dict[str, "Kernel"] = {}  # all kernels whose modules are loaded
 
 
@@ -215,6 +220,36 @@ def compiler_versions() -> list[str]:
     return found
 
 
+class ArrayRef(NamedTuple):
+    """An array as an argument of a kernel: itself, or the place of its address among the inputs of an encode.
+
+    Attributes:
+        array: the array; empty if `slot` counts.
+        inputs: int64[INPUTS] on the device (kernels/record.py).
+        slot: the place of the address; -1: `array` counts.
+        size: the number of values at that address.
+    """
+
+    array: Any
+    inputs: Any
+    slot: int
+    size: int
+
+
+class SumRef(NamedTuple):
+    """A `Sum` as an argument of a kernel: its arrays have their addresses among the inputs of an encode.
+
+    Attributes:
+        inputs: int64[INPUTS] on the device.
+        size: the number of values.
+        decay: as in `Sum`.
+    """
+
+    inputs: Any
+    size: int
+    decay: Any
+
+
 # --- intrinsics; in the simulator, the same in NumPy ---
 
 if SIMULATED:
@@ -231,6 +266,15 @@ if SIMULATED:
     def mul(a: Any, b: Any) -> Any:
         return np.float32(a) * np.float32(b)
 
+    def floats_at(address: int, size: int) -> DeviceArray:
+        return np.frombuffer((ctypes.c_float * int(size)).from_address(int(address)), np.float32)
+
+    def address_of(array: DeviceArray) -> int:
+        return int(np.asarray(array._ary if hasattr(array, "_ary") else array).ctypes.data)
+
+    def bits_at(address: int, size: int) -> DeviceArray:
+        return np.frombuffer((ctypes.c_uint32 * int(size)).from_address(int(address)), np.uint32)
+
     def vector_load(array: DeviceArray, i: int) -> Four:
         return array[i], array[i + 1], array[i + 2], array[i + 3]
 
@@ -241,7 +285,9 @@ if SIMULATED:
 elif COMPILES:
     from llvmlite import ir
 
-    types, cgutils, extending = (import_module(f"numba.cuda.{name}") for name in ("types", "cgutils", "extending"))
+    types, cgutils, extending, arrayobj = (
+        import_module(f"numba.cuda.{name}") for name in ("types", "cgutils", "extending", "np.arrayobj")
+    )
     # A grid of one block is right for small arrays. numba warns of each, and warnings are errors here.
     config: Any = import_module("numba.cuda.core.config")
     config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
@@ -293,6 +339,39 @@ elif COMPILES:
 
         return types.void(array, types.int64, types.UniTuple(array.dtype, 4)), generate
 
+    def _array_at(dtype: Any) -> Any:
+        """Make the intrinsic (address, size) -> array of global memory, which loads of 128 bits need."""
+        made = types.Array(dtype, 1, "C")
+
+        def typed(_context: Any, _address: Any, _size: Any) -> Any:
+            def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                element = context.get_data_type(dtype)
+                there = builder.inttoptr(arguments[0], ir.PointerType(element, addrspace=1))
+                array = context.make_array(made)(context, builder)
+                bytes_each = ir.Constant(ir.IntType(64), context.get_abi_sizeof(element))
+                arrayobj.populate_array(
+                    array,
+                    data=builder.addrspacecast(there, ir.PointerType(element)),
+                    shape=(arguments[1],),
+                    strides=(bytes_each,),
+                    itemsize=bytes_each,
+                    meminfo=None,
+                )
+                return array._getvalue()
+
+            return made(types.int64, types.int64), generate
+
+        return extending.intrinsic(typed)
+
+    def _address_of(_context: Any, array: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            return builder.ptrtoint(data, ir.IntType(64))
+
+        return types.int64(array), generate
+
+    address_of = extending.intrinsic(_address_of)
+    floats_at, bits_at = _array_at(types.float32), _array_at(types.uint32)
     bits_of = _bitcast(types.uint32, types.float32)
     float_of = _bitcast(types.float32, types.uint32)
     add = _rounded("llvm.nvvm.add.rn.f")
@@ -301,10 +380,28 @@ elif COMPILES:
     vector_store = extending.intrinsic(_vector_store)
 
 else:
-    bits_of = float_of = add = mul = vector_load = vector_store = cast(Any, None)
+    address_of = floats_at = bits_at = bits_of = float_of = add = mul = vector_load = vector_store = cast(Any, None)
 
 
 # --- device functions ---
+
+
+@device
+def address_in(ref: Any) -> Any:
+    """Return the address of the array of an `ArrayRef`."""
+    return ref[1][ref[2]] if ref[2] >= 0 else address_of(ref[0])
+
+
+@device
+def size_in(ref: Any) -> Any:
+    return ref[3] if ref[2] >= 0 else ref[0].size
+
+
+@device
+def arrays_in(addends: Any) -> Any:
+    """Return (residual, decay, update, sums) of a `SumRef`."""
+    inputs, size, decay = addends
+    return floats_at(inputs[RESIDUAL], size), decay, floats_at(inputs[UPDATE], size), floats_at(inputs[SUMS], size)
 
 
 @device

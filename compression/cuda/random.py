@@ -5,9 +5,10 @@ Each thread computes the random words that it needs.
 
 from typing import Any
 
-from narrows.compression.cuda.jit import INT, THREADS, U32, DeviceArray, Written, cuda, device, kernel, mul, np
+from narrows.compression.cuda.jit import I64, INT, THREADS, U32, DeviceArray, Written, cuda, device, kernel, mul, np
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.kernels.random import RANDOM_BLOCK
+from narrows.compression.kernels.record import PHASE, SEED
 
 
 @device
@@ -41,8 +42,9 @@ def draw_words(key_low: int, key_high: int, begin: int, words: Written) -> None:
         words[i] = random_word(key_low, key_high, begin + i)
 
 
-@kernel(INT, INT, INT, INT, U32)
-def draw_strata(key: int, begin: int, kept: int, count: int, indices: Written) -> None:
+@kernel(I64, INT, INT, INT, U32)
+def draw_strata(inputs: DeviceArray, begin: int, kept: int, count: int, indices: Written) -> None:
+    key = inputs[SEED]
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         i = begin + j
         first = np.uint64(i) * np.uint64(count) // np.uint64(kept)
@@ -56,7 +58,7 @@ def random_words(queue: Queue, key_low: int, key_high: int, block: int, words: D
 
 def strata(queue: Queue, key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
     """Write the indices of `strata` of kernels/random.py. `words` is not used: each thread draws its own."""
-    queue.launch(draw_strata, indices.size, THREADS, int(key), begin, kept, count, indices)
+    queue.launch(draw_strata, indices.size, THREADS, queue.told(SEED, int(key)), begin, kept, count, indices)
 
 
 @kernel(INT, INT, INT, U32)
@@ -69,11 +71,12 @@ def strided(queue: Queue, phase: int, stride: int, begin: int, indices: DeviceAr
     queue.launch(write_strided, indices.size, THREADS, phase, stride, begin, indices)
 
 
-@kernel(INT, INT, U32)
-def stretch_indices(phase: int, stride: int, indices: Written) -> None:
+@kernel(I64, INT, U32)
+def stretch_indices(inputs: DeviceArray, stride: int, indices: Written) -> None:
+    phase = inputs[PHASE]
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         indices[j] = np.uint32(phase + np.int64(indices[j]) * stride)
 
 
 def stretch(queue: Queue, phase: int, stride: int, indices: DeviceArray) -> None:
-    queue.launch(stretch_indices, indices.size, THREADS, phase, stride, indices)
+    queue.launch(stretch_indices, indices.size, THREADS, queue.told(PHASE, phase), stride, indices)

@@ -9,6 +9,7 @@ from typing import Any
 
 from narrows.compression.cuda.jit import (
     BOOL,
+    I64,
     INT,
     THREADS,
     U32,
@@ -19,10 +20,11 @@ from narrows.compression.cuda.jit import (
     cuda,
     device,
     kernel,
+    last_block,
     np,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.cuda.scans import scan, tile_totals
+from narrows.compression.cuda.scans import scan_all
 
 ITEMS = 8
 TILE = THREADS * ITEMS
@@ -48,8 +50,9 @@ def low_of(lows: DeviceArray, i: int, r: int) -> Any:
     return low_at(lows, i * r, r)
 
 
-@kernel(U32, U64)
-def total_ones(unary: DeviceArray, totals: Written) -> None:
+@kernel(U32, U64, I64)
+def total_ones(unary: DeviceArray, totals: Written, done: Written) -> None:
+    """Write the number of ones before each tile of words."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         own = np.uint64(0)
@@ -58,6 +61,8 @@ def total_ones(unary: DeviceArray, totals: Written) -> None:
         _, total = block_scan(own)
         if cuda.threadIdx.x == 0:
             totals[tile] = total
+    if last_block(done):
+        scan_all(totals)
 
 
 @kernel(U32, INT, U64, U32)
@@ -80,8 +85,9 @@ def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: Written
                 code += 1
 
 
-@kernel(U32, INT, INT, U64)
-def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
+@kernel(U32, INT, INT, U64, I64)
+def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written, done: Written) -> None:
+    """Write the sum of the low bits before each tile of codes."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         own = np.uint64(0)
@@ -90,6 +96,8 @@ def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
         _, total = block_scan(own)
         if cuda.threadIdx.x == 0:
             totals[tile] = total
+    if last_block(done):
+        scan_all(totals)
 
 
 @kernel(U32, INT, BOOL, U64, U32)
@@ -119,18 +127,16 @@ def place_codes(queue: Queue, unary: DeviceArray, r: int, out: DeviceArray) -> N
     """Do `emit_codes` for a whole unary stream."""
     unary = unary.view(np.uint32)
     tiles = -(-unary.size // TILE)
-    totals = tile_totals(queue, tiles)
-    queue.launch(total_ones, tiles, 1, unary, totals)
-    scan(queue, totals)
+    totals = queue.scratch("totals", tiles + 1, np.uint64)
+    queue.launch(total_ones, tiles, 1, unary, totals, queue.done)
     queue.launch(emit_codes, tiles, 1, unary, r, totals, out)
 
 
 def _add_lows(queue: Queue, lows: DeviceArray, r: int, fresh: bool, indices: DeviceArray) -> None:
     lows = lows.view(np.uint32)
     tiles = -(-indices.size // TILE)
-    totals = tile_totals(queue, tiles)
-    queue.launch(total_lows, tiles, 1, lows, r, indices.size, totals)
-    scan(queue, totals)
+    totals = queue.scratch("totals", tiles + 1, np.uint64)
+    queue.launch(total_lows, tiles, 1, lows, r, indices.size, totals, queue.done)
     queue.launch(add_lows, tiles, 1, lows, r, fresh, totals, indices)
 
 

@@ -15,6 +15,7 @@ A key is bits & key_mask.
 from typing import Any
 
 from narrows.compression.cuda.jit import (
+    BITS_REF,
     BOOL,
     I64,
     INT,
@@ -26,6 +27,9 @@ from narrows.compression.cuda.jit import (
     Four,
     LastWritten,
     Written,
+    address_in,
+    arrays_in,
+    bits_at,
     bits_of,
     block_scan,
     cuda,
@@ -34,6 +38,7 @@ from narrows.compression.cuda.jit import (
     last_block,
     load4,
     np,
+    size_in,
     vector_load,
     wide,
 )
@@ -85,6 +90,11 @@ def pick_digit(bins: DeviceArray, search: int, digit: int, k: int, record: Devic
 
 
 @device
+def _as_given(source: Any) -> Any:
+    return source
+
+
+@device
 def _bits4_at(arrays: Any, i: int, wide: bool) -> Four:
     return load4(arrays[0], i, wide)
 
@@ -121,22 +131,24 @@ def _hits(four: Four, key_mask: Any, least: Any) -> Any:
     return np.uint32(a | (b << np.uint32(1)) | (c << np.uint32(2)) | (d << np.uint32(3)))
 
 
-def _readers(name: str, arrays_type: Any, read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
+def _readers(name: str, source_type: Any, arrays_of: Any, read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
     """Make the two kernels that read a whole array.
 
     Args:
         name: the end of their names.
-        arrays_type: the type of `arrays`.
+        source_type: the type of `source`.
+        arrays_of: returns the arrays of `source`, from which the others read.
         read4: reads four values at any place.
         read4_inside: reads four values that can be loaded at once.
         read: reads one value.
     """
 
-    @kernel(arrays_type, INT, INT, INT, U32, I64, I64, BOOL, name=f"sample_{name}")
+    @kernel(source_type, INT, INT, INT, U32, I64, I64, BOOL, name=f"sample_{name}")
     def sample(
-        arrays: LastWritten, group_lines: int, rank: int, key_mask: int,
+        source: LastWritten, group_lines: int, rank: int, key_mask: int,
         keys: Written, record: Written, done: Written, wide: bool,
     ) -> None:  # fmt: skip
+        arrays = arrays_of(source)
         bins = cuda.shared.array(BINS, np.uint32)
         clear_bins(bins)
         for i in range(4 * cuda.grid(1), keys.size, 4 * cuda.gridsize(1)):
@@ -150,15 +162,16 @@ def _readers(name: str, arrays_type: Any, read4: Any, read4_inside: Any, read: A
                 cuda.atomic.add(bins, key >> np.uint32(20), np.uint32(1))
         pick_digit(bins, SAMPLE, 0, rank, record, done)
 
-    @kernel(arrays_type, INT, INT, INT, INT, U32, U64, I64, I64, BOOL, name=f"mark_{name}")
+    @kernel(source_type, INT, INT, INT, INT, U32, U64, I64, I64, BOOL, name=f"mark_{name}")
     def mark_candidates(
-        arrays: LastWritten, size: int, key_mask: int, k: int, room: int,
+        source: LastWritten, size: int, key_mask: int, k: int, room: int,
         masks: Written, totals: Written, record: Written, done: Written, wide: bool,
     ) -> None:  # fmt: skip
         """Mark the keys from the sample's threshold on.
 
         If they are more than `room`, or fewer than k though smaller keys are left, the sample misled.
         """
+        arrays = arrays_of(source)
         words = cuda.shared.array(THREADS, np.uint32)
         t = cuda.threadIdx.x
         smallest = key_mask & -key_mask
@@ -197,16 +210,17 @@ def _readers(name: str, arrays_type: Any, read4: Any, read4_inside: Any, read: A
     return sample, mark_candidates
 
 
-sample_bits, mark_bits = _readers("bits", (U32,), _bits4_at, _bits4_inside, _bit_at)
-sample_sum, mark_sum = _readers("sum", SUM, _sum_bits4_at, _sum_bits4_inside, _sum_bit_at)
+sample_bits, mark_bits = _readers("bits", (U32,), _as_given, _bits4_at, _bits4_inside, _bit_at)
+sample_sum, mark_sum = _readers("sum", SUM, arrays_in, _sum_bits4_at, _sum_bits4_inside, _sum_bit_at)
 
 
-@kernel(U32, INT, INT, U32, U64, U32, U32, I64, I64)
+@kernel(BITS_REF, INT, INT, U32, U64, U32, U32, I64, I64)
 def emit_candidates(
-    bits: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray,
+    source: Any, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray,
     indices: Written, kept: Written, record: Written, done: Written,
 ) -> None:  # fmt: skip
     """Write all marked values, unless the sample misled, and find the first digit of the key of rank k among them."""
+    bits = bits_at(address_in(source), size_in(source))
     bins = cuda.shared.array(BINS, np.uint32)
     clear_bins(bins)
     tiles = 0 if record[MISLED] else totals.size - 1
@@ -226,14 +240,15 @@ def emit_candidates(
     pick_digit(bins, LAST, 0, k, record, done)
 
 
-@kernel(U32, INT, INT, INT, INT, I64, I64, BOOL)
+@kernel(BITS_REF, INT, INT, INT, INT, I64, I64, BOOL)
 def histogram(
-    bits: DeviceArray, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
+    source: Any, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
 ) -> None:
     """Count `digit`, 0 to 2, of the keys that begin with the digits found so far.
 
     The last record[SHORT] entries of bits are unused.
     """
+    bits = bits_at(address_in(source), size_in(source))
     bins = cuda.shared.array(BINS, np.uint32)
     clear_bins(bins)
     shift = np.uint32(20 - 10 * digit)
@@ -255,11 +270,12 @@ def last_of(record: DeviceArray, k: int) -> tuple[Any, Any]:
     return record[LAST], k - record[LAST + 1] if record[LAST] > 0 else 0
 
 
-@kernel(U32, INT, INT, U32, U64, I64, I64, BOOL)
+@kernel(BITS_REF, INT, INT, U32, U64, I64, I64, BOOL)
 def mark_kept(
-    bits: DeviceArray, key_mask: int, k: int,
+    source: Any, key_mask: int, k: int,
     masks: Written, totals: Written, record: Written, done: Written, wide: bool,
 ) -> None:  # fmt: skip
+    bits = bits_at(address_in(source), size_in(source))
     words = cuda.shared.array(THREADS, np.uint32)
     t = cuda.threadIdx.x
     threshold, ties = last_of(record, k)
@@ -296,15 +312,16 @@ def mark_kept(
             record[MISSING] = k - np.int64(total & np.uint64(0xFFFFFFFF)) - min(np.int64(total >> np.uint64(32)), ties)
 
 
-@kernel(U32, U32, INT, INT, U32, U64, I64, U32, U32)
+@kernel(BITS_REF, U32, INT, INT, U32, U64, I64, U32, U32)
 def emit_kept(
-    bits: DeviceArray, places: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray, record: DeviceArray,
+    source: Any, places: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray, record: DeviceArray,
     indices: Written, kept: Written,
 ) -> None:  # fmt: skip
     """Write the kept values and their indices, in rising order.
 
     places: the index of each entry of bits; empty: its own place.
     """
+    bits = bits_at(address_in(source), size_in(source))
     threshold, ties = last_of(record, k)
     above, tied, mask = np.uint32(threshold), ties > 0, np.uint32(key_mask)
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
@@ -337,10 +354,11 @@ def emit_kept(
                 greater += 1
 
 
-@kernel(U32, U32, U32)
-def gather(source: DeviceArray, places: DeviceArray, out: Written) -> None:
+@kernel(BITS_REF, U32, U32)
+def gather(source: Any, places: DeviceArray, out: Written) -> None:
+    values = bits_at(address_in(source), size_in(source))
     for i in range(cuda.grid(1), places.size, cuda.gridsize(1)):
-        out[i] = source[places[i]]
+        out[i] = values[places[i]]
 
 
 @kernel(INT, INT, I64)
@@ -352,7 +370,7 @@ def search_for(threshold: int, k: int, record: Written) -> None:
 
 @kernel(SUM, INT, INT, U32, U32, U64, INT, I64, I64, BOOL)
 def top_of_each(
-    arrays: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
+    addends: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
     room: int, record: Written, done: Written, wide: bool,
 ) -> None:  # fmt: skip
     """Make the sum, and write the k largest of each block of values, in rising order, from slots[k * its number] on.
@@ -360,6 +378,7 @@ def top_of_each(
     totals: gets the number of values of each block. One block of threads has one block of values, so its sums are still
     in a cache when it reads them again.
     """
+    arrays = arrays_in(addends)
     bins = cuda.shared.array(BINS, np.uint32)
     state = cuda.shared.array(2, np.int32)
     t, sums = cuda.threadIdx.x, arrays[3]
@@ -468,12 +487,13 @@ def top_sampled(
         kept: uint32[k], gets the patterns of the values.
         record: gets MISLED, and MISSING, the number of values fewer than k.
     """
+    arrays: Any
     if isinstance(source, Sum):
-        sample, mark, arrays, is_wide, bits = (
-            sample_sum, mark_sum, tuple(source), wide_sum(source), source.sums.view(np.uint32)
-        )  # fmt: skip
+        sample, mark, arrays, bits = sample_sum, mark_sum, queue.sum_ref(source), source.sums.view(np.uint32)
+        is_wide = wide_sum(source)
     else:
-        sample, mark, arrays, is_wide, bits = sample_bits, mark_bits, (source,), wide(source), source
+        sample, mark, arrays, bits = sample_bits, mark_bits, (source,), source
+        is_wide = wide(source)
     keys = queue.scratch("sample", plan.keys, np.uint32)
     places, patterns = (queue.scratch(f"{name} of candidates", plan.room, np.uint32) for name in ("places", "bits"))
     masks, totals = _marks(queue, bits.size)
@@ -482,12 +502,24 @@ def top_sampled(
         sample, keys.size, 4 * THREADS, arrays, plan.group_lines, plan.rank, key_mask, keys, record, done, is_wide
     )
     # The last digit of the threshold stays zero: it only has to lie a little below rank k.
-    queue.launch(histogram, keys.size, 16 * THREADS, keys, SAMPLE, 1, key_mask, plan.rank, record, done, wide(keys))
+    queue.launch(
+        histogram, keys.size, 16 * THREADS, queue.ref(keys), SAMPLE, 1, key_mask, plan.rank, record, done, wide(keys)
+    )
     queue.launch(mark, tiles, 1, arrays, bits.size, key_mask, k, plan.room, masks, totals, record, done, is_wide)
-    queue.launch(emit_candidates, tiles, 1, bits, key_mask, k, masks, totals, places, patterns, record, done)
+    queue.launch(emit_candidates, tiles, 1, queue.ref(bits), key_mask, k, masks, totals, places, patterns, record, done)
     for digit in (1, 2):
         queue.launch(
-            histogram, plan.room, 16 * THREADS, patterns, LAST, digit, key_mask, k, record, done, wide(patterns)
+            histogram,
+            plan.room,
+            16 * THREADS,
+            queue.ref(patterns),
+            LAST,
+            digit,
+            key_mask,
+            k,
+            record,
+            done,
+            wide(patterns),
         )
     _keep(queue, patterns, places, key_mask, k, indices, kept, record)
 
@@ -496,9 +528,10 @@ def top(
     queue: Queue, bits: DeviceArray, k: int, key_mask: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
 ) -> None:
     """Select the k largest keys in five reads, whatever the data. Arguments as in `top_sampled`."""
+    ref = queue.ref(bits)
     for digit in (0, 1, 2):
-        queue.launch(histogram, bits.size, 16 * THREADS, bits, LAST, digit, key_mask, k, record, queue.done, wide(bits))
-    _keep(queue, bits, bits[:0], key_mask, k, indices, kept, record)
+        queue.launch(histogram, bits.size, 16 * THREADS, ref, LAST, digit, key_mask, k, record, queue.done, wide(bits))
+    _keep(queue, bits, queue.scratch("nothing", 0, np.uint32), key_mask, k, indices, kept, record)
 
 
 def _keep(
@@ -507,8 +540,8 @@ def _keep(
 ) -> None:  # fmt: skip
     masks, totals = _marks(queue, bits.size)
     tiles = totals.size - 1
-    queue.launch(mark_kept, tiles, 1, bits, key_mask, k, masks, totals, record, queue.done, wide(bits))
-    queue.launch(emit_kept, tiles, 1, bits, places, key_mask, k, masks, totals, record, indices, kept)
+    queue.launch(mark_kept, tiles, 1, queue.ref(bits), key_mask, k, masks, totals, record, queue.done, wide(bits))
+    queue.launch(emit_kept, tiles, 1, queue.ref(bits), places, key_mask, k, masks, totals, record, indices, kept)
 
 
 def top_of_blocks(
@@ -524,7 +557,7 @@ def top_of_blocks(
     is_wide = block % 4 == 0 and wide_sum(addends)
     queue.launch(
         top_of_each, blocks, 1,
-        tuple(addends), k, block, slots, patterns, totals, indices.size, record, queue.done, is_wide,
+        queue.sum_ref(addends), k, block, slots, patterns, totals, indices.size, record, queue.done, is_wide,
     )  # fmt: skip
     queue.launch(close_up, slots.size, THREADS, slots, patterns, k, totals, indices, kept)
 
@@ -538,7 +571,17 @@ def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
     masks, totals = _marks(queue, bits.size)
     queue.launch(search_for, 1, THREADS, above, bits.size, record)
     queue.launch(
-        mark_kept, totals.size - 1, 1, bits, ALL_KEYS, bits.size, masks, totals, record, queue.done, wide(bits)
+        mark_kept,
+        totals.size - 1,
+        1,
+        queue.ref(bits),
+        ALL_KEYS,
+        bits.size,
+        masks,
+        totals,
+        record,
+        queue.done,
+        wide(bits),
     )
     return int(bits.size - queue.read(record[MISSING : MISSING + 1])[0])
 
@@ -548,12 +591,12 @@ def compact_above(
 ) -> None:
     """Write all keys > `above`. indices, kept: uint32, with room for all of them."""
     queue.launch(search_for, 1, THREADS, above, indices.size, record)
-    _keep(queue, bits, bits[:0], ALL_KEYS, indices.size, indices, kept, record)
+    _keep(queue, bits, queue.scratch("nothing", 0, np.uint32), ALL_KEYS, indices.size, indices, kept, record)
 
 
 def take(queue: Queue, source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
     """Set out[i] = source[places[i]]."""
-    queue.launch(gather, places.size, THREADS, source, places, out)
+    queue.launch(gather, places.size, THREADS, queue.ref(source), places, out)
 
 
 def _marks(queue: Queue, size: int) -> tuple[DeviceArray, DeviceArray]:

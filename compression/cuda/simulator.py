@@ -33,7 +33,7 @@ def _argument(value: Any) -> Any:
 class SimulatedDriver:
     """The methods of `CudaDriver`, each of which is done when it returns."""
 
-    simulated = True
+    captures = False
 
     def enter(self) -> None: ...
 
@@ -77,6 +77,9 @@ class SimulatedDriver:
         return True
 
     def wait(self, event: Any) -> None: ...
+
+    def is_captured(self, stream: Any) -> bool:
+        return False
 
     def prepare(self, say: Callable[[str], None]) -> None: ...
 

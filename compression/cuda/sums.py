@@ -14,6 +14,7 @@ from narrows.compression.cuda.jit import (
     LastWritten,
     Written,
     add,
+    arrays_in,
     bits_of,
     cuda,
     device,
@@ -28,7 +29,7 @@ from narrows.compression.cuda.jit import (
     wide,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.kernels.record import LARGEST, Sum
+from narrows.compression.kernels.record import LARGEST, PHASE, Sum
 
 
 def wide_sum(addends: Sum) -> bool:
@@ -105,7 +106,8 @@ def take_strided(sums: DeviceArray, phase: int, stride: int, begin: int, end: in
 
 
 @kernel(SUM, BOOL)
-def sum_into(arrays: LastWritten, wide: bool) -> None:
+def sum_into(addends: LastWritten, wide: bool) -> None:
+    arrays = arrays_in(addends)
     for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
         sum4_at(arrays, i, wide)
 
@@ -113,10 +115,9 @@ def sum_into(arrays: LastWritten, wide: bool) -> None:
 STRIDED_TILE = 4 * THREADS  # values of a turn that a block takes at a time
 
 
-@kernel(SUM, INT, INT, F32, I64, BOOL)
-def sum_strided_into(
-    arrays: LastWritten, phase: int, stride: int, chosen: Written, record: Written, wide: bool
-) -> None:
+@kernel(SUM, INT, F32, I64, BOOL)
+def sum_strided_into(addends: LastWritten, stride: int, chosen: Written, record: Written, wide: bool) -> None:
+    arrays, phase = arrays_in(addends), addends[0][PHASE]
     own, size = np.uint32(0), arrays[3].size
     span = STRIDED_TILE * stride
     for tile in range(cuda.blockIdx.x, (size + span - 1) // span, cuda.gridDim.x):
@@ -129,10 +130,11 @@ def sum_strided_into(
 
 def sum_of(queue: Queue, addends: Sum) -> None:
     """Set sums[i] = decay * residual[i] + update[i]."""
-    queue.launch(sum_into, addends.sums.size, 4 * THREADS, tuple(addends), wide_sum(addends))
+    queue.launch(sum_into, addends.sums.size, 4 * THREADS, queue.sum_ref(addends), wide_sum(addends))
 
 
 def sum_strided(queue: Queue, addends: Sum, phase: int, stride: int, chosen: DeviceArray, record: DeviceArray) -> None:
     """Do `sum_of`, set chosen[i] = sums[phase + i * stride], and raise record[LARGEST] to the largest key of a sum."""
     size, span = addends.sums.size, STRIDED_TILE * stride
-    queue.launch(sum_strided_into, size, span, tuple(addends), phase, stride, chosen, record, wide_sum(addends))
+    ref = queue.sum_ref(addends, phase)
+    queue.launch(sum_strided_into, size, span, ref, stride, chosen, record, wide_sum(addends))

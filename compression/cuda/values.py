@@ -13,6 +13,7 @@ from narrows.compression.cuda.jit import (
     BOOL,
     F32,
     FLOAT,
+    FLOATS_REF,
     I8,
     I64,
     INT,
@@ -26,34 +27,38 @@ from narrows.compression.cuda.jit import (
     LastWritten,
     Written,
     add,
+    address_in,
+    arrays_in,
     bits_of,
     cuda,
     device,
     float_of,
+    floats_at,
     kernel,
     load4,
     mul,
     np,
     raise_to,
+    size_in,
     store4,
     wide,
 )
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import unit_of
 from narrows.compression.cuda.sums import key_of, largest_of, sum_range, take_strided, wide_sum
-from narrows.compression.kernels.record import LARGEST, MISSING, Sum
+from narrows.compression.kernels.record import KEY_HIGH, KEY_LOW, LARGEST, MISSING, PHASE, Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
 LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together
-EXTRA = (INT, INT, INT)  # of `extra`
+EXTRA = (INT, I64)  # of `extra`
 COPY_TILE = 4 * THREADS  # the tile of codings without blocks
 
 
 class Coding(NamedTuple):
     """The kernels of a value coding.
 
-    `coded` is a tuple with the array of each section. `extra` is (1 if codes are rounded at random, the two halves of
-    the key).
+    `coded` is a tuple with the array of each section. `extra` is (1 if codes are rounded at random, the inputs of
+    the encode, which have the key).
 
     Attributes:
         decode: (coded, out, wide).
@@ -61,7 +66,7 @@ class Coding(NamedTuple):
         scatter_add: (coded, indices, weight, record, out, wide).
         encode: (values, extra, coded, record, wide).
         encode_sum: (addends, extra, coded, record, wide): encodes a sum, and subtracts the coded values from it.
-        encode_strided: (addends, phase, stride, chosen, extra, coded, record, wide): does so for every stride-th value.
+        encode_strided: (addends, stride, chosen, extra, coded, record, wide): does so for every stride-th value.
         tile: the values that a block of threads codes at a time.
     """
 
@@ -72,6 +77,12 @@ class Coding(NamedTuple):
     encode_sum: Any
     encode_strided: Any
     tile: int
+
+
+@device
+def rounding_in(extra: Any) -> Any:
+    """Return (1 if codes are rounded at random, the two halves of the key)."""
+    return extra[0], extra[1][KEY_LOW], extra[1][KEY_HIGH]
 
 
 @device
@@ -107,10 +118,11 @@ def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, 
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
-    @kernel(sections, U32, FLOAT, I64, F32, BOOL, name=f"{name}.scatter_add")
+    @kernel(sections, U32, FLOAT, I64, FLOATS_REF, BOOL, name=f"{name}.scatter_add")
     def scatter_add_to(
-        coded: Any, indices: DeviceArray, weight: float, record: DeviceArray, out: Written, wide: bool
+        coded: Any, indices: DeviceArray, weight: float, record: DeviceArray, target: Written, wide: bool
     ) -> None:
+        out = floats_at(address_in(target), size_in(target))
         size = indices.size - record[MISSING]
         for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
             # Indices rise, so they are distinct, except those that load4 repeats beyond the end: these are not written.
@@ -121,39 +133,42 @@ def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, 
 
     @kernel(F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode")
     def encode(values: DeviceArray, extra: Any, coded: Written, record: Written, wide: bool) -> None:
+        rounding = rounding_in(extra)
         own, size = np.uint32(0), values.size - record[MISSING]
         for number in range(cuda.blockIdx.x, (size + tile - 1) // tile, cuda.gridDim.x):
-            own = np.uint32(max(own, encode_tile(values, size, number, extra, coded, wide)))
+            own = np.uint32(max(own, encode_tile(values, size, number, rounding, coded, wide)))
         raise_to(record, LARGEST, own)
 
     @kernel(SUM, EXTRA, sections, I64, BOOL, name=f"{name}.encode_sum")
     def encode_sum(addends: LastWritten, extra: Any, coded: Written, record: Written, wide: bool) -> None:
-        own, sums = np.uint32(0), addends[3]
+        arrays, rounding = arrays_in(addends), rounding_in(extra)
+        own, sums = np.uint32(0), arrays[3]
         for number in range(cuda.blockIdx.x, (sums.size + tile - 1) // tile, cuda.gridDim.x):
             begin, end = number * tile, min((number + 1) * tile, sums.size)
-            sum_range(addends, begin, end, wide)
+            sum_range(arrays, begin, end, wide)
             cuda.syncthreads()
-            own = np.uint32(max(own, encode_tile(sums, sums.size, number, extra, coded, wide)))
+            own = np.uint32(max(own, encode_tile(sums, sums.size, number, rounding, coded, wide)))
             cuda.syncthreads()
             for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
                 store4(sums, i, weighted(load4(sums, i, wide), np.float32(-1.0), value4(coded, i, wide)), wide)
         raise_to(record, LARGEST, own)
 
-    @kernel(SUM, INT, INT, F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode_strided")
+    @kernel(SUM, INT, F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode_strided")
     def encode_strided(
-        addends: LastWritten, phase: int, stride: int, chosen: Written, extra: Any,
+        addends: LastWritten, stride: int, chosen: Written, extra: Any,
         coded: Written, record: Written, wide: bool,
     ) -> None:  # fmt: skip
-        own, sums = np.uint32(0), addends[3]
+        arrays, rounding, phase = arrays_in(addends), rounding_in(extra), addends[0][PHASE]
+        own, sums = np.uint32(0), arrays[3]
         span = tile * stride
         for number in range(cuda.blockIdx.x, (sums.size + span - 1) // span, cuda.gridDim.x):
-            own = np.uint32(max(own, sum_range(addends, number * span, min((number + 1) * span, sums.size), wide)))
+            own = np.uint32(max(own, sum_range(arrays, number * span, min((number + 1) * span, sums.size), wide)))
             cuda.syncthreads()
             begin, end = number * tile, min((number + 1) * tile, chosen.size)
             take_strided(sums, phase, stride, begin, end, chosen)
             cuda.syncthreads()
             if begin < end:  # the same in all threads of the block
-                encode_tile(chosen, chosen.size, number, extra, coded, wide)
+                encode_tile(chosen, chosen.size, number, rounding, coded, wide)
                 cuda.syncthreads()
             for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
                 four = weighted(load4(chosen, i, wide), np.float32(-1.0), value4(coded, i, wide))
@@ -362,14 +377,17 @@ def encode_with(
     queue: Queue, coding: Coding, values: DeviceArray, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
 ) -> None:
     """Encode values. The last record[MISSING] of them are unused."""
-    queue.launch(coding.encode, values.size, coding.tile, values, extra, coded, record, wide(values, *coded))
+    queue.launch(
+        coding.encode, values.size, coding.tile, values, queue.rounding(extra), coded, record, wide(values, *coded)
+    )
 
 
 def encode_sum_with(
     queue: Queue, coding: Coding, addends: Sum, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
 ) -> None:
     is_wide = wide_sum(addends) and wide(*coded)
-    queue.launch(coding.encode_sum, addends.sums.size, coding.tile, tuple(addends), extra, coded, record, is_wide)
+    ref, rounding = queue.sum_ref(addends), queue.rounding(extra)
+    queue.launch(coding.encode_sum, addends.sums.size, coding.tile, ref, rounding, coded, record, is_wide)
 
 
 def encode_strided_with(
@@ -379,7 +397,7 @@ def encode_strided_with(
     is_wide = wide_sum(addends) and wide(chosen, *coded)
     queue.launch(
         coding.encode_strided, addends.sums.size, coding.tile * stride,
-        tuple(addends), phase, stride, chosen, extra, coded, record, is_wide,
+        queue.sum_ref(addends, phase), stride, chosen, queue.rounding(extra), coded, record, is_wide,
     )  # fmt: skip
 
 
@@ -397,6 +415,7 @@ def scatter_add_with(
 ) -> None:  # fmt: skip
     """Set out[indices] += weight * decoded values. The last record[MISSING] indices are unused."""
     is_wide = wide(*coded, indices)
+    target = queue.ref(out)
     queue.launch(
-        coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, out, is_wide
+        coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, target, is_wide
     )

@@ -24,13 +24,22 @@ Rules
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from narrows.compression.buffers import Parts, Payload
 from narrows.compression.compressor import Chain, Compressor
-from narrows.compression.device.stages import INDEX_READERS, Arena, DeviceArray, Staging, arena, pairs, select_top
+from narrows.compression.device.stages import (
+    INDEX_READERS,
+    Arena,
+    DeviceArray,
+    Staging,
+    UploadPart,
+    arena,
+    pairs,
+    select_top,
+)
 from narrows.compression.feedback import State, load_memory, memory_state, restored
 from narrows.compression.index_codings import (
     EVERY_INDEX,
@@ -62,6 +71,7 @@ from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, CycleTop,
 from narrows.compression.value_codings import Section, Sectioned, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
+Result = TypeVar("Result")
 RECORD_BYTES = 8 * TOLD
 BODY = RECORD_BYTES + HEADER_BYTES  # the offset of a payload's body in staging memory: record, header, body
 FP32_SECTIONS = (Section(np.float32, 1, 1),)
@@ -76,6 +86,18 @@ class PendingEncode(NamedTuple):
     room: int  # the largest number of values that may be kept
     indices: tuple[int, int] | None  # wire id and parameter of the index coding; None: the record has them
     landed: bool = False  # a kernel writes the sections, and no byte more
+
+
+class LandPlan(NamedTuple):
+    """How the sections of an encode cross to the host, if only the device knows their sizes.
+
+    Attributes:
+        arguments: of `land`, but for the target.
+        size: the bytes of the target, at most.
+    """
+
+    arguments: tuple[Any, ...]
+    size: int
 
 
 def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
@@ -123,6 +145,7 @@ class DeviceErrorFeedback:
         self.memory = Memory(seed)
         self.residual: DeviceArray | None = None if self.compressor.lossless else self._zeros()
         self._successor: DeviceArray | None = None
+        self._phase = self._seed = 0  # of the present encode
         self.staging = staging or Staging(kernels)
 
     def encode(self, update: Any) -> memoryview:
@@ -153,14 +176,14 @@ class DeviceErrorFeedback:
             return finish()
         if self._successor is None:
             self._successor = self._zeros()
-        addends = Sum(self.residual, self.decay, update, self._successor)
+        addends = self._begin(update)
         told, finish = self._coded(addends, sampled=True)
         if told[MISLED]:  # the sample misled: no value was kept
             self.kernels.counts["misled"] += 1
             told, finish = self._coded(addends, sampled=False)
         if told[LARGEST] >= INFINITY_KEY:
             raise _non_finite(self.kernels, addends)
-        self.residual, self._successor = addends.sums, self.residual
+        self.residual, self._successor = self._successor, self.residual
         self.memory.advance()
         return finish()
 
@@ -206,6 +229,32 @@ class DeviceErrorFeedback:
         self.kernels.sum_of(Sum(residual, self.decay, update, residual))
         return residual
 
+    def _begin(self, update: DeviceArray) -> Sum:
+        """Tell the kernels what differs from the last encode, and return the addends."""
+        reducer, seed = self.compressor.reducer, 0
+        phase = self.memory.step % reducer.stride if isinstance(reducer, Cycle | CycleTop) else 0
+        if isinstance(reducer, RandomK):
+            words = np.empty(RANDOM_BLOCK, np.uint32)
+            cpu.random_words(*self.memory.key, 0, words)
+            seed = int(words[0])
+        self._phase, self._seed = phase, seed
+        addends = Sum(self.residual, self.decay, update, self._successor)
+        return cast(Sum, self.kernels.begin(addends, phase, seed, self.memory.key))
+
+    def _captured(self, part: str, sampled: bool, room: int, launches: Callable[[], Result]) -> Result:
+        """Launch a part of an encode, as a CUDA graph if it has been launched before.
+
+        Args:
+            part: which part.
+            sampled: False for what follows a sample that misled: too rare for a graph.
+            room: the largest number of kept values.
+            launches: as in `Queue.captured`.
+        """
+        if not sampled:
+            return launches()
+        key = (part, self.compressor.spec, self.count, float(self.decay), room)
+        return cast(Result, self.kernels.captured(key, launches))
+
     def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:
         """Make the sum and code it. While the payload crosses to the host its values are subtracted from the sum.
 
@@ -223,33 +272,48 @@ class DeviceErrorFeedback:
 
     def _all(self, addends: Sum) -> PendingEncode:
         """Code all values in the kernel that sums them."""
-        record, coded = self.kernels.record(), self._arena(self.count).parts
-        if self.count:
-            self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
+
+        def launches() -> tuple[DeviceArray, Coded]:
+            record, coded = self.kernels.record(), self._arena(self.count).parts
+            if self.count:
+                self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
+            return record, coded
+
+        record, coded = self._captured("all", True, self.count, launches)
         return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
 
     def _strided(self, reducer: Cycle, addends: Sum, sampled: bool) -> PendingEncode:
         """Do Cycle.reduce, and code its values in the kernel that sums them."""
-        phase = self.memory.step % reducer.stride
-        kept = stride_count(phase, reducer.stride, self.count)
-        record, coded = self.kernels.record(), self._arena(kept).parts
-        chosen = self.kernels.scratch("strided", kept, np.float32)
-        self.kernels.encode_strided_as(self._name, addends, phase, reducer.stride, chosen, self._extra, coded, record)
+        kernels, phase, stride = self.kernels, self._phase, reducer.stride
+        kept = stride_count(phase, stride, self.count)
+
+        def launches() -> tuple[DeviceArray, Coded]:
+            record, coded = kernels.record(), self._arena(kept).parts
+            chosen = kernels.scratch("strided", kept, np.float32)
+            kernels.encode_strided_as(self._name, addends, phase, stride, chosen, self._extra, coded, record)
+            return record, coded
+
+        record, coded = self._captured("strided", sampled, kept, launches)
         return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
 
     def _random(self, reducer: RandomK, addends: Sum, sampled: bool) -> PendingEncode:
         """Do RandomK.reduce, unscaled, and code its values."""
-        kernels, kept = self.kernels, reducer.kept_max(self.count)
-        words = np.empty(RANDOM_BLOCK, np.uint32)
-        cpu.random_words(*self.memory.key, 0, words)
-        seed = int(words[0])
-        record, coded, (places, bits) = kernels.record(), self._arena(kept).parts, pairs(kernels, kept)
-        kernels.sum_strided(addends, 0, 1, addends.sums[:0], record)
-        kernels.strata(seed, 0, kept, self.count, None, places)
-        kernels.take(addends.sums.view(np.uint32), places, bits)
-        kernels.encode_as(self._name, bits.view(np.float32), self._extra, coded, record)
+        kernels, kept, seed = self.kernels, reducer.kept_max(self.count), self._seed
+
+        def launches() -> tuple[DeviceArray, Coded, DeviceArray]:
+            record, coded, (places, bits) = kernels.record(), self._arena(kept).parts, pairs(kernels, kept)
+            kernels.sum_strided(addends, 0, 1, kernels.scratch("nothing", 0, np.float32), record)
+            kernels.strata(seed, 0, kept, self.count, None, places)
+            kernels.take(addends.sums.view(np.uint32), places, bits)
+            kernels.encode_as(self._name, bits.view(np.float32), self._extra, coded, record)
+            return record, coded, places
+
+        def taking_out() -> None:
+            kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), addends.sums)
+
+        record, coded, places = self._captured("random", sampled, kept, launches)
         way = self._fetch(coded, kept, (STRATA.wire_id, seed), record)
-        kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), addends.sums)
+        self._captured("random, taken out", sampled, kept, taking_out)
         return way
 
     def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> PendingEncode:
@@ -257,39 +321,48 @@ class DeviceErrorFeedback:
 
         Only the device knows which values are kept, and how long their codes are.
         """
-        kernels, sums = self.kernels, addends.sums
-        bits, phase, stride, turns = sums.view(np.uint32), 0, 1, isinstance(reducer, CycleTop)
-        below, room = 0, reducer.kept_max(self.count)
-        if isinstance(reducer, Threshold):
+        kernels, sums, phase = self.kernels, addends.sums, self._phase
+        below, room, count, stride = 0, reducer.kept_max(self.count), self.count, 1
+        turns, counted = isinstance(reducer, CycleTop), isinstance(reducer, Threshold)
+        if counted:
             below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
             kernels.sum_of(addends)
-            room = kernels.count_above(bits, below)  # waits for the device: the number may be anything
-        record, count = kernels.record(), self.count
+            room = kernels.count_above(sums.view(np.uint32), below)  # waits for the device: it may be any number
+            sampled = False
         if turns:
-            phase, stride = self.memory.step % reducer.stride, reducer.stride
-            count = stride_count(phase, stride, self.count)
+            stride, count = reducer.stride, stride_count(phase, reducer.stride, self.count)
             room = min(room, kept_of(reducer.share, count))
-            strided = kernels.scratch("strided", count, np.uint32)
-            kernels.sum_strided(addends, phase, stride, strided.view(np.float32), record)
-            bits = strided
-        places, kept = pairs(kernels, room)
-        if not room:
+
+        def launches() -> tuple[DeviceArray, DeviceArray, Coded, LandPlan | None]:
+            record, (places, kept) = kernels.record(), pairs(kernels, room)
+            bits = kernels.scratch("strided", count, np.uint32) if turns else sums.view(np.uint32)
+            if turns:
+                kernels.sum_strided(addends, phase, stride, bits.view(np.float32), record)
+            if not room:
+                return record, places, (), None
+            if turns:
+                select_top(kernels, bits, room, 0, sampled, places, kept, record)
+            elif isinstance(reducer, TopK):
+                select_top(kernels, addends, room, reducer.dropped_bits, sampled, places, kept, record)
+            elif isinstance(reducer, BlockTopK):
+                kernels.top_of_blocks(addends, reducer.k, reducer.block, places, kept, record)
+            else:
+                assert counted
+                kernels.compact_above(bits, below, places, kept, record)
+            sections = self.code(places, kept, count, turns, record)
+            return record, places, sections.parts[:-3], self._plan(sections, room, record)
+
+        def taking_out() -> None:
+            if turns:
+                kernels.stretch(phase, stride, places)
+            kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), sums, record)
+
+        record, places, coded, plan = self._captured("selected", sampled, room, launches)
+        if plan is None:
             return self._fetch((), 0, NOTHING[:2], record)
-        if isinstance(reducer, TopK):
-            select_top(kernels, addends, room, reducer.dropped_bits, sampled, places, kept, record)
-        elif turns:
-            select_top(kernels, bits, room, 0, sampled, places, kept, record)
-        elif isinstance(reducer, BlockTopK):
-            kernels.top_of_blocks(addends, reducer.k, reducer.block, places, kept, record)
-        else:
-            assert isinstance(reducer, Threshold)
-            kernels.compact_above(bits, below, places, kept, record)
-        sections = self.code(places, kept, count, turns, record)
         indices = (STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride) if turns else None
-        way = self._land(sections, room, indices, record)
-        if turns:
-            kernels.stretch(phase, stride, places)
-        kernels.scatter_add_as(self._name, sections.parts[:-3], places, np.float32(-1.0), sums, record)
+        way = self._land(plan, room, indices)
+        self._captured("taken out", sampled, room, taking_out)
         return way
 
     def code(self, places: DeviceArray, kept: DeviceArray, count: int, strided: bool, record: DeviceArray) -> Arena:
@@ -353,23 +426,25 @@ class DeviceErrorFeedback:
             targets.append(target[:RECORD_BYTES])
         return PendingEncode(self.kernels.fetch(sources, targets), lent, kept, indices)
 
-    def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> PendingEncode:
-        """Begin to copy sections whose sizes only the device knows: a kernel writes exactly their bytes."""
+    def _plan(self, sections: Arena, room: int, record: DeviceArray) -> LandPlan:
         sizes = [(part.items * np.dtype(part.dtype).itemsize, part.per) for part in self._sections]
         spare = SECTIONS_MAX - len(sizes)
         begins = sections.begins[:-3] + (0,) * spare + sections.begins[-3:]
         total = sum(part.byte_count(room) for part in self._sections) + sections.parts[-1].size
-        lent = self.staging.lend(BODY + (total // 4 + 2) * 4)
         flat = tuple(number for size in [*sizes, *[(0, 1)] * spare] for number in size)
-        landing = self.kernels.land(sections.whole, begins, flat, room, record, np.frombuffer(lent, np.uint8))
+        return LandPlan((sections.whole, begins, flat, room, record), BODY + (total // 4 + 2) * 4)
+
+    def _land(self, plan: LandPlan, room: int, indices: tuple[int, int] | None) -> PendingEncode:
+        """Begin to copy sections whose sizes only the device knows: a kernel writes exactly their bytes."""
+        lent = self.staging.lend(plan.size)
+        landing = self.kernels.land(*plan.arguments, np.frombuffer(lent, np.uint8))
         return PendingEncode(landing, lent, room, indices, landed=True)
 
     def _told(self, way: PendingEncode) -> tuple[list[int], Callable[[], memoryview]]:
         """Wait for the copy. Return the record, and a function that finishes the payload."""
         self.kernels.counts["waits"] += 1
         way.landing.wait()
-        record = np.frombuffer(way.lent, np.int64, TOLD)
-        told = [int(number) for number in record]
+        told = np.frombuffer(way.lent, np.int64, TOLD).tolist()
         kept, indices = way.room - told[MISSING], way.indices
         size = sum(part.byte_count(kept) for part in self._sections)
         if way.landed:
@@ -444,9 +519,9 @@ def decode(kernels: Any, payload: Payload, out: Any) -> None:
         out = _device_floats(kernels, out, "out")
         opened = open_payload(payload, out.size)
         if opened.header.index_coding == EVERY_INDEX:
-            name, coded = _upload(kernels, opened)
+            name, sections = _sections_of(opened)
             if out.size:
-                kernels.decode_as(name, coded, out)
+                kernels.decode_as(name, tuple(kernels.upload(sections)), out)
         else:
             kernels.zero(out)
             _accumulate(kernels, opened, np.float32(1.0), out)
@@ -458,19 +533,22 @@ def add_raw(kernels: Any, raw: Payload, weight: float, out: Any) -> None:
         out = _device_floats(kernels, out, "out")
         values = raw_values(raw, out.size)
         if values.size:
-            kernels.add_as("fp32", (kernels.upload("fp32", values),), np.float32(weight), out)
+            kernels.add_as("fp32", tuple(kernels.upload([values])), np.float32(weight), out)
 
 
 def _accumulate(kernels: Any, opened: CheckedPayload, weight: np.float32, out: DeviceArray) -> None:
     header = opened.header
     if not header.kept:
         return
-    name, coded = _upload(kernels, opened)
-    places = None
-    if header.index_coding != EVERY_INDEX:
-        places = kernels.scratch("indices", header.kept, np.uint32)
-        INDEX_READERS[header.index_coding](kernels, opened.index_part, header, places)
-    _add(kernels, name, coded, places, weight, out)
+    name, sections = _sections_of(opened)
+    if header.index_coding == EVERY_INDEX:
+        _add(kernels, name, tuple(kernels.upload(sections)), None, weight, out)
+        return
+    reader = INDEX_READERS[header.index_coding](opened.index_part, header)
+    there = kernels.upload([*sections, *reader.parts])
+    places = kernels.scratch("indices", header.kept, np.uint32)
+    reader.read(kernels, there[len(sections) :], places)
+    _add(kernels, name, tuple(there[: len(sections)]), places, weight, out)
 
 
 def _add(
@@ -487,13 +565,12 @@ def _decoder_name(decode_kernel: Callable[..., None]) -> str:
     return decode_kernel.__name__.removeprefix("decode_")
 
 
-def _upload(kernels: Any, opened: CheckedPayload) -> tuple[str, Coded]:
-    """Copy the value sections to the device. Return the name of the coding and the sections there."""
+def _sections_of(opened: CheckedPayload) -> tuple[str, list[UploadPart]]:
+    """Return the name of a payload's value coding and the value sections."""
     values: Any = opened.values
     if not hasattr(values, "decode"):
-        return "fp32", (kernels.upload("fp32", values.values),)
-    coded = tuple(kernels.upload(f"section {i}", array) for i, array in enumerate(values.arrays))
-    return _decoder_name(values.decode), coded
+        return "fp32", [values.values]
+    return _decoder_name(values.decode), [*values.arrays]
 
 
 def _non_finite(kernels: Any, addends: Sum) -> Exception:

@@ -8,14 +8,15 @@ anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import read_only
+from narrows.compression.buffers import read_only, words_of
+from narrows.compression.device.stages import BitStream, UploadPart
 from narrows.compression.home import LandedPayload
 from narrows.compression.index_codings import STRIDED_RICE, bytes_of, encode_indices
 from narrows.compression.kernels import cpu
@@ -38,6 +39,7 @@ from narrows.compression.payload import HEADER_BYTES
 from narrows.compression.value_codings import VALUE_CODINGS, Sectioned
 
 Coded = tuple[Any, ...]
+Result = TypeVar("Result")
 POISON = 0x7FC5  # each 16 bits of fresh memory: read as float32, a NaN
 
 # The number of arguments, at the end, that a kernel writes to.
@@ -117,6 +119,13 @@ class HostKernels:
             array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
         return cast(HostArray, array[:count])
 
+    def begin(self, addends: Sum, phase: int = 0, seed: int = 0, key: tuple[int, int] = (0, 0)) -> Sum:
+        """Return the arrays. Kernels of the host take the numbers as arguments."""
+        return addends
+
+    def captured(self, key: Hashable, launches: Callable[[], Result]) -> Result:
+        return launches()
+
     def prepare(self, say: Callable[[str], None]) -> None: ...
 
     def record(self) -> HostArray:
@@ -136,11 +145,10 @@ class HostKernels:
         self.counts["bytes down"] += array.nbytes
         return np.array(array)
 
-    def upload(self, name: str, host: npt.NDArray[Any]) -> HostArray:
-        self.counts["bytes up"] += host.nbytes
-        there = self.scratch(f"received {name}", host.size, host.dtype.type)
-        np.copyto(there, host)
-        return there
+    def upload(self, parts: Sequence[UploadPart]) -> list[HostArray]:
+        found = [words_of(part.part) if isinstance(part, BitStream) else np.array(part) for part in parts]
+        self.counts["bytes up"] += sum(each.nbytes for each in found)
+        return [cast(HostArray, each.view(HostArray)) for each in found]
 
     def load(self, host: npt.NDArray[Any], target: HostArray) -> None:
         self.counts["bytes up"] += host.nbytes

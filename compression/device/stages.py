@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from narrows.compression.buffers import ByteArray, words_of
+from narrows.compression.buffers import ByteArray
 from narrows.compression.index_codings import (
     FIXED,
     GROUPED_RICE,
@@ -91,53 +92,86 @@ def select_top(
     kernels.top(bits, k, key_mask, places, kept, record)
 
 
-def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:
-    return kernels.upload(name, words_of(part))
+class BitStream(NamedTuple):
+    """Bytes that a decoder reads as 64-bit words, with SPARE_WORDS zeros after them (`words_of`)."""
+
+    part: ByteArray
 
 
-def _read_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    _read_codes(kernels, part, header.parameter, places)
+UploadPart: TypeAlias = npt.NDArray[Any] | BitStream
 
 
-def _read_strided_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    _read_codes(kernels, part[1:], int(part[0]), places)
-    kernels.stretch(*divmod(header.parameter, STRIDE_UNIT), places)
+class IndexReader(NamedTuple):
+    """How a device reads the indices of a payload.
+
+    Attributes:
+        parts: what it needs of the section.
+        read: (kernels, these parts on the device, places): writes the indices to places.
+    """
+
+    parts: list[UploadPart]
+    read: Callable[[Any, list[DeviceArray], DeviceArray], None]
 
 
-def _read_codes(kernels: Any, part: ByteArray, r: int, places: DeviceArray) -> None:
-    low_bytes = bytes_of(places.size * r)
-    lows, unary = _words(kernels, "lows", part[:low_bytes]), _words(kernels, "unary", part[low_bytes:])
-    kernels.rice_decode(lows, unary, r, places)
+def _rice(part: ByteArray, header: Header) -> IndexReader:
+    return _codes(part, header.kept, header.parameter)
 
 
-def _read_grouped(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+def _codes(part: ByteArray, kept: int, r: int) -> IndexReader:
+    lows = bytes_of(kept * r)
+    return IndexReader(
+        [BitStream(part[:lows]), BitStream(part[lows:])],
+        lambda kernels, there, places: kernels.rice_decode(*there, r, places),
+    )
+
+
+def _strided_rice(part: ByteArray, header: Header) -> IndexReader:
+    codes = _codes(part[1:], header.kept, int(part[0]))
+
+    def read(kernels: Any, there: list[DeviceArray], places: DeviceArray) -> None:
+        codes.read(kernels, there, places)
+        kernels.stretch(*divmod(header.parameter, STRIDE_UNIT), places)
+
+    return IndexReader(codes.parts, read)
+
+
+def _grouped(part: ByteArray, header: Header) -> IndexReader:
     groups = -(-header.kept // RICE_GROUP)
     head = bytes_of(4 * groups)
     low_end = head + bytes_of(header.parameter)
     parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
-    lows, unary = _words(kernels, "lows", part[head:low_end]), _words(kernels, "unary", part[low_end:])
-    kernels.grouped_decode(kernels.upload("parameters", parameters), lows, unary, header.count, places)
+    return IndexReader(
+        [parameters, BitStream(part[head:low_end]), BitStream(part[low_end:])],
+        lambda kernels, there, places: kernels.grouped_decode(*there, header.count, places),
+    )
 
 
-def _read_fixed(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    kernels.fixed_decode(_words(kernels, "lows", part), header.parameter, places)
+def _fixed(part: ByteArray, header: Header) -> IndexReader:
+    return IndexReader(
+        [BitStream(part)], lambda kernels, there, places: kernels.fixed_decode(*there, header.parameter, places)
+    )
 
 
-def _read_strata(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    kernels.strata(header.parameter, 0, header.kept, header.count, None, places)
+def _strata(part: ByteArray, header: Header) -> IndexReader:
+    return IndexReader(
+        [],
+        lambda kernels, _, places: kernels.strata(header.parameter, 0, header.kept, header.count, None, places),
+    )
 
 
-def _read_stride(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    kernels.strided(*divmod(header.parameter, STRIDE_UNIT), 0, places)
+def _stride(part: ByteArray, header: Header) -> IndexReader:
+    return IndexReader(
+        [], lambda kernels, _, places: kernels.strided(*divmod(header.parameter, STRIDE_UNIT), 0, places)
+    )
 
 
-INDEX_READERS: dict[int, Callable[[Any, ByteArray, Header, DeviceArray], None]] = {
-    RICE.wire_id: _read_rice,
-    FIXED.wire_id: _read_fixed,
-    GROUPED_RICE.wire_id: _read_grouped,
-    STRATA.wire_id: _read_strata,
-    STRIDE.wire_id: _read_stride,
-    STRIDED_RICE.wire_id: _read_strided_rice,
+INDEX_READERS: dict[int, Callable[[ByteArray, Header], IndexReader]] = {
+    RICE.wire_id: _rice,
+    FIXED.wire_id: _fixed,
+    GROUPED_RICE.wire_id: _grouped,
+    STRATA.wire_id: _strata,
+    STRIDE.wire_id: _stride,
+    STRIDED_RICE.wire_id: _strided_rice,
 }
 
 

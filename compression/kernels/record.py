@@ -23,6 +23,13 @@ STAGES = 2 * DIGITS  # the digits of SAMPLE, then those of LAST
 RECORD = COUNTS + STAGES * BINS
 
 
+# What the host tells the kernels of one encode, int64[INPUTS] on the device: addresses of the arrays of a Sum, the phase of
+# a turn, the seed of RandomK, the key of random codes. The host writes it in one copy; all other arguments of an encode's
+# kernels are those of the last one.
+RESIDUAL, UPDATE, SUMS, PHASE, SEED, KEY_LOW, KEY_HIGH = range(7)
+INPUTS = 7
+
+
 class Sum(NamedTuple):
     """sums[i] = decay * residual[i] + update[i], float32, with product and sum each rounded."""
 

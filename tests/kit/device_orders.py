@@ -25,6 +25,7 @@ from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.simulator import SimulatedDriver, on_host
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import Staging
+from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols.config.key_ranges import parts
 
@@ -88,10 +89,22 @@ def range_of(array: Any) -> Range:
 
 def arrays_in(arguments: tuple[Any, ...]) -> Iterator[Any]:
     for argument in arguments:
-        if isinstance(argument, tuple):
+        if isinstance(argument, jit.ArrayRef | jit.SumRef):
+            yield from resolved(argument)
+            yield argument.inputs
+        elif isinstance(argument, tuple):
             yield from arrays_in(argument)
         elif isinstance(argument, DeviceArray):
             yield argument
+
+
+def resolved(ref: jit.ArrayRef | jit.SumRef) -> list[DeviceArray]:
+    """Return the arrays that a kernel finds: of a sum, residual, update and sums."""
+    if isinstance(ref, jit.ArrayRef) and ref.slot < 0:
+        return [ref.array]
+    slots = (ref.slot,) if isinstance(ref, jit.ArrayRef) else (RESIDUAL, UPDATE, SUMS)
+    inputs = on_host(ref.inputs)
+    return [DeviceArray(int(inputs[slot]), ref.size, np.dtype(np.float32), None) for slot in slots]
 
 
 def written(kernel: jit.Kernel, arguments: tuple[Any, ...]) -> list[Any]:
@@ -99,9 +112,9 @@ def written(kernel: jit.Kernel, arguments: tuple[Any, ...]) -> list[Any]:
     found: list[Any] = []
     for hint, argument in zip(kernel.function.__annotations__.values(), arguments, strict=False):
         if hint is jit.Written:
-            found += arrays_in((argument,))
-        elif hint is jit.LastWritten and len(argument) == 4:
-            found.append(argument[3])
+            found += resolved(argument) if isinstance(argument, jit.ArrayRef) else arrays_in((argument,))
+        elif hint is jit.LastWritten and isinstance(argument, jit.SumRef):
+            found.append(resolved(argument)[-1])
     return found
 
 
@@ -111,6 +124,7 @@ class WatchedDriver(SimulatedDriver):
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.page_locked = False
+        self.locked: list[Range] = []
 
     def own_stream(self) -> Any:
         return LANDING
@@ -121,8 +135,10 @@ class WatchedDriver(SimulatedDriver):
         return memory
 
     def pinned(self, count: int) -> Any:
-        self.trace.alive.append(super().pinned(count))
-        return self.trace.alive[-1]
+        memory = super().pinned(count)
+        self.trace.alive.append(memory)
+        self.locked.append(range_of(memory))
+        return memory
 
     def zero(self, array: DeviceArray, stream: Any) -> None:
         self.trace.done(stream, "a memset", [], [range_of(array)])
@@ -134,7 +150,8 @@ class WatchedDriver(SimulatedDriver):
 
     def copy_up(self, host: Any, target: DeviceArray, stream: Any) -> None:
         """Of pageable memory the driver has its own copy when it returns; page-locked memory is read later."""
-        self.trace.done(stream if self.page_locked else HOST, "a look at what is copied", [range_of(host)], [])
+        locked = self.page_locked or any(overlap(range_of(host), own) for own in self.locked)
+        self.trace.done(stream if locked else HOST, "a look at what is copied", [range_of(host)], [])
         self.trace.done(stream, "a copy to the device", [], [range_of(target)])
         super().copy_up(host, target, stream)
 
@@ -180,10 +197,9 @@ class WatchedQueue(Queue):
         self.driver.trace.done(HOST, "a look at what was read", [range_of(found)], [])
         return found
 
-    def upload(self, name: str, host: Any) -> Any:
-        there = super().upload(name, host)
-        self.driver.trace.done(HOST, "a change of what was uploaded", [], [range_of(host)])
-        return there
+    def _fill(self, memory: Any, parts: Any, places: Any) -> None:
+        self.driver.trace.done(HOST, "a payload on its way up", [], [range_of(memory)])
+        super()._fill(memory, parts, places)
 
     def load(self, host: Any, target: Any) -> None:
         self.driver.page_locked = True

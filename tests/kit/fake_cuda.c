@@ -27,7 +27,7 @@ enum { GLOBAL, THREAD_LOCAL, RELAXED };                             /* modes of 
 static const size_t MEMORY = 80ul << 30;
 
 struct context { int tag, device, retained; };
-struct function { int tag; char name[256]; int shared_max; struct function *next; };
+struct function { int tag; char name[2048]; int shared_max; struct function *next; };
 struct module { int tag; size_t size; char *image; struct function *functions; };
 struct launch { struct function *function; unsigned grid[3], block[3], shared; Address stream; void **arguments; };
 struct node { enum { KERNEL, COPY, SET } kind; Address to, from; size_t count; unsigned value, width; struct launch launch;

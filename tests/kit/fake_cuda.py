@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_suffix(".c")
 LIBRARY = "libcuda.so.1"
-NAME_MAX = 256  # bytes of a kernel's name, with its end
+NAME_MAX = 2048  # bytes of a kernel's name, with its end
 FLAGS = (
     "-O2",
     "-shared",
