@@ -21,6 +21,7 @@ import queue
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -209,11 +210,12 @@ class _Compiler:
         self, arch: Arch, left: queue.SimpleQueue[str], found: queue.SimpleQueue[tuple[str, Cubin | str]]
     ) -> None:
         environment = os.environ | jit.COMPILER_ENVIRONMENT
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, *map(str, arch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.errors,
             env=environment,
             text=True,
         )
@@ -229,17 +231,26 @@ class _Compiler:
                 name = self.left.get_nowait()
                 self.process.stdin.write(f"{name}\n")
                 self.process.stdin.flush()
-                told = json.loads(self.process.stdout.readline() or '{"error": "its process has ended"}')
+                line = self.process.stdout.readline()
+                told = json.loads(line) if line else {"error": self._last_error()}
                 self.found.put((name, told["error"] if "error" in told else _cubin_of(told)))
         except queue.Empty:
             return
-        except (OSError, ValueError) as error:  # the process was ended
-            self.found.put((name, str(error)))
+        except (OSError, ValueError):  # the process has ended
+            self.found.put((name, self._last_error()))
+
+    def _last_error(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return f"the compiler has ended with {self.process.returncode}{': ' + lines[-1] if lines else ''}"
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
         self.thread.join()
+        self.errors.close()
         for stream in (self.process.stdin, self.process.stdout):
             with suppress(OSError):
                 assert stream is not None

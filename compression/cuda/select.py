@@ -319,39 +319,49 @@ def emit_kept(
 ) -> None:  # fmt: skip
     """Write the kept values and their indices, in rising order.
 
+    Most of the entries are kept, so neighbouring threads take neighbouring entries: what they read and write lies
+    together. Ties are numbered by a mask of their own.
+
     places: the index of each entry of bits; empty: its own place.
     """
     bits = bits_at(address_in(source), size_in(source))
+    words = cuda.shared.array(THREADS, np.uint32)
+    tie_words = cuda.shared.array(THREADS, np.uint32)
+    greater_before = cuda.shared.array(THREADS, np.uint32)
+    equal_before = cuda.shared.array(THREADS, np.uint32)
+    t = cuda.threadIdx.x
     threshold, ties = last_of(record, k)
     above, tied, mask = np.uint32(threshold), ties > 0, np.uint32(key_mask)
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
-        word = masks[tile * THREADS + cuda.threadIdx.x]
-        base = tile * TILE + 32 * cuda.threadIdx.x
-        own = np.uint64(cuda.popc(word))
-        if tied:
-            rest = word
-            while rest:
-                i = base + np.int64(cuda.ffs(rest)) - 1
-                rest &= np.uint32(rest - np.uint32(1))
-                if np.uint32(bits[i] & mask) == above:
-                    own += np.uint64(0xFFFFFFFF)  # one less in the low half, one more in the high half
+        begin = np.int64(tile) * TILE
+        words[t] = masks[tile * THREADS + t]
+        tie_words[t] = 0
+        cuda.syncthreads()
+        if tied:  # the same in all threads
+            for item in range(t, TILE, cuda.blockDim.x):  # a constant would be unrolled, and take 92 registers
+                bit = np.uint32(1) << np.uint32(item & 31)
+                if words[item >> 5] & bit and np.uint32(bits[begin + item] & mask) == above:
+                    cuda.atomic.or_(tie_words, item >> 5, np.uint32(bit))
+            cuda.syncthreads()
+        # A tie counts one less in the low half, and one more in the high half.
+        own = np.uint64(cuda.popc(words[t])) + np.uint64(cuda.popc(tie_words[t])) * np.uint64(0xFFFFFFFF)
         before, _ = block_scan(own)
         before += totals[tile]
-        greater = np.int64(before & np.uint64(0xFFFFFFFF))
-        equal = np.int64(before >> np.uint64(32))
-        while word:
-            i = base + np.int64(cuda.ffs(word)) - 1
-            word &= np.uint32(word - np.uint32(1))
-            pattern = bits[i]
-            tie = tied and np.uint32(pattern & mask) == above
-            if not tie or equal < ties:
-                place = greater + min(equal, ties)
-                indices[place] = places[i] if places.size > 0 else i
-                kept[place] = pattern
-            if tie:
-                equal += 1
-            else:
-                greater += 1
+        greater_before[t] = np.uint32(before & np.uint64(0xFFFFFFFF))
+        equal_before[t] = np.uint32(before >> np.uint64(32))
+        cuda.syncthreads()
+        for item in range(t, TILE, cuda.blockDim.x):
+            at, bit = item >> 5, np.uint32(1) << np.uint32(item & 31)
+            word = words[at]
+            if word & bit:
+                tie, lower = tie_words[at], np.uint32(bit - np.uint32(1))
+                equal = np.int64(equal_before[at]) + np.int64(cuda.popc(np.uint32(tie & lower)))
+                if not tie & bit or equal < ties:
+                    greater = np.int64(greater_before[at]) + np.int64(cuda.popc(np.uint32(word & lower & ~tie)))
+                    place, i = greater + min(equal, ties), begin + item
+                    indices[place] = places[i] if places.size > 0 else i
+                    kept[place] = bits[i]
+        cuda.syncthreads()  # before the words of the next tile
 
 
 @kernel(BITS_REF, U32, U32)

@@ -108,6 +108,12 @@ def test_a_kernel_that_does_not_compile_is_named(home: Path, monkeypatch: pytest
         CubinStore(ARCH, home).fill(NAMES)
 
 
+def test_what_ended_a_compiler_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/sh")  # it knows no -P
+    with pytest.raises(RuntimeError, match="the kernel gather does not compile: the compiler has ended with 2: "):
+        CubinStore(ARCH, home).fill(["gather"])
+
+
 def test_every_module_with_kernels_is_named() -> None:
     cubins.load_kernels()
     folder = Path(cubins.__file__).parent
