@@ -219,8 +219,11 @@ class CudaDriver:
         return int(self._call(self.api.cuStreamIsCapturing, stream)) != 0
 
     def begin_capture(self, stream: Any) -> None:
-        """Let the later work of a stream go to a graph, and not to the device. Other threads are not concerned."""
-        mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        """Let the later work of a stream go to a graph, and not to the device.
+
+        Other threads are not concerned. This one may free memory meanwhile, as the garbage collector does.
+        """
+        mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call(self.api.cuStreamBeginCapture, stream, mode)
 
     def end_capture(self, stream: Any) -> Any:

@@ -1,6 +1,6 @@
 """Collective operations of the processes of one machine that are one worker.
 
-torch.distributed carries them, by NCCL between GPUs and by gloo between CPUs.
+torch.distributed carries them, by NCCL between GPUs, and by gloo between CPUs and between processes that share a GPU.
 
 Rules
 - All ranks call the same methods in the same order. If one rank alone receives an event, it first brings the event to
@@ -28,6 +28,7 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import group_liveness
 from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.config import WorkerConfig
+from narrows.worker.runtime.device import local_rank
 from narrows.worker.runtime.launcher_pipe import say_here
 
 START_LIMIT_S = 600.0  # all ranks have started within this
@@ -215,16 +216,31 @@ def _make_group() -> None:
     limit = timedelta(seconds=START_LIMIT_S)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store = PrefixStore(f"narrows-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
+    backend = backend_of(size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def backend_of(size: int) -> str:
+    """Return the backend of a group of so many processes, all on this machine.
+
+    NCCL refuses two processes on one GPU ("Duplicate GPU detected"). gloo carries their sums through the host's memory,
+    and the console says so.
+    """
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return GLOO
+    gpus = torch.cuda.device_count()
+    if size > gpus:
+        if not local_rank():
+            say_here(f"{size} processes of the group share {gpus} GPU{'s' * (gpus > 1)}: gloo sums through the host")
+        return GLOO
+    return "cpu:gloo,cuda:nccl"
 
 
 @contextmanager
 def _others() -> Iterator[None]:
     """Turn torch's error after the end of another rank into GroupEndedError, one sentence.
 
-    Torch raises the same error for other failures between ranks, such as two ranks on one GPU, so the sentence quotes
-    it.
+    Torch raises the same error for other failures between ranks, so the sentence quotes it.
     """
     try:
         yield
