@@ -14,7 +14,7 @@ from narrows.compression.cuda.indices import code_indices
 from narrows.compression.cuda.landing import land
 from narrows.compression.cuda.levels import SIGN, TWO_BIT, UINT8_MINMAX
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.cuda.random import random_words, strata, stretch, strided
+from narrows.compression.cuda.random import random_words, strata, stretch
 from narrows.compression.cuda.rice import fixed_decode, rice_decode
 from narrows.compression.cuda.select import compact_above, count_above, take, top, top_of_blocks, top_sampled
 from narrows.compression.cuda.sums import sum_of, sum_strided
@@ -25,6 +25,7 @@ from narrows.compression.cuda.values import (
     INT4,
     INT8,
     Coding,
+    add_strided_with,
     add_with,
     decode_with,
     encode_strided_with,
@@ -84,6 +85,13 @@ def scatter_add_as(
     scatter_add_with(queue, CODINGS[name], coded, indices, weight, out, queue.complete if record is None else record)
 
 
+def add_strided_as(
+    queue: Queue, name: str, coded: Any, phase: int, stride: int, kept: int, weight: Any, out: Any
+) -> None:
+    """Set out[phase + i * stride] += weight * decoded value i, for i < kept."""
+    add_strided_with(queue, CODINGS[name], coded, phase, stride, kept, weight, out)
+
+
 class CudaKernels:
     """All kernels of this file, bound to one queue, and the methods of the queue."""
 
@@ -105,6 +113,7 @@ __all__ = [
     "CODINGS",
     "CudaKernels",
     "add_as",
+    "add_strided_as",
     "code_indices",
     "compact_above",
     "count_above",
@@ -121,7 +130,6 @@ __all__ = [
     "scatter_add_as",
     "strata",
     "stretch",
-    "strided",
     "sum_of",
     "sum_strided",
     "take",

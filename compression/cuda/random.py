@@ -1,4 +1,4 @@
-"""Random numbers on the device, as in kernels/random.py, and indices that follow from a parameter: strata, strides.
+"""Random numbers on the device, as in kernels/random.py, and indices that follow from a parameter: strata, turns.
 
 Each thread computes the random words that it needs.
 """
@@ -59,16 +59,6 @@ def random_words(queue: Queue, key_low: int, key_high: int, block: int, words: D
 def strata(queue: Queue, key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
     """Write the indices of `strata` of kernels/random.py. `words` is not used: each thread draws its own."""
     queue.launch(draw_strata, indices.size, THREADS, queue.told(SEED, int(key)), begin, kept, count, indices)
-
-
-@kernel(INT, INT, INT, U32)
-def write_strided(phase: int, stride: int, begin: int, indices: Written) -> None:
-    for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
-        indices[j] = np.uint32(phase + (begin + j) * stride)
-
-
-def strided(queue: Queue, phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
-    queue.launch(write_strided, indices.size, THREADS, phase, stride, begin, indices)
 
 
 @kernel(I64, INT, U32)

@@ -51,6 +51,8 @@ from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SC
 
 LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together
 EXTRA = (INT, I64)  # of `extra`
+TURN = (INT, INT, INT)  # of `turn`
+NO_TURN = (0, 0, 0)
 COPY_TILE = 4 * THREADS  # the tile of codings without blocks
 
 
@@ -63,7 +65,8 @@ class Coding(NamedTuple):
     Attributes:
         decode: (coded, out, wide).
         add: (coded, weight, out, wide).
-        scatter_add: (coded, indices, weight, record, out, wide).
+        scatter_add: (coded, indices, turn, weight, record, out, wide): `turn` is (phase, stride, number of values) of a
+            turn of Cycle, whose indices follow from it; a stride of 0: `indices` counts.
         encode: (values, extra, coded, record, wide).
         encode_sum: (addends, extra, coded, record, wide): encodes a sum, and subtracts the coded values from it.
         encode_strided: (addends, stride, chosen, extra, coded, record, wide): does so for every stride-th value.
@@ -118,11 +121,19 @@ def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, 
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
-    @kernel(sections, U32, FLOAT, I64, FLOATS_REF, BOOL, name=f"{name}.scatter_add")
+    @kernel(sections, U32, TURN, FLOAT, I64, FLOATS_REF, BOOL, name=f"{name}.scatter_add")
     def scatter_add_to(
-        coded: Any, indices: DeviceArray, weight: float, record: DeviceArray, target: Written, wide: bool
+        coded: Any, indices: DeviceArray, turn: Any, weight: float, record: DeviceArray, target: Written, wide: bool
     ) -> None:
         out = floats_at(address_in(target), size_in(target))
+        phase, stride, kept = turn
+        if stride > 0:
+            for i in range(4 * cuda.grid(1), kept, 4 * cuda.gridsize(1)):
+                four = value4(coded, i, wide)
+                for j in range(min(4, kept - i)):
+                    place = phase + (i + j) * stride
+                    out[place] = add(out[place], mul(weight, four[j]))
+            return
         size = indices.size - record[MISSING]
         for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
             # Indices rise, so they are distinct, except those that load4 repeats beyond the end: these are not written.
@@ -417,5 +428,18 @@ def scatter_add_with(
     is_wide = wide(*coded, indices)
     target = queue.ref(out)
     queue.launch(
-        coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, target, is_wide
-    )
+        coding.scatter_add, indices.size, 4 * THREADS,
+        coded, indices, NO_TURN, np.float32(weight), record, target, is_wide,
+    )  # fmt: skip
+
+
+def add_strided_with(
+    queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], phase: int, stride: int, kept: int, weight: Any,
+    out: DeviceArray,
+) -> None:  # fmt: skip
+    """Set out[phase + i * stride] += weight * decoded value i, for i < kept."""
+    nothing, target = queue.scratch("nothing", 0, np.uint32), queue.ref(out)
+    queue.launch(
+        coding.scatter_add, kept, 4 * THREADS,
+        coded, nothing, (phase, stride, kept), np.float32(weight), queue.complete, target, wide(*coded),
+    )  # fmt: skip

@@ -44,6 +44,7 @@ from narrows.compression.feedback import State, load_memory, memory_state, resto
 from narrows.compression.index_codings import (
     EVERY_INDEX,
     STRATA,
+    STRIDE,
     STRIDE_UNIT,
     STRIDED_RICE,
     bytes_of,
@@ -543,6 +544,10 @@ def _accumulate(kernels: Any, opened: CheckedPayload, weight: np.float32, out: D
     name, sections = _sections_of(opened)
     if header.index_coding == EVERY_INDEX:
         _add(kernels, name, tuple(kernels.upload(sections)), None, weight, out)
+        return
+    if header.index_coding == STRIDE.wire_id:
+        phase, stride = divmod(header.parameter, STRIDE_UNIT)
+        kernels.add_strided_as(name, tuple(kernels.upload(sections)), phase, stride, header.kept, weight, out)
         return
     reader = INDEX_READERS[header.index_coding](opened.index_part, header)
     there = kernels.upload([*sections, *reader.parts])

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 POISON = 0x7FC5  # each 16 bits of fresh memory: read as float32, a NaN
 
 # The number of arguments, at the end, that a kernel writes to.
-OUTPUTS = {"count_above": 0, "largest_key": 0, "strided": 1, "stretch": 1, "random_words": 1}
+OUTPUTS = {"count_above": 0, "largest_key": 0, "stretch": 1, "random_words": 1}
 LOSSY = [coding for coding in VALUE_CODINGS.values() if isinstance(coding, Sectioned)]
 CODINGS = {coding.decode_kernel.__name__.removeprefix("decode_"): coding for coding in LOSSY}
 
@@ -308,6 +308,13 @@ class HostKernels:
         values = np.empty(out.size, np.float32)
         self.decode_as(name, coded, values)  # type: ignore[arg-type]
         cpu.add_fp32(read_only(values), np.float32(weight), _plain(out))
+
+    def add_strided_as(
+        self, name: str, coded: Coded, phase: int, stride: int, kept: int, weight: Any, out: HostArray
+    ) -> None:
+        chosen = cast(HostArray, np.ascontiguousarray(out[phase::stride][:kept]).view(HostArray))
+        self.add_as(name, coded, weight, chosen)
+        out[phase : phase + stride * kept : stride] = chosen
 
     def scatter_add_as(
         self, name: str, coded: Coded, indices: HostArray, weight: Any, out: HostArray, record: HostArray | None = None

@@ -16,7 +16,6 @@ from narrows.compression.index_codings import (
     GROUPED_RICE,
     RICE,
     STRATA,
-    STRIDE,
     STRIDE_UNIT,
     STRIDED_RICE,
     bytes_of,
@@ -159,18 +158,12 @@ def _strata(part: ByteArray, header: Header) -> IndexReader:
     )
 
 
-def _stride(part: ByteArray, header: Header) -> IndexReader:
-    return IndexReader(
-        [], lambda kernels, _, places: kernels.strided(*divmod(header.parameter, STRIDE_UNIT), 0, places)
-    )
-
-
+# A turn of Cycle is not among them: `add_strided_as` needs no list of indices.
 INDEX_READERS: dict[int, Callable[[ByteArray, Header], IndexReader]] = {
     RICE.wire_id: _rice,
     FIXED.wire_id: _fixed,
     GROUPED_RICE.wire_id: _grouped,
     STRATA.wire_id: _strata,
-    STRIDE.wire_id: _stride,
     STRIDED_RICE.wire_id: _strided_rice,
 }
 
