@@ -263,7 +263,6 @@ class RunSession(LoaderFacts):
             "clock": sync.clock,
             "push_bytes": up - self._bytes[0],
             "pull_bytes": down - self._bytes[1],
-            "wait_seconds": round(sync.wait_s, 6),
             "staleness": sync.staleness,
             **took,
             **self.figures.merging,

@@ -11,15 +11,18 @@ Rules
 - "fold" starts from a payload in host memory: its check on the CPU and its way over PCIe are included. "whole step" is what a
   worker does between two optimizer steps: difference, encode, fold of a state as large, and the replica composed.
 - A step is the median of the script's own, one worker and a server of two shards on this machine: the script alone, with its
-  arrays on the host, and with them on the device. The cost not hidden is the step minus that of the script alone.
+  arrays on the host, and with them on the device. The cost not hidden is the step minus that of the script alone. Its parts are
+  medians of the columns of ps-worker's record (docs/howto/trace.md), of the host's time.
 - Without a GPU this exits with 2 and says what is missing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +41,7 @@ from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
 from narrows.protocols.config.key_ranges import parts
 from narrows.worker.model.device_placement import device_home
+from narrows.worker.runtime.trace import PARTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -51,6 +55,7 @@ SIZES = {
 }
 STEP_SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign")
 STEP_LIMIT_S = 540.0
+WARM_STEPS = 10  # of a run, whose parts do not count
 Rows = dict[str, Callable[[], Any]]
 
 
@@ -145,28 +150,35 @@ def settle(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def step_of(size: str, steps: int, where: str, spec: str, gpu: str) -> float:
-    """Seconds of a step. where: alone, or where the arrays are."""
+def step_of(size: str, steps: int, where: str, spec: str, gpu: str, folder: str) -> record.Figures:
+    """Times of a step and of its parts. where: alone, or where the arrays are. folder: for the record of the run."""
     flags = [*SIZES[size], "--steps", str(steps), "--batch", "16"]
     env = launch.environment(NARROWS_DEVICE=gpu, NARROWS_ARRAYS="device" if where == "device" else "host")
     command = [sys.executable, TASK, *flags]
     if where != "alone":
         run = ["--sync", "ssp", "--staleness", "1", "--compress", spec, "--shards", "2", "--device", gpu]
+        run += ["--record", f"{folder}/record.jsonl"]
         command = launch.ps_worker("-n", "1", *run, TASK, *flags)
     said, _ = launch.run(command, STEP_LIMIT_S, env)
     found = re.search(r"median step ([0-9.]+) s", said)
     if found is None:
         raise launch.CommandFailed(f"{' '.join(command)}\nsaid nothing of its steps:\n{said}")
-    return float(found[1])
+    figures: record.Figures = {"step": (1e3 * float(found[1]), "ms")}
+    if where != "alone":
+        events = map(json.loads, Path(folder, "record.jsonl").read_text("utf-8").splitlines())
+        rows = [event for event in events if event["event"] == "step"][WARM_STEPS:]
+        figures |= {part: (1e3 * statistics.median(row[f"{part}_seconds"] for row in rows), "ms") for part in PARTS}
+    return figures
 
 
 def steps_of(recorder: record.Recorder, size: str, steps: int, rounds: int, gpu: str) -> None:
     """A line for each round of the script alone, and of each SPEC with the arrays on the host and on the device."""
     for _ in range(rounds):
         for where, spec in (("alone", ""), *((where, spec) for spec in STEP_SPECS for where in ("host", "device"))):
-            step: record.Figures = {"step": (1e3 * step_of(size, steps, where, spec, gpu), "ms")}
+            with tempfile.TemporaryDirectory() as folder:
+                figures = step_of(size, steps, where, spec, gpu, folder)
             name = f"{spec}, arrays on the {where}" if spec else where
-            recorder.add(name, step, table=f"steps of {size}", beside="alone", arguments={"steps": steps})
+            recorder.add(name, figures, table=f"steps of {size}", beside="alone", arguments={"steps": steps})
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120, "show_default": True})

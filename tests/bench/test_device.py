@@ -8,6 +8,8 @@ from click.testing import CliRunner
 from gpu import device
 from lab import record
 
+from narrows.worker.runtime.trace import PARTS
+
 
 def test_codes_and_a_step_are_timed(tmp_path: Path) -> None:
     flags = ["--device", "host", "--part", "codes", "--count", "70000", "--spec", "topk:0.01+int8", "--rounds", "1"]
@@ -17,7 +19,9 @@ def test_codes_and_a_step_are_timed(tmp_path: Path) -> None:
     assert {"encode", "fold", "whole step"} <= lines.keys()
     assert all(line.figures["time"].value > 0 and line.arguments["values"] == 70_000 for line in lines.values())
     assert "equal to the CPU's" in done.output
-    assert 0 < device.step_of("1.3M", 3, "device", "topk:0.05+int8", "cpu") < 60
+    step = device.step_of("1.3M", 12, "device", "topk:0.05+int8", "cpu", str(tmp_path))
+    assert {*step} == {"step", *PARTS} and all(unit == "ms" for _, unit in step.values())
+    assert all(0 < (value or 0.0) < 60e3 for value, _ in step.values())
 
 
 def test_without_a_gpu_it_says_so() -> None:

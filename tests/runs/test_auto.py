@@ -352,7 +352,7 @@ class Trainer:
         self.limit(rate)
 
     def seconds(self) -> float:
-        return float(self.steps) + self.tuning.waited_s + self.tuning.encode_s
+        return float(self.steps) + self.tuning.trace.seconds["wait"] + self.tuning.trace.seconds["encode"]
 
     def limit(self, rate: float) -> None:
         self.link.rate = rate  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ from narrows.worker.command.managers import ManagerPlace
 from narrows.worker.command.options import WorkerOptions, checked
 from narrows.worker.integrations import ray_cities
 from narrows.worker.runtime.member_link import tell_left
+from narrows.worker.runtime.trace import PARTS
 
 Refusal = tuple[int, str]
 CLOSED = "tcp://127.0.0.1:1"
@@ -546,10 +547,13 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
         for event in own:
             assert event.keys() - {"gain", "agreement"} == {
                 *("held_back", "local_rank", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
-                *("step_seconds", "encode_seconds"),
+                *(f"{name}_seconds" for name in ("step", "encode", "script", "difference", "fold", "compose")),
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
-            assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0
+            assert 0 <= event["staleness"] <= 1
+            parts = [event[f"{name}_seconds"] for name in PARTS]
+            assert min(parts) >= 0 and sum(parts) <= event["step_seconds"] + 1e-5
+        assert all(sum(event[f"{name}_seconds"] for event in own) > 0 for name in PARTS)
     told = (
         "steps",
         "bytes_up",

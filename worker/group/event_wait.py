@@ -23,6 +23,7 @@ from narrows.worker.group.group import Group
 from narrows.worker.group.group_link import OF_SHARD
 from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.runtime.trace import StepTrace
 
 # Calls that a script makes on all ranks of a group together.
 CALLS = (
@@ -49,7 +50,7 @@ class EventWait:
         group: the group in which this process is one rank, if any.
         handle: called with each event, in order.
         missed: called at each agreement of the ranks, for the attribute `missed`.
-        waited: called after each wait, with its seconds.
+        trace: counts the seconds of the waits.
 
     Attributes:
         missed: the smallest result of all ranks' `missed` at the newest agreement.
@@ -61,9 +62,10 @@ class EventWait:
         group: Group | None,
         handle: Callable[[MemberEffect], None],
         missed: Callable[[], int] = lambda: 0,
-        waited: Callable[[float], object] = lambda seconds: None,
+        trace: StepTrace | None = None,
     ) -> None:
-        self.link, self.group, self.handle, self._own_missed, self._waited = link, group, handle, missed, waited
+        self.link, self.group, self.handle, self._own_missed = link, group, handle, missed
+        self.trace = trace or StepTrace()
         self.missed = 0
         self._call = 0  # index in CALLS of the script's newest call
         self._of_run: deque[MemberEffect] = deque()  # events of the whole run, not handled yet
@@ -74,7 +76,7 @@ class EventWait:
         self._call = CALLS.index(what)
 
     def until(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
-        """Handle events until `done()` is true, on all ranks of a group, and report the time to `waited`.
+        """Handle events until `done()` is true, on all ranks of a group.
 
         Args:
             done: the condition; it is evaluated after each event.
@@ -86,6 +88,10 @@ class EventWait:
             NarrowsError: the condition does not hold within `limit_s`, or the session has ended.
             UsageError: the ranks have made different calls.
         """
+        with self.trace.wait:
+            self._until(done, limit_s, what, others)
+
+    def _until(self, done: Callable[[], bool], limit_s: float, what: str, others: bool) -> None:
         began = moved = said = time.monotonic()
         clock = self.link.run_clock if others else 0
         while True:
@@ -104,8 +110,7 @@ class EventWait:
                     self.group.waits()
                 self._take(min(left, 1.0))
             if self._agreed(done()):
-                break
-        self._waited(time.monotonic() - began)
+                return
 
     def poll(self) -> None:
         """Handle the events that have arrived, without waiting. In a group, events of the run wait for an agreement."""

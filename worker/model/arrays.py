@@ -158,9 +158,10 @@ class WorkerArrays:
     # The replica.
 
     def show(self, exchanges: Sequence[Exchange[Array]]) -> None:
-        """Compose the replica of each exchange, and write it to the parameters; without exchanges, the present base."""
-        if self.direct:
-            return
+        """Compose the replica of each exchange, and write it to the parameters; without exchanges, the present base.
+
+        It is not called with `direct`: the parameters are the replica.
+        """
         self.shown = True
         if self.base is not self.pulled:
             for exchange in exchanges:

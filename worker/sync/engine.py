@@ -50,6 +50,7 @@ from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.runtime.trace import StepTrace
 from narrows.worker.sync.agreement import Agreement
 from narrows.worker.sync.embedding_tables import EmbeddingTables, dense_of
 from narrows.worker.sync.gossip import GossipStep
@@ -152,8 +153,9 @@ class Engine:
             self.device_notice = f"device {self.home.name}: --compress {settings.compress} is computed there"
         self.skips = SkippedSteps(config.skip_limit, rank, self.flat, self.tables, self.hides)
         self.slice = self._slice(inner, overlap)
-        self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments))
-        self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.tuning.waited)
+        self.trace = StepTrace()
+        self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments), self.trace)
+        self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.trace)
         self.finished = self.left = self._started = False
         self.steps = 0
         self.agreeing = Agreement(self)
@@ -259,6 +261,10 @@ class Engine:
             raise UsageError("step() after finish(): the run is over for this worker")
         if self.shared.kept is not None:
             raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
+        with self.trace.step:
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self.waiting.calls("step()")
         self.waiting.poll()
         self.changes.look()
@@ -282,6 +288,10 @@ class Engine:
         Returns:
             The closure's loss; None without a closure.
         """
+        with self.trace.script:
+            return self._optimize(closure)
+
+    def _optimize(self, closure: Callable[[], Any] | None) -> Any:
         if self.slice is not None:
             loss = evaluated(closure)
             if self.reduce():

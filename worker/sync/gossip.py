@@ -24,8 +24,7 @@ Rules
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from narrows.compression.codecs import raw_pieces
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import parts
+from narrows.protocols.config.key_ranges import CodedPiece, parts
 from narrows.protocols.config.timing import START_LIMIT_S, WAIT_LIMIT_S
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
 from narrows.protocols.errors import NarrowsError
@@ -48,11 +47,36 @@ from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.runtime.launcher_pipe import say_here
+from narrows.worker.runtime.trace import StepTrace
 from narrows.worker.sync.shard_exchanges import ShardExchanges
 from narrows.worker.sync.sync_step import StepEngine
 
 HAND_OVER_LIMIT_S = 60.0  # wait for the server to take the last model
 STOPPED_LIMIT_S = 8.0  # the same for a worker that is stopped: ps-worker kills it after twice this time
+
+
+class TracedMixing(Mixing):
+    """Mixing whose parts of a step are spans."""
+
+    def __init__(self, trace: StepTrace, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trace = trace
+
+    def absorb(self, *arguments: Any) -> None:
+        with self.trace.fold:
+            super().absorb(*arguments)
+
+    def offer(self, *arguments: Any) -> tuple[bool, Sequence[CodedPiece]]:
+        with self.trace.encode:
+            return super().offer(*arguments)
+
+    def mix(self, *arguments: Any) -> None:
+        with self.trace.fold:
+            super().mix(*arguments)
+
+    def average(self, *arguments: Any) -> None:
+        with self.trace.fold:
+            super().average(*arguments)
 
 
 class GossipStep:
@@ -66,7 +90,6 @@ class GossipStep:
         self.driver = self._driver(-1, 0)
         self.local_step = 0
         self.taken = 0  # local steps of this round that were not skipped
-        self.wait_s = 0.0
         self.staleness = 0
         self.kept: Array | None = None  # this worker's model, while it receives the first weights again
         self.finishing = self.server_gone = False
@@ -85,8 +108,9 @@ class GossipStep:
     def _driver(self, worker: int, round: int) -> GossipDriver:
         settings = self.engine.settings
         compressor = self.engine.tuning.codecs.up.mixer()
-        size = self.engine.flat.size
-        mixing = Mixing(0, size, compressor, self.engine.home, lambda: Memory(seed=worker), self.gain, self.outer)
+        size, home, trace = self.engine.flat.size, self.engine.home, self.engine.trace
+        memory = lambda: Memory(seed=worker)  # noqa: E731
+        mixing = TracedMixing(trace, 0, size, compressor, home, memory, self.gain, self.outer)
         lease_ns = int(settings.lease * NS)
         return GossipDriver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
 
@@ -223,15 +247,17 @@ class GossipStep:
 
     def _compose(self) -> None:
         """Write the mixed model to the parameters."""
-        self.engine.home.copy(self.driver.mixing.model, self.arrays.base)
-        self.arrays.show(())
+        with self.engine.trace.compose:
+            self.engine.home.copy(self.driver.mixing.model, self.arrays.base)
+            self.arrays.show(())
 
     def _moved(self) -> Array:
         """Return what the parameters have moved by since they were composed, float32[size]."""
-        moved = self.engine.home.empty(self.engine.flat.size)
-        self.engine.flat.read_keys(0, moved)
-        moved -= self.arrays.start
-        return moved
+        with self.engine.trace.difference:
+            moved = self.engine.home.empty(self.engine.flat.size)
+            self.engine.flat.read_keys(0, moved)
+            moved -= self.arrays.start
+            return moved
 
     def _going(self) -> bool:
         return self.driver.has_model and self.driver.phase is not GossipPhase.READY
@@ -247,11 +273,10 @@ class GossipStep:
         return loss
 
     def _round(self) -> None:
-        before, number = time.monotonic(), self.driver.round
+        number = self.driver.round
         moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # or the script has written
         self._carry_out(self.driver.step(moved, self._now()))
         self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
-        self.wait_s = time.monotonic() - before
         self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
         self.local_step = self.taken = 0
         self._compose()

@@ -164,7 +164,8 @@ class GradientStep(UpdateStep):
             self.shards.wait_window()
         if self.resume() and self.drops(closure):
             return None
-        loss = evaluated(closure)
+        with self.engine.trace.script:
+            loss = evaluated(closure)
         if self.overlap is not None:
             self._hooks(after=False)
             self._close(self.overlap)
@@ -206,7 +207,7 @@ class GradientStep(UpdateStep):
         self.shards.send_part(shard, part, count, piece)
 
     def _push(self) -> None:
-        clock, absent = self.shards.clock, self.arrays.flat.absent()
+        clock, absent, trace = self.shards.clock, self.arrays.flat.absent(), self.engine.trace
         if self.engine.hides:
             absent = []  # these get noise too: which tensors have no gradient may depend on the data
         tables = self.engine.tables
@@ -214,13 +215,18 @@ class GradientStep(UpdateStep):
         rows = tables.pieces() or [[] for _ in self.shards.ours]
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         if not self.shards.tuning.up_raw or self.engine.privacy is not None:
-            self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper, rows=rows)
+            with trace.difference:
+                values = [self.arrays.gradients(each, clock) for each in keys]
+            self.send("gradient", keys, values, hyper=hyper, rows=rows)
             return
         for shard, ours, more in zip(self.shards.ours, keys, rows, strict=True):
             cuts = list(parts(*ours))
             count = len(cuts) + len(more)
             for part, cut in enumerate(cuts):  # each part leaves as soon as it is read
-                (piece,) = self.arrays.home.raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])
+                with trace.difference:
+                    gradient = self.arrays.gradients(cut, clock)
+                with trace.encode:
+                    (piece,) = self.arrays.home.raw_pieces(gradient, cut[0], [cut])
                 self.shards.send_part(shard, part, count, piece, hyper)
             for part, piece in enumerate(more, len(cuts)):
                 self.shards.send_part(shard, part, count, piece)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
 from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.runtime.trace import PARTS
 
 if TYPE_CHECKING:
     from narrows.worker.sync.engine import Engine
@@ -38,9 +39,9 @@ class WorkerMetrics:
         self.held = deque[float](maxlen=HELD_BACK_OF)
         self.warned = False
         self.shown: dict[str, float] = {}
-        self.spent = (0.0, 0.0)  # seconds of waiting and of encoding, until the newest step
+        self.spent = (0.0, 0.0)  # seconds of waiting and of encoding, from the first step to the newest one
         self.began_s = self.stepped_s = time.monotonic()
-        self.before = engine.tuning.spent_s
+        self.parts = dict(engine.trace.seconds)
 
     def stepped(self, batch: int) -> dict[str, float]:
         """Count one step.
@@ -49,9 +50,10 @@ class WorkerMetrics:
             batch: samples of the step in each process of the group; 0: unknown.
 
         Returns:
-            "step_seconds" and "encode_seconds" of the step, for the record.
+            For the record, "step_seconds" since the step before, and of these the seconds of each part of
+            narrows.worker.runtime.trace. Those of "script_seconds" are all that Narrows did not take.
         """
-        now_s, before_s, before = time.monotonic(), self.stepped_s, self.spent
+        now_s, before_s, before, parts = time.monotonic(), self.stepped_s, self.parts, dict(self.engine.trace.seconds)
         sync = self.engine.sync
         self.steps += 1
         self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
@@ -59,10 +61,12 @@ class WorkerMetrics:
         self.clock, self.merging = sync.clock, sync.merging
         self.staleness = max(0, sync.staleness)
         self.stale[sum(self.staleness > end for end in STALE)] += 1
-        self.stepped_s, (waited, encoded) = now_s, self.engine.tuning.spent_s
-        self.spent = waited - self.before[0], encoded - self.before[1]
-        seconds = {"step_seconds": now_s - before_s, "encode_seconds": self.spent[1] - before[1]}
-        return {name: round(value, 6) for name, value in seconds.items()}
+        self.stepped_s, self.parts = now_s, parts
+        took = {"step": now_s - before_s} | {name: parts[name] - before[name] for name in PARTS}
+        self.spent = self.spent[0] + took["wait"], self.spent[1] + took["encode"]
+        rest = parts["step"] - before["step"]  # messages, checks of the weights, module buffers
+        took["script"] = max(0.0, took["step"] - rest - sum(took[name] for name in PARTS if name != "script"))
+        return {f"{name}_seconds": round(value, 6) for name, value in took.items()}
 
     def warning(self) -> str:
         """Return a sentence, once, if compression holds back more than in any run that is known to train; else ""."""

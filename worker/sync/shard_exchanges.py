@@ -21,7 +21,6 @@ Rules
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -85,7 +84,6 @@ class ShardExchanges:
         self.place = 0  # this worker's epoch at the server; it changes with each rejoin and each move of keys
         self.samples = 1 if group is None else group.size  # the weight of a push by default
         self.samples_pending = 0  # the weight of the next push; 0: the default
-        self.wait_s = 0.0  # seconds that the newest step has waited
         self.pulls: bool | None = None  # the `last` of the pull in progress; None: no pull
 
     @property
@@ -189,7 +187,11 @@ class ShardExchanges:
                 exchange = self._with(shard)
                 keys = exchange.replica.begin, exchange.replica.end
                 self.link.send(shard, exchange.give(self.arrays.first(*keys)))
-            case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
+            case e.StatePart(shard) | e.StateArrived(shard):
+                with self.tuning.trace.fold:
+                    says = self._with(shard).take(event)
+                self.link.send(shard, says)
+            case e.MasterArrived(shard) | e.PushSettled(shard):
                 self.link.send(shard, self._with(shard).take(event))
             case e.PushesPaused(at):
                 for exchange in self.exchanges:
@@ -204,16 +206,10 @@ class ShardExchanges:
 
     # Waiting.
 
-    def begin_step(self) -> None:
-        """Begin a step, which has not waited yet."""
-        self.wait_s = 0.0
-
     def wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait until the present clock may compute on every shard's state."""
-        before = time.monotonic()
         ready = lambda: self.count > 0 and all(x.may_compute for x in self.exchanges)  # noqa: E731
         self.wait(ready, limit_s, f"a state for clock {self.clock}")
-        self.wait_s = time.monotonic() - before
 
     def wait_window(self) -> None:
         """Wait until the window of every shard has room for one more update in flight."""
@@ -226,14 +222,13 @@ class ShardExchanges:
 
     def wait_settled(self, settled: int) -> None:
         """Wait until every shard's state has all updates before clock `settled`, or until this worker has rejoined."""
-        before, epoch = time.monotonic(), self.epoch
+        epoch = self.epoch
 
         def done() -> bool:
             self.need(settled)
             return self.epoch != epoch or all(x.settled >= settled for x in self.exchanges)
 
         self.wait(done, WAIT_LIMIT_S, f"the updates before clock {settled}")
-        self.wait_s += time.monotonic() - before
 
     # Pushing.
 
@@ -260,7 +255,15 @@ class ShardExchanges:
             NonFiniteError: a value is not finite. No part was sent, and the residuals are as before.
             GroupEndedError: a value of another rank of the group is not finite.
         """
-        began = time.monotonic()
+        with self.tuning.trace.encode:
+            encoded = self._encoded(updates, dense)
+        samples, coding = self.samples_pending or self.samples, self._next_coding()
+        for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
+            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
+        self._said()
+
+    def _encoded(self, updates: Sequence[Array], dense: bool) -> list[Sequence[CodedPiece]]:
+        """Encode the update of the present clock for every shard; see `push`."""
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
@@ -278,11 +281,7 @@ class ShardExchanges:
             for exchange, pieces in zip(self.exchanges, [] if self.tuning.up_lossless else encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
             raise error
-        self.tuning.encoded(time.monotonic() - began)
-        samples, coding = self.samples_pending or self.samples, self._next_coding()
-        for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
-            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
-        self._said()
+        return encoded
 
     def send_part(
         self, shard: int, index: int, count: int, piece: CodedPiece, hyper: bytes = b"", counts: bool = True

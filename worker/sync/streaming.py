@@ -42,7 +42,6 @@ class StreamingStep(UpdateStep):
         if self.resume() and self.drops(closure):
             return None
         loss = self.inner_step(closure)
-        self.shards.begin_step()
         if self._merge_due() and pushes:
             self.push()
             self._pushed()
@@ -75,8 +74,9 @@ class StreamingStep(UpdateStep):
         if self.resume():
             return False
         clock = self.unmerged.popleft()
-        for exchange in self.shards.exchanges:
-            self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
+        with self.engine.trace.compose:
+            for exchange in self.shards.exchanges:
+                self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
         return True
 
     def flush(self, last: bool) -> Array:

@@ -22,6 +22,7 @@ from narrows.worker.model.privacy import UpdatePrivacy
 from narrows.worker.model.weight_edit_check import WeightEditCheck
 from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.runtime.trace import StepTrace
 from narrows.worker.sync.embedding_tables import EmbeddingTables
 from narrows.worker.sync.shard_exchanges import ShardExchanges
 from narrows.worker.sync.tuning import CodecTuning
@@ -49,10 +50,6 @@ class SyncStep(Protocol):
     @property
     def buffers_clock(self) -> int:
         """The clock of the module's buffers: how many updates they have seen, counted alike by all workers."""
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the newest step has waited."""
 
     @property
     def staleness(self) -> int:
@@ -134,6 +131,7 @@ class StepEngine(Protocol):
     home: Home[Array]
     tables: EmbeddingTables
     tuning: CodecTuning
+    trace: StepTrace
     privacy: UpdatePrivacy | None
     hides: bool  # all values that leave this worker get noise (--dp-noise): none without it may leave
     skips: SkippedSteps

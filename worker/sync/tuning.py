@@ -17,6 +17,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import NS, LinkMeasured
 from narrows.worker.group.group import Group
+from narrows.worker.runtime.trace import StepTrace
 
 
 class CodecTuning:
@@ -28,13 +29,16 @@ class CodecTuning:
     Args:
         settings: the settings of the run.
         count: values of one update.
+        trace: has the seconds that this worker waited and encoded.
         now_s: the time in seconds.
     """
 
-    def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.count, self.now_s = count, now_s
-        self.waited_s = self.encode_s = 0.0  # seconds of this clock
-        self.spent_s = (0.0, 0.0)  # seconds of waiting and of encoding, since this worker began
+    def __init__(
+        self, settings: Settings, count: int, trace: StepTrace, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.count, self.trace, self.now_s = count, trace, now_s
+        self.spent_s = (0.0, 0.0)  # seconds of waiting and of encoding, until the newest clock ended
+        self.encode_s = 0.0  # seconds of the newest clock that encoded
         self.sampled = 0  # samples of all pushes, as step_samples() gave them
         self.ended_s: float | None = None  # when the newest clock ended; None: before the first push
         self.seen: list[LinkMeasured] = []  # measurements of the link in this clock
@@ -55,14 +59,6 @@ class CodecTuning:
         self.compressor: Compressor = self.auto.compressor
         self.coding = ""
 
-    def waited(self, seconds: float) -> None:
-        self.waited_s += seconds
-        self.spent_s = self.spent_s[0] + seconds, self.spent_s[1]
-
-    def encoded(self, seconds: float) -> None:
-        self.encode_s = seconds
-        self.spent_s = self.spent_s[0], self.spent_s[1] + seconds
-
     def pushed(self, clock: int, group: Group | None = None, samples: int = 0) -> bool:
         """Note that the update of the clock before `clock` was pushed, and let `auto` choose.
 
@@ -78,8 +74,11 @@ class CodecTuning:
         """
         self.sampled += samples
         now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
+        spent = self.trace.seconds["wait"], self.trace.seconds["encode"]
+        waited_s, encode_s = spent[0] - self.spent_s[0], spent[1] - self.spent_s[1]
+        self.spent_s, self.encode_s = spent, encode_s or self.encode_s
         cost = Clock(
-            compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
+            compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - waited_s - encode_s),
             encode_s=self.encode_s,
             up_bytes=sum(each.up_bytes for each in seen),
             up_s=sum(each.up_ns for each in seen) / NS,
@@ -87,7 +86,7 @@ class CodecTuning:
             down_s=sum(each.down_ns for each in seen) / NS,
             round_trip_s=seen[-1].round_trip_ns / NS if seen else 0.0,
         )
-        self.ended_s, self.waited_s = now_s, 0.0
+        self.ended_s = now_s
         if before_s is None or not self.chooses:
             return False  # the time before the first push is no clock: imports, data, first weights
         self.seen = []

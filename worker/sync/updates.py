@@ -121,10 +121,6 @@ class UpdateStep:
         return self.shards.clock + self.missed
 
     @property
-    def wait_s(self) -> float:
-        return self.shards.wait_s
-
-    @property
     def staleness(self) -> int:
         return self.shards.staleness
 
@@ -164,7 +160,9 @@ class UpdateStep:
 
     def compose(self) -> None:
         """Compose the replica, and write it to the parameters."""
-        self.arrays.show(self.shards.exchanges)
+        if not self.arrays.direct:
+            with self.engine.trace.compose:
+                self.arrays.show(self.shards.exchanges)
         self.composed, self.moved = self.shards.epoch, False
 
     def resume(self) -> bool:
@@ -245,7 +243,8 @@ class UpdateStep:
         hyper = (
             pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""
         )  # the last update steps no row
-        values = [self.arrays.moved(each, turn) for each in keys]
+        with engine.trace.difference:
+            values = [self.arrays.moved(each, turn) for each in keys]
         self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
 
     def send(
