@@ -264,8 +264,8 @@ def test_weights_that_all_workers_change_are_changed_or_it_is_told(
 
     def work(worker: int) -> float:
         model = build()
+        begun = flat(model).copy()  # before it joins: under async the other worker may have pushed its change by then
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
-        begun = flat(model).copy()
         for step in range(6):
             if step == 2:
                 with torch.no_grad():
