@@ -55,7 +55,7 @@ SIZES = {
 }
 STEP_SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign")
 STEP_LIMIT_S = 540.0
-WARM_STEPS = 10  # of a run, whose parts do not count
+WARM_STEPS = 10  # steps at the start of a run, which no median counts
 Rows = dict[str, Callable[[], Any]]
 
 

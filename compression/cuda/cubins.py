@@ -3,7 +3,8 @@
 - A file has one kernel. Its folder is named by a digest of all that decides the code: sources, versions, the GPU.
 - A cubin is code: the folder belongs to the user alone (`own_folder`). Files come by rename, and begin with a digest of
   what follows, so a torn or damaged one is compiled again.
-- One process of a machine compiles, and the others wait for it. Without a folder to write to, each has its own in memory.
+- One process of a machine compiles, and the others wait for it. Where no folder can be
+  written to, each process compiles for itself, and keeps the code in memory.
 
 `python -m narrows.compression.cuda.cubins MAJOR MINOR` is a compiler process: it reads names of kernels, one a line, and
 answers each with a line of JSON.
@@ -104,10 +105,9 @@ class CubinStore:
         """
         if not self._missing(names):
             return
-        deadline = time.monotonic() + COMPILE_S
-        with self._alone(deadline, say):
+        with self._alone(time.monotonic() + COMPILE_S, say):
             if missing := self._missing(names):
-                self._compile(missing, deadline, say)
+                self._compile(missing, time.monotonic() + COMPILE_S, say)
                 self._prune()
 
     def _missing(self, names: Sequence[str]) -> list[str]:
@@ -130,13 +130,15 @@ class CubinStore:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except OSError:  # another process compiles, or this file system has no locks
+                except BlockingIOError:  # another process compiles
                     if time.monotonic() > deadline:
                         break
                     if not told:
                         say("another process compiles kernels for the GPU; waiting for it ...")
                     told = True
                     time.sleep(PAUSE_S)
+                except OSError:  # this file system has no locks: each process compiles
+                    break
             yield
         finally:
             if file is not None:

@@ -170,8 +170,16 @@ class Queue:
         return self._active
 
     def enter(self) -> None:
+        """Begin `active`.
+
+        Raises:
+            RuntimeError: the script captures a graph of its own on its stream.
+        """
         self.driver.enter()
         stream = self.current()
+        if self.driver.is_captured(self._streams.get(stream) or self.driver.stream_of(stream)):
+            self.driver.leave()
+            raise RuntimeError(CAPTURED)
         if stream != self._current:
             if stream not in self._streams:
                 self._streams[stream] = self.driver.stream_of(stream)
@@ -352,12 +360,7 @@ class Queue:
 
         Returns:
             The same arrays, of which kernels take the addresses from that copy.
-
-        Raises:
-            RuntimeError: the script captures a graph of its own on this stream.
         """
-        if self.driver.is_captured(self.stream):
-            raise RuntimeError(CAPTURED)
         residual, decay, update, sums = addends
         places = residual.address, update.address, sums.address
         self._aligned = not (places[0] | places[1] | places[2]) % WIDE_BYTES

@@ -59,8 +59,8 @@ COPY_TILE = 4 * THREADS  # the tile of codings without blocks
 class Coding(NamedTuple):
     """The kernels of a value coding.
 
-    `coded` is a tuple with the array of each section. `extra` is (1 if codes are rounded at random, the inputs of
-    the encode, which have the key).
+    `coded` is a tuple with the array of each section. `extra` is a pair: 1 if codes are rounded at random, and the
+    inputs of the encode, which hold the key.
 
     Attributes:
         decode: (coded, out, wide).

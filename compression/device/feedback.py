@@ -141,6 +141,7 @@ class DeviceErrorFeedback:
             raise ValueError(f"{count} values do not fit one payload; at most {COUNT_MAX} do")
         self.kernels = kernels
         self.compressor = _chain(compressor)
+        self._spec = self.compressor.spec  # its text is made at each call, and a step asks often
         self.count = count
         self.decay = np.float32(decay)
         self.memory = Memory(seed)
@@ -195,6 +196,7 @@ class DeviceErrorFeedback:
     def change(self, compressor: Compressor) -> None:
         """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""
         self.compressor = _chain(compressor)
+        self._spec = self.compressor.spec
         if self.residual is None and not self.compressor.lossless:
             self.residual = self._zeros()
 
@@ -253,7 +255,7 @@ class DeviceErrorFeedback:
         """
         if not sampled:
             return launches()
-        key = (part, self.compressor.spec, self.count, float(self.decay), room)
+        key = (part, self._spec, self.count, float(self.decay), room)
         return cast(Result, self.kernels.captured(key, launches))
 
     def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:

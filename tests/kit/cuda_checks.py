@@ -431,7 +431,7 @@ def _plain(argument: Any) -> Any:
 def repeats() -> None:
     """Two steps ask for the same launches with the same arguments, whatever the update's address: a graph may hold them.
 
-    What differs is among the inputs of the encode. Payloads equal the CPU's.
+    The inputs of the encode hold what differs. Payloads equal the CPU's.
     """
     if not cuda_jit.SIMULATED:
         return  # launches are noted there

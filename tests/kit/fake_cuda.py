@@ -76,7 +76,7 @@ class FakeLaunch(NamedTuple):
 
 
 class FakeCuda:
-    """The hooks of the library. Loads it, unless this process has it already.
+    """Calls the hooks of the library. The constructor loads the library, unless this process has loaded it.
 
     Args:
         library: the path, from `build`.

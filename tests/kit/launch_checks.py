@@ -162,6 +162,7 @@ def a_script_that_captures_its_step_meets_a_sentence() -> None:
     kernels = kernels_on(stream)
     driver = kernels.queue.driver
     feedback, update = DeviceErrorFeedback(kernels, parse("int8"), COUNT), update_of(kernels, COUNT)
+    dense = DeviceErrorFeedback(kernels, parse("dense"), COUNT)
     with kernels.active():
         own = driver.own_stream()
     stream[0] = int(own)
@@ -172,6 +173,8 @@ def a_script_that_captures_its_step_meets_a_sentence() -> None:
         RuntimeError, match=r"the script captures its step as a CUDA graph.*call optimizer\.step\(\) after"
     ):
         feedback.encode(update)
+    with pytest.raises(RuntimeError, match="the script captures its step as a CUDA graph"):
+        dense.encode(update)
     driver.drop(driver.end_capture(own))
     driver.leave()
     feedback.encode(update)

@@ -221,7 +221,7 @@ def _make_group() -> None:
 
 
 def backend_of(size: int) -> str:
-    """Return the backend of a group of so many processes, all on this machine.
+    """Return the backend of torch.distributed for a group of `size` processes of this machine.
 
     NCCL refuses two processes on one GPU ("Duplicate GPU detected"). gloo carries their sums through the host's memory,
     and the console says so.

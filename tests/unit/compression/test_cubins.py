@@ -1,5 +1,6 @@
 """Machine code of CUDA kernels on disk. Nothing here needs a GPU; three small kernels are compiled."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_what_ended_a_compiler_is_said(home: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.executable", "/bin/sh")  # it knows no -P
     with pytest.raises(RuntimeError, match="the kernel gather does not compile: the compiler has ended with 2: "):
         CubinStore(ARCH, home).fill(["gather"])
+
+
+def test_a_file_system_without_locks_waits_for_nobody(
+    home: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
+    CubinStore(ARCH, home).fill(NAMES)
+    assert compiled == NAMES
 
 
 def test_every_module_with_kernels_is_named() -> None:
