@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check docs lock matrix wheel examples fuzz ptx bench-peers test-ray clean
+.PHONY: help install demo test check docs lock matrix wheel examples fuzz ptx gpu-kit bench-peers test-ray clean
 
 help:
 	@echo 'Each target installs what it needs into .venv. Without a GPU add TORCH=cpu: 0.2 GB to download instead of 2.6.'
@@ -32,6 +32,7 @@ help:
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make ptx          compile each CUDA kernel for sm_80, sm_90 and sm_100 and check it, without a GPU; make test has sm_90'
+	@echo 'make gpu-kit      make .gpu/, what a machine with a GPU and no package index needs to run bench/gpu/device.py'
 	@echo 'make bench-peers  install torchft for bench/contenders/wan.py, in a .venv-torchft of its own'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
@@ -70,6 +71,9 @@ fuzz: $(DEVELOPED)
 
 ptx: $(DEVELOPED)
 	cd tests && NARROWS_CUDA_COMPILER=1 ../.venv/bin/python -m kit.cuda_linked
+
+gpu-kit: $(DEVELOPED)
+	bash bench/gpu/kit.sh
 
 build/mypy/narrows:
 	mkdir -p build/mypy

@@ -55,6 +55,15 @@ SHARED = {"attacked", "refusals", "forks", "children"}  # fixtures of a module t
 TOGETHER = {"test_cuda_ptx.py", "test_layout.py"}  # a test compiles or parses what the others need too
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that carry the mark `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # not for tests that need none
+
+        if not torch.cuda.is_available():
+            pytest.skip(f"needs an NVIDIA GPU; torch {torch.__version__} sees none")
+
+
 def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).parts[0]
 

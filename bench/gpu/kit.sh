@@ -2,9 +2,9 @@
 # Makes .gpu/ at the root of the checkout (ignored by git, 22 MiB): the wheels to carry to a GPU machine that has no package
 # index, but Python 3.12 with torch 2.11+cu130, numba, llvmlite, msgpack, click, safetensors, sortedcontainers, pytest and CUDA 13.
 #
-#     bash bench/gpu/kit.sh                                  # here; the wheels are those of the index that pip is configured with
-#     bash .gpu/run.sh [STEP ...]                            # there, in the root of the checkout
-#     TRY_PYTHON=PYTHON3.12 bash .gpu/run.sh --try           # two steps on the CPU show that the kit is whole
+#     make gpu-kit                                           # here; the wheels are those of the index that pip is configured with
+#     bash .gpu/run.sh [PART ...]                            # there, in the root of the checkout: 14 minutes, results as they come
+#     TRY_PYTHON=PYTHON3.12 bash .gpu/run.sh --try           # what runs on the CPU shows that the kit is whole
 #
 # PYTHON=... names another interpreter with pip than .venv's. bench/gpu/h100.md has what an H100 printed.
 set -euo pipefail

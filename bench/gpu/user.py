@@ -1,19 +1,22 @@
-"""A training script as users with a GPU write it: a small CNN on made-up images, with one feature of torch besides.
+"""A training script as users with a GPU write it: a small CNN on made-up images with one feature of torch besides.
 
     ps-worker -n 2 --device cuda --sync ssp --compress topk:0.05+int8 bench/gpu/user.py KIND STEPS
     python bench/gpu/user.py two 8  # alone; on the CPU if there is no GPU
 
 KIND: amp16 (float16 autocast and GradScaler), bf16 (bfloat16 autocast), compile (torch.compile), channels (channels_last),
-two (two optimizers), stream (a CUDA stream of the script's own: needs a GPU). The last line has the last loss and the median
-seconds of a step, each of which ends with a wait for the device.
+two (two optimizers), stream (a CUDA stream of the script's own: needs a GPU). At its end each rank prints a JSON object: its
+first and its last loss, the median milliseconds of a step, each of which ends with a wait for the device, and when its first
+step ended.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +25,15 @@ from torch import Tensor, nn
 from narrows.worker import DistributedOptimizer, device, rank, step_count
 
 KINDS = ("amp16", "bf16", "compile", "channels", "two", "stream")
-BATCH, SIDE = 64, 16
+BATCH, SIDE, CLASSES = 32, 16, 10
 SETTLING_STEPS = 5  # they compile and warm up; the median is of those after them
 
 
 def network() -> nn.Sequential:
     return nn.Sequential(
-        *(nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(128 * 64, 512), nn.ReLU(), nn.Linear(512, 10)),
+        *(nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64 * 64, 256), nn.ReLU(), nn.Linear(256, CLASSES)),
     )
 
 
@@ -42,11 +45,14 @@ def optimizer_of(kind: str, net: nn.Module) -> DistributedOptimizer:
     return DistributedOptimizer([sgd, torch.optim.AdamW(parameters[4:], lr=1e-3)], net)
 
 
-def side_stream() -> AbstractContextManager[object]:
-    """A stream that waits for all work of the default stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.default_stream())
-    return torch.cuda.stream(side)
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """A stream that waits for all work of the default stream, which waits for this one's then."""
+    side, default = torch.cuda.Stream(), torch.cuda.default_stream()
+    side.wait_stream(default)
+    with torch.cuda.stream(side):
+        yield
+    default.wait_stream(side)
 
 
 def main(kind: str, steps: int) -> None:
@@ -55,24 +61,25 @@ def main(kind: str, steps: int) -> None:
     layout = torch.channels_last if kind == "channels" else torch.contiguous_format
     net = network().to(here)
     net.to(memory_format=layout)  # type: ignore[call-overload]  # an overload that torch does not declare
-    truth = torch.randn(3 * SIDE * SIDE, 10, device=here)
+    classes = torch.randn(CLASSES, 3, SIDE, SIDE).to(here)
     optimizer = optimizer_of(kind, net)
     model = torch.compile(net) if kind == "compile" else net
     scaler = torch.amp.GradScaler(here.type, enabled=kind == "amp16")
     low = torch.float16 if kind == "amp16" else torch.bfloat16
     generator = torch.Generator(device=here)
     seconds: list[float] = []
+    losses: list[float] = []
+    first_step_at = 0.0
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(here.type, low, enabled=kind in ("amp16", "bf16")):
             return F.cross_entropy(model(x), y)
 
-    loss = float("nan")
     while (step := step_count()) < steps:
         before = time.perf_counter()
         generator.manual_seed(step * 100 + rank())
-        x = torch.randn(BATCH, 3, SIDE, SIDE, device=here, generator=generator)
-        y = (x.flatten(1) @ truth).argmax(1)
+        y = torch.randint(CLASSES, (BATCH,), device=here, generator=generator)
+        x = classes[y] + torch.randn(BATCH, 3, SIDE, SIDE, device=here, generator=generator)
         x = x.to(memory_format=layout)
         optimizer.zero_grad(set_to_none=True)
         with side_stream() if kind == "stream" else nullcontext():
@@ -84,14 +91,20 @@ def main(kind: str, steps: int) -> None:
             else:
                 value.backward()
                 optimizer.step()
-        loss = value.item()
+        losses.append(value.item())
         seconds.append(time.perf_counter() - before)
-        if step == 0:
-            print("first loss", loss, flush=True)
+        first_step_at = first_step_at or time.time()
     with optimizer.shared():
         pass
     middle = statistics.median(seconds[SETTLING_STEPS:] or seconds or [0.0])
-    print(f"{kind} rank {rank()}: last loss {loss:.4f}, median step {middle * 1e3:.2f} ms", flush=True)
+    told = {
+        "kind": kind,
+        "rank": rank(),
+        "first loss": losses[0],
+        "last loss": losses[-1],
+        "median step ms": middle * 1e3,
+    }
+    print(json.dumps(told | {"first step at": first_step_at}), flush=True)
 
 
 if __name__ == "__main__":

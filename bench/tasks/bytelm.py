@@ -7,6 +7,7 @@ The library's text differs between patch versions of Python: compare figures onl
 
 import argparse
 import hashlib
+import json
 import math
 import os
 import statistics
@@ -145,11 +146,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--ranges", action="store_true", help="rows are handed out by the run, also those of a dead worker"
     )
     parser.add_argument("--overlap", action="store_true", help="send gradients during backward, clip their mean")
+    deterministic = "torch's deterministic algorithms alone; print the losses of all steps as JSON"
+    parser.add_argument("--deterministic", action="store_true", help=deterministic)
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(args.deterministic)
     training, held_out, sha256 = library()
     here = device()
     model = ByteGPT(args.layers, args.width, args.heads, args.context).to(here)
@@ -160,7 +164,7 @@ def main(args: argparse.Namespace) -> None:
         size = sum(p.numel() for p in model.parameters())
         print(f"text sha256 {sha256}, {len(training):,} + {len(held_out):,} bytes; {size:,} parameters", flush=True)
 
-    seconds, before = [], time.perf_counter()
+    seconds, losses, before = [], [], time.perf_counter()
     for step, rows in shares(training, args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr, args.warm_up)
@@ -172,7 +176,8 @@ def main(args: argparse.Namespace) -> None:
         if not args.overlap:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        record(loss=loss.item(), total_steps=args.steps)
+        losses.append(loss.item())
+        record(loss=losses[-1], total_steps=args.steps)
         seconds.append(time.perf_counter() - before)
         before = time.perf_counter()
 
@@ -181,6 +186,8 @@ def main(args: argparse.Namespace) -> None:
         result = validation_loss(model, held_out, args.context)
     record(loss=result)
     who = f"rank {rank()}: " if world_size() > 1 else ""
+    if args.deterministic:
+        print(f"{who}losses {json.dumps(losses)}")
     if seconds:
         print(f"{who}median step {statistics.median(seconds):.4f} s over {len(seconds)} steps")
     print(f"{who}validation loss {result:.4f} nats a byte")

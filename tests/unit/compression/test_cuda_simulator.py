@@ -16,14 +16,6 @@ from narrows.compression.device import kernels_for
 HERE = Path(__file__).resolve().parent
 
 
-def gpu_is_there() -> bool:
-    try:
-        kernels_for("cuda:0")
-    except RuntimeError:
-        return False
-    return True
-
-
 def run_checks(simulated: str) -> None:
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": simulated}
     done = subprocess.run(
@@ -43,7 +35,8 @@ def test_kernels_equal_the_cpu_in_the_simulator() -> None:
     run_checks("1")
 
 
-@pytest.mark.skipif(not gpu_is_there(), reason="no NVIDIA GPU here")
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
 def test_kernels_equal_the_cpu_on_a_gpu() -> None:
     run_checks("0")
 
