@@ -3,7 +3,8 @@
 from typing import Any
 
 from narrows.compression.cuda.jit import I64, INT, THREADS, U32, DeviceArray, Written, cuda, device, kernel, np
-from narrows.compression.cuda.queue import Queue, QueueLanding
+from narrows.compression.cuda.queue import Queue
+from narrows.compression.cuda.streams import QueueLanding
 from narrows.compression.kernels.record import HEAD_BYTES, LOW_BITS, MISSING, TOLD, UNARY_BITS
 
 BLOCKS = 128  # with 32 each thread waited for its own loads: 14 GB/s of the 50 of PCIe 5

@@ -23,6 +23,7 @@ from narrows.compression.cuda.arrays import DeviceArray
 from narrows.compression.cuda.kernels import CudaKernels
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.simulator import SimulatedDriver, on_host
+from narrows.compression.cuda.staging import Uploads
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import Staging
 from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
@@ -189,17 +190,23 @@ class WatchedDriver(SimulatedDriver):
             assert on_host(each).tobytes() == old.tobytes(), f"{kernel.name} writes more"
 
 
+class WatchedUploads(Uploads):
+    def fill(self, memory: Any, parts: Any, places: Any) -> None:
+        self.driver.trace.done(HOST, "a payload on its way up", [], [range_of(memory)])
+        super().fill(memory, parts, places)
+
+
 class WatchedQueue(Queue):
     driver: WatchedDriver
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.uploads = WatchedUploads(self.driver, self.streams, self.memory, self.counts)
 
     def read(self, array: Any) -> Any:
         found = super().read(array)
         self.driver.trace.done(HOST, "a look at what was read", [range_of(found)], [])
         return found
-
-    def _fill(self, memory: Any, parts: Any, places: Any) -> None:
-        self.driver.trace.done(HOST, "a payload on its way up", [], [range_of(memory)])
-        super()._fill(memory, parts, places)
 
     def load(self, host: Any, target: Any) -> None:
         self.driver.page_locked = True

@@ -21,8 +21,9 @@ from narrows.compression import ErrorFeedback, parse
 from narrows.compression import device as on_device
 from narrows.compression.cuda import jit
 from narrows.compression.cuda.cubins import CubinStore
+from narrows.compression.cuda.graphs import GRAPHS_MAX
 from narrows.compression.cuda.jit import THREADS, Cubin
-from narrows.compression.cuda.queue import GRAPHS_MAX, Queue, driver_of
+from narrows.compression.cuda.queue import Queue, driver_of
 from narrows.compression.device import DeviceErrorFeedback
 from narrows.compression.device.host import HostKernels
 

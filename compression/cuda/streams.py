@@ -1,0 +1,120 @@
+"""The streams and events of a queue: which stream takes its work, and what work runs beside it.
+
+How it works
+
+    the caller's stream   ── launches, copies ──┬── later launches ──>     `present`
+                                                │ event
+    landing                                     └── a payload to the host ──┬──>
+                                                                            │ event
+    host                                             QueueLanding.wait ─────┘
+
+Rules
+- Each launch, memset and copy goes to `present`: the caller's stream (torch's current one), but within `on`.
+- If the caller's stream is another one than before, it first waits for the earlier work: all streams share the scratch
+  memory.
+- Work of `beside` runs from an event of the present stream on. The caller waits for it by the `QueueLanding`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+EVENTS_MAX = 64  # events that wait for their next use
+CAPTURED = (
+    "the script captures its step as a CUDA graph, and a step of a worker waits for payloads: "
+    "call optimizer.step() after the captured part"
+)
+
+
+class QueueLanding:
+    """Copies to page-locked host memory that are under way."""
+
+    def __init__(self, streams: "Streams", event: Any) -> None:
+        self.streams, self.event = streams, event
+
+    def done(self) -> bool:
+        """Return whether the copies are complete, without waiting."""
+        return bool(self.streams.driver.has_happened(self.event))
+
+    def wait(self) -> None:
+        """Wait until the copies are complete. Other threads of this process run meanwhile."""
+        self.streams.driver.wait(self.event)
+
+    def __del__(self) -> None:
+        self.streams.give_back(self.event)  # what it waited for is older than what it will wait for next
+
+
+class Streams:
+    """The streams of a queue.
+
+    Args:
+        driver: the driver of the device.
+        current: returns the stream of the caller, a CUstream; 0: the legacy default stream.
+
+    Attributes:
+        present: the stream that takes launches and copies.
+    """
+
+    def __init__(self, driver: Any, current: Callable[[], int]) -> None:
+        self.driver, self.current = driver, current
+        self.present = driver.stream_of(0)
+        self._handle = 0  # of the caller's stream
+        self._known: dict[int, Any] = {0: self.present}
+        self._own: dict[str, Any] = {}
+        self._events: list[Any] = []
+
+    def __enter__(self) -> None:
+        """Begin `Queue.active`: work goes to the caller's stream from here on. It may be entered again inside itself.
+
+        Raises:
+            RuntimeError: the script captures a graph of its own on its stream.
+        """
+        driver = self.driver
+        driver.enter()
+        handle = self.current()
+        if driver.is_captured(self._known.get(handle) or driver.stream_of(handle)):
+            driver.leave()
+            raise RuntimeError(CAPTURED)
+        if handle != self._handle:
+            if handle not in self._known:
+                self._known[handle] = driver.stream_of(handle)
+            before, self.present, self._handle = self.present, self._known[handle], handle
+            event = self.event()
+            driver.record(event, before)
+            driver.wait_for(event, self.present)
+            self._events.append(event)
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.leave()
+
+    def event(self) -> Any:
+        """Return an event that nothing waits for. `give_back` takes it."""
+        return self._events.pop() if self._events else self.driver.event()
+
+    def give_back(self, event: Any) -> None:
+        if len(self._events) < EVENTS_MAX:
+            self._events.append(event)
+
+    def own(self, purpose: str) -> Any:
+        """Return the queue's own stream for a purpose."""
+        if purpose not in self._own:
+            self._own[purpose] = self.driver.own_stream()
+        return self._own[purpose]
+
+    def on(self, stream: Any, work: Callable[[], Any]) -> Any:
+        """Do work whose launches and copies go to a stream, and return what it returns."""
+        caller, self.present = self.present, stream
+        try:
+            return work()
+        finally:
+            self.present = caller
+
+    def beside(self, work: Callable[[], None]) -> QueueLanding:
+        """Do work on a stream of its own: after the present stream's work so far, in parallel to its later work."""
+        driver, landing = self.driver, self.own("landing")
+        ready, landed = self.event(), self.event()
+        driver.record(ready, self.present)
+        driver.wait_for(ready, landing)
+        self._events.append(ready)
+        self.on(landing, work)
+        driver.record(landed, landing)
+        return QueueLanding(self, landed)
