@@ -206,6 +206,11 @@ def level_of(pattern: int, bits: int, place: int) -> Any:
 
 
 @device
+def sign_value(coded: Any, i: int) -> Any:
+    return level_of(np.int64(coded[0][i // SIGN_BLOCK]) << 16, np.int64(coded[1][i >> 3]), i & 7)
+
+
+@device
 def sign_value4(coded: Any, i: int, wide: bool) -> Four:
     level = np.int64(coded[0][i // SIGN_BLOCK]) << 16
     signs = plane_bits(coded[1], i)
@@ -213,11 +218,22 @@ def sign_value4(coded: Any, i: int, wide: bool) -> Four:
 
 
 @device
-def two_bit_value4(coded: Any, i: int, wide: bool) -> Four:
+def two_levels(levels: DeviceArray, i: int) -> tuple[Any, Any]:
+    """Return the low and the high level of value i, as patterns of float32."""
     place = 3 * (i // TWO_BIT_BLOCK)
-    levels = coded[0]
     both = np.int64(levels[place]) | (np.int64(levels[place + 1]) << 8) | (np.int64(levels[place + 2]) << 16)
-    low, high = (both & 0xFFF) << 19, (both >> 12) << 19
+    return (both & 0xFFF) << 19, (both >> 12) << 19
+
+
+@device
+def two_bit_value(coded: Any, i: int) -> Any:
+    low, high = two_levels(coded[0], i)
+    return level_of(high if (coded[2][i >> 3] >> (i & 7)) & 1 else low, np.int64(coded[1][i >> 3]), i & 7)
+
+
+@device
+def two_bit_value4(coded: Any, i: int, wide: bool) -> Four:
+    low, high = two_levels(coded[0], i)
     signs, highs = plane_bits(coded[1], i), plane_bits(coded[2], i)
     return (
         level_of(high if highs & 1 else low, signs, 0),
@@ -225,6 +241,12 @@ def two_bit_value4(coded: Any, i: int, wide: bool) -> Four:
         level_of(high if highs & 4 else low, signs, 2),
         level_of(high if highs & 8 else low, signs, 3),
     )
+
+
+@device
+def minmax_value(coded: Any, i: int) -> Any:
+    place = 2 * (i // MINMAX_BLOCK)
+    return add(coded[0][place], mul(np.float32(coded[1][i]), coded[0][place + 1]))
 
 
 @device
@@ -239,6 +261,6 @@ def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
     )
 
 
-SIGN = coding("sign", (U16, U8), sign_value4, sign_codes, TILE)
-TWO_BIT = coding("2bit", (U8, U8, U8), two_bit_value4, two_bit_codes, TILE)
-UINT8_MINMAX = coding("uint8minmax", (F32, U8), minmax_value4, minmax_codes, TILE)
+SIGN = coding("sign", (U16, U8), sign_value, sign_value4, sign_codes, TILE)
+TWO_BIT = coding("2bit", (U8, U8, U8), two_bit_value, two_bit_value4, two_bit_codes, TILE)
+UINT8_MINMAX = coding("uint8minmax", (F32, U8), minmax_value, minmax_value4, minmax_codes, TILE)

@@ -1,7 +1,7 @@
 """The value codings on the device: the kernels of kernels/values.py, bit for bit except for the payload bits of NaN.
 
-A coding is two device functions: `value4` decodes four values, `encode_tile` codes a tile of values. `coding` makes six
-kernels of them: decode, add, scatter_add, and encode of values, of a sum and of a stride of a sum. The kernels are
+A coding is three device functions: `value` and `value4` decode values, `encode_tile` codes a tile of values. `coding` makes
+six kernels of them: decode, add, scatter_add, and encode of values, of a sum and of a stride of a sum. The kernels are
 fused. Decoded values never go to memory. A sum is made, coded, and reduced by the coded values while it is in a cache.
 Each thread takes four neighbours at a time.
 """
@@ -65,7 +65,7 @@ class Coding(NamedTuple):
     Attributes:
         decode: (coded, out, wide).
         add: (coded, weight, out, wide).
-        scatter_add: (coded, indices, turn, weight, record, out, wide): `turn` is (phase, stride, number of values) of a
+        scatter_add: (coded, indices, turn, weight, record, out): `turn` is (phase, stride, number of values) of a
             turn of Cycle, whose indices follow from it; a stride of 0: `indices` counts.
         encode: (values, extra, coded, record, wide).
         encode_sum: (addends, extra, coded, record, wide): encodes a sum, and subtracts the coded values from it.
@@ -99,12 +99,13 @@ def weighted(old: Four, weight: float, four: Four) -> Four:
     )
 
 
-def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, tile: int) -> Coding:
+def coding(name: str, sections: tuple[Any, ...], value: Any, value4: Any, encode_tile: Any, tile: int) -> Coding:
     """Make the kernels of a value coding.
 
     Args:
         name: of the coding.
         sections: the type of the array of each section.
+        value: (coded, i): returns value i.
         value4: (coded, i, wide): returns values i to i + 3, i a multiple of 4.
         encode_tile: (values, size, number, extra, coded, wide): a block of threads codes values[number * tile :][:
             tile] of `size` values in all, and returns the largest key that this thread saw.
@@ -121,26 +122,31 @@ def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, 
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
-    @kernel(sections, U32, TURN, FLOAT, I64, FLOATS_REF, BOOL, name=f"{name}.scatter_add")
+    @kernel(sections, U32, TURN, FLOAT, I64, FLOATS_REF, name=f"{name}.scatter_add")
     def scatter_add_to(
-        coded: Any, indices: DeviceArray, turn: Any, weight: float, record: DeviceArray, target: Written, wide: bool
+        coded: Any, indices: DeviceArray, turn: Any, weight: float, record: DeviceArray, target: Written
     ) -> None:
         out = floats_at(address_in(target), size_in(target))
         phase, stride, kept = turn
-        if stride > 0:
-            for i in range(4 * cuda.grid(1), kept, 4 * cuda.gridsize(1)):
-                four = value4(coded, i, wide)
-                for j in range(min(4, kept - i)):
-                    place = phase + (i + j) * stride
-                    out[place] = add(out[place], mul(weight, four[j]))
-            return
-        size = indices.size - record[MISSING]
-        for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
-            # Indices rise, so they are distinct, except those that load4 repeats beyond the end: these are not written.
-            p = load4(indices, i, wide)
-            four = value4(coded, i, wide)
-            for j in range(min(4, size - i)):
-                out[p[j]] = add(out[p[j]], mul(weight, four[j]))
+        size = kept if stride > 0 else indices.size - record[MISSING]
+        last = size - 1
+        for i in range(4 * THREADS * cuda.blockIdx.x + cuda.threadIdx.x, size, 4 * THREADS * cuda.gridDim.x):
+            # Neighbouring threads take neighbouring values. A thread reads four before it writes one: places rise, so they
+            # are distinct, except those that the last value repeats beyond the end, which are not written.
+            j, k, m = min(i + THREADS, last), min(i + 2 * THREADS, last), min(i + 3 * THREADS, last)
+            if stride > 0:
+                a, b, c, d = phase + i * stride, phase + j * stride, phase + k * stride, phase + m * stride
+            else:
+                a, b, c, d = indices[i], indices[j], indices[k], indices[m]
+            values = value(coded, i), value(coded, j), value(coded, k), value(coded, m)
+            four = weighted((out[a], out[b], out[c], out[d]), weight, values)
+            out[a] = four[0]
+            if i + THREADS < size:
+                out[b] = four[1]
+            if i + 2 * THREADS < size:
+                out[c] = four[2]
+            if i + 3 * THREADS < size:
+                out[d] = four[3]
 
     @kernel(F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode")
     def encode(values: DeviceArray, extra: Any, coded: Written, record: Written, wide: bool) -> None:
@@ -191,12 +197,17 @@ def coding(name: str, sections: tuple[Any, ...], value4: Any, encode_tile: Any, 
 
 
 @device
+def fp32_value(coded: Any, i: int) -> Any:
+    return coded[0][i]
+
+
+@device
 def fp32_value4(coded: Any, i: int, wide: bool) -> Four:
     return load4(coded[0], i, wide)
 
 
 @device
-def fp16_value(half: Any) -> Any:
+def float_of_fp16(half: Any) -> Any:
     pattern = np.uint32(half)
     key = pattern & np.uint32(0x7FFF)
     # As in kernels/values.py: the exponent is 112 too low, and the product is exact.
@@ -207,20 +218,30 @@ def fp16_value(half: Any) -> Any:
 
 
 @device
-def bf16_value(pattern: Any) -> Any:
+def float_of_bf16(pattern: Any) -> Any:
     return float_of(np.uint32(np.uint32(pattern) << np.uint32(16)))
+
+
+@device
+def fp16_value(coded: Any, i: int) -> Any:
+    return float_of_fp16(coded[0][i])
+
+
+@device
+def bf16_value(coded: Any, i: int) -> Any:
+    return float_of_bf16(coded[0][i])
 
 
 @device
 def fp16_value4(coded: Any, i: int, wide: bool) -> Four:
     halves = load4(coded[0], i, wide)
-    return fp16_value(halves[0]), fp16_value(halves[1]), fp16_value(halves[2]), fp16_value(halves[3])
+    return float_of_fp16(halves[0]), float_of_fp16(halves[1]), float_of_fp16(halves[2]), float_of_fp16(halves[3])
 
 
 @device
 def bf16_value4(coded: Any, i: int, wide: bool) -> Four:
     halves = load4(coded[0], i, wide)
-    return bf16_value(halves[0]), bf16_value(halves[1]), bf16_value(halves[2]), bf16_value(halves[3])
+    return float_of_bf16(halves[0]), float_of_bf16(halves[1]), float_of_bf16(halves[2]), float_of_bf16(halves[3])
 
 
 @device
@@ -234,8 +255,19 @@ def multiples(codes: Four, scale: float) -> Four:
 
 
 @device
+def int8_value(coded: Any, i: int) -> Any:
+    return mul(np.float32(coded[1][i]), float_of_bf16(coded[0][i // INT8_BLOCK]))
+
+
+@device
 def int8_value4(coded: Any, i: int, wide: bool) -> Four:
-    return multiples(load4(coded[1], i, wide), bf16_value(coded[0][i // INT8_BLOCK]))
+    return multiples(load4(coded[1], i, wide), float_of_bf16(coded[0][i // INT8_BLOCK]))
+
+
+@device
+def int4_value(coded: Any, i: int) -> Any:
+    nibble = (np.int64(coded[1][i >> 1]) >> (4 * (i & 1))) & 15
+    return mul(np.float32((nibble ^ 8) - 8), float_of_bf16(coded[0][i // INT4_BLOCK]))
 
 
 @device
@@ -248,7 +280,7 @@ def int4_value4(coded: Any, i: int, wide: bool) -> Four:
         (((both >> 8) & 15) ^ 8) - 8,
         ((both >> 12) ^ 8) - 8,
     )
-    return multiples(codes, bf16_value(coded[0][i // INT4_BLOCK]))
+    return multiples(codes, float_of_bf16(coded[0][i // INT4_BLOCK]))
 
 
 @device
@@ -343,7 +375,7 @@ def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[An
         pattern = min((exact + 0xFFFF) >> 16, scale_max)
         if lane == 0 and begin < size:
             coded[0][place] = pattern
-        scale = bf16_value(pattern)
+        scale = float_of_bf16(pattern)
         zeros = pattern == 0 or top >= np.uint32(INFINITY_KEY)
         for i in range(begin, end, 4 * LANES):
             a, b, c, d = 0, 0, 0, 0
@@ -362,11 +394,11 @@ def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[An
     return encode_tile, in_hand * block
 
 
-FP32 = coding("fp32", (F32,), fp32_value4, _copier(fp32_code), COPY_TILE)
-FP16 = coding("fp16", (U16,), fp16_value4, _copier(fp16_code), COPY_TILE)
-BF16 = coding("bf16", (U16,), bf16_value4, _copier(bf16_code), COPY_TILE)
-INT8 = coding("int8", (U16, I8), int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
-INT4 = coding("int4", (U16, U8), int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
+FP32 = coding("fp32", (F32,), fp32_value, fp32_value4, _copier(fp32_code), COPY_TILE)
+FP16 = coding("fp16", (U16,), fp16_value, fp16_value4, _copier(fp16_code), COPY_TILE)
+BF16 = coding("bf16", (U16,), bf16_value, bf16_value4, _copier(bf16_code), COPY_TILE)
+INT8 = coding("int8", (U16, I8), int8_value, int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
+INT4 = coding("int4", (U16, U8), int4_value, int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
 
 
 @kernel(F32, I64, BOOL)
@@ -425,11 +457,9 @@ def scatter_add_with(
     record: DeviceArray,
 ) -> None:  # fmt: skip
     """Set out[indices] += weight * decoded values. The last record[MISSING] indices are unused."""
-    is_wide = wide(*coded, indices)
-    target = queue.ref(out)
     queue.launch(
         coding.scatter_add, indices.size, 4 * THREADS,
-        coded, indices, NO_TURN, np.float32(weight), record, target, is_wide,
+        coded, indices, NO_TURN, np.float32(weight), record, queue.ref(out),
     )  # fmt: skip
 
 
@@ -438,8 +468,8 @@ def add_strided_with(
     out: DeviceArray,
 ) -> None:  # fmt: skip
     """Set out[phase + i * stride] += weight * decoded value i, for i < kept."""
-    nothing, target = queue.scratch("nothing", 0, np.uint32), queue.ref(out)
+    nothing = queue.scratch("nothing", 0, np.uint32)
     queue.launch(
         coding.scatter_add, kept, 4 * THREADS,
-        coded, nothing, (phase, stride, kept), np.float32(weight), queue.complete, target, wide(*coded),
+        coded, nothing, (phase, stride, kept), np.float32(weight), queue.complete, queue.ref(out),
     )  # fmt: skip

@@ -61,6 +61,8 @@ def checked(name: str, arch: jit.Arch) -> jit.Cubin:
         assert "mul.rn.f32" in ptx and "add.rn.f32" in ptx
     if name in ("mark_bits", "mark_sum", "histogram", "find_largest", "fp32.add", "int8.add"):
         assert re.search(r"ld\.global\.(v4|v2\.b64)", ptx)  # 128 bits at once
+    if name.endswith(".scatter_add"):  # a thread has its four reads under way before it waits for one to write it
+        assert ptx[: ptx.index("st.global")].count("ld.global.f32") >= 4
     assert parameters_of(ptx) == layout_of(jit.KERNELS[name].types), name
     machine = jit.linked(ptx, arch)
     assert machine.local == 0 and resident(machine) >= RESIDENT_MIN, (name, arch, machine._replace(code=b""))
