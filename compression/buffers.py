@@ -6,7 +6,7 @@ kernel once, whatever the buffer was. Sections at misaligned addresses are copie
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,14 @@ Parts: TypeAlias = list[bytes | memoryview]  # bytes to be sent, one part after 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 SPARE_WORDS = 2  # zero words after the last one, which bit readers and writers may touch
+
+
+class CodedCopy(Protocol):
+    """The values of a payload in memory of a device (`DeviceCodes`, device/stages.py)."""
+
+    def add(self, weight: float, out: Any) -> None:
+        """Add weight * values to an array of the device."""
+
 
 # The wire is little endian and the kernels reinterpret bytes in place; no big-endian machine runs PyTorch today.
 assert sys.byteorder == "little", "narrows.compression needs a little-endian machine"

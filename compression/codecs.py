@@ -24,7 +24,7 @@ import numpy as np
 
 from narrows.compression import payload as coded
 from narrows.compression import rows
-from narrows.compression.buffers import FloatArray
+from narrows.compression.buffers import CodedCopy, FloatArray
 from narrows.compression.errors import NonFinitePayloadError, PayloadError
 
 Payload = bytes | bytearray | memoryview
@@ -55,6 +55,7 @@ class Piece(NamedTuple):
     begin: int
     end: int
     payload: Payload
+    on_device: CodedCopy | None = None  # an own update's values on the device of its arrays, which encoded it
 
 
 class Codec(NamedTuple):
@@ -131,9 +132,9 @@ def raw_pieces(values: FloatArray, origin: int, cuts: Iterable[tuple[int, int]])
     return [Piece(RAW, begin, end, raw[4 * (begin - origin) : 4 * (end - origin)]) for begin, end in cuts]
 
 
-def coded_piece(payload: Payload, begin: int, end: int) -> Piece:
-    """Return the piece of keys [begin, end) for a payload of a compressor."""
-    return Piece(CODED, begin, end, payload)
+def coded_piece(payload: Payload, begin: int, end: int, on_device: CodedCopy | None = None) -> Piece:
+    """Return the piece of keys [begin, end) for a payload of a compressor, and for its values on a device if any."""
+    return Piece(CODED, begin, end, payload, on_device)
 
 
 def check(piece: PieceLike, *, finite: bool = False) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import FloatArray, Parts, Payload, values_view
+from narrows.compression.buffers import CodedCopy, FloatArray, Parts, Payload, values_view
 from narrows.compression.compressor import Compressor
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
@@ -81,7 +81,10 @@ class ErrorFeedback:
         residual: float32[count], or None, which stands for zeros. With a lossless compressor there is a residual only
             between `restore` and the next encode.
         memory: the memory of the stream.
+        coded: None; see `Piece.on_device`.
     """
+
+    coded: CodedCopy | None = None
 
     def __init__(self, compressor: Compressor, count: int, *, decay: float = 1.0, seed: int = 0) -> None:
         """Begin a stream with a residual of zeros.

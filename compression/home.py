@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import FloatArray, Payload, read_only
+from narrows.compression.buffers import CodedCopy, FloatArray, Payload, read_only
 from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
 from narrows.compression.compressor import Compressor
 from narrows.compression.feedback import ErrorFeedback, State
@@ -27,6 +27,7 @@ class Feedback(Protocol[A]):
     compressor: Compressor
     memory: Memory
     residual: A | None
+    coded: CodedCopy | None  # the newest payload's values on the device; None on the host
 
     def encode(self, update: A) -> memoryview: ...
     def change(self, compressor: Compressor) -> None: ...
@@ -143,8 +144,14 @@ class Home(Protocol[A]):
     def finite(self, values: A) -> bool:
         """Return whether no value is NaN or infinite. Waits for the device."""
 
-    def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
+    def code(self, compressor: Compressor, values: A, memory: Memory, begin: int) -> Piece:
         """Encode values without error feedback: what the payload leaves out is lost.
+
+        Args:
+            compressor: the compressor.
+            values: float32, of keys from `begin` on.
+            memory: of this stream.
+            begin: the first key.
 
         Raises:
             NonFiniteError: a value cannot be coded.
@@ -186,7 +193,6 @@ class HostHome:
 
     add: Callable[..., None] = staticmethod(add)
     check: Callable[..., Any] = staticmethod(check)
-    coded_piece: Callable[..., Piece] = staticmethod(coded_piece)
     raw_pieces: Callable[..., list[Piece]] = staticmethod(raw_pieces)
 
     def put(self, piece: PieceLike, out: FloatArray, origin: int) -> None:
@@ -209,8 +215,8 @@ class HostHome:
             length = float(np.dot(values, values))  # one pass; finite values may overflow too
         return math.isfinite(length) or bool(np.isfinite(values).all())
 
-    def code(self, compressor: Compressor, values: FloatArray, memory: Memory) -> memoryview:
-        return compressor.encode(values, memory)
+    def code(self, compressor: Compressor, values: FloatArray, memory: Memory, begin: int) -> Piece:
+        return coded_piece(compressor.encode(values, memory), begin, begin + values.size)
 
     def host(self, values: FloatArray) -> FloatArray:
         return values.copy()

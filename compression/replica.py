@@ -114,7 +114,7 @@ class ArrayReplica(Generic[A]):
         at = self.samples[clock % len(self.feedbacks)]
         self._look()
         moved = self.home.sampling(update, at, 0)
-        piece = coded_piece(feedback.encode(update), begin, end)
+        piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
         if feedback.residual is not None:
             self._sampled = moved, self.home.sampling(feedback.residual, at, 1)
         return [piece]

@@ -87,12 +87,23 @@ def measured(spec: str, profile: bool = False) -> dict[str, float]:
             profiler = cProfile.Profile()
             profiler.runcall(microseconds, call)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
+
+    def own() -> None:
+        """Add the newest own update, as a replica does at each step. Checkouts before this one fold its payload."""
+        coded = getattr(feedback, "coded", None)
+        if coded is None:
+            on_device.accumulate(kernels, payload, 0.5, out)
+            return
+        with kernels.active():
+            coded.add(0.5, kernels.view(out))
+
     check = microseconds(lambda: open_payload(payload, COUNT))
     fold = microseconds(lambda: on_device.accumulate(kernels, payload, 0.5, out))
     return {
-        "encode": microseconds(lambda: feedback.encode(update)),
+        "encode": microseconds(lambda: feedback.encode(update)),  # before "own update"
         "fold without check": fold - check,
         "check": check,
+        "own update": microseconds(own),
         f"turn of {PARTS} encodes": microseconds(turn),
     }
 

@@ -11,8 +11,9 @@ How it works
    (kernels/record.py): the largest key, the number of kept values, the chosen index coding.
 2. `_fetch` (the host knows all sizes) or `_land` (the record has them) begins the copy to the host. Meanwhile the
    device subtracts the coded values from the sum.
-3. `_told` waits once for the copy, reads the record, and writes the header.
-4. If the sample of a top-k misled, steps 1 to 3 are repeated without a sample. If a value is not finite, the residual
+3. `_hold` copies the codes to memory of their own: the worker adds its own updates from there (`DeviceCodes`).
+4. `_told` waits once for the copy to the host, reads the record, and writes the header.
+5. If the sample of a top-k misled, steps 1 to 4 are repeated without a sample. If a value is not finite, the residual
    stays as it was: the sum was made in another buffer.
 
 Rules
@@ -34,8 +35,11 @@ from narrows.compression.device.stages import (
     INDEX_READERS,
     Arena,
     DeviceArray,
+    DeviceCodes,
+    DevicePool,
     Staging,
     UploadPart,
+    add_values,
     arena,
     pairs,
     select_top,
@@ -73,6 +77,7 @@ from narrows.compression.value_codings import Section, Sectioned, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 Result = TypeVar("Result")
+Told: TypeAlias = tuple[list[int], Callable[[], memoryview], DeviceCodes | None]
 RECORD_BYTES = 8 * TOLD
 BODY = RECORD_BYTES + HEADER_BYTES  # the offset of a payload's body in staging memory: record, header, body
 FP32_SECTIONS = (Section(np.float32, 1, 1),)
@@ -87,6 +92,7 @@ class PendingEncode(NamedTuple):
     room: int  # the largest number of values that may be kept
     indices: tuple[int, int] | None  # wire id and parameter of the index coding; None: the record has them
     landed: bool = False  # a kernel writes the sections, and no byte more
+    held: DeviceCodes | None = None  # room for all values; None: no value may be kept
 
 
 class LandPlan(NamedTuple):
@@ -113,12 +119,16 @@ class DeviceErrorFeedback:
 
     Device memory: 8 bytes a value, for the residual and the buffer of the next one, so that a refused update leaves the
     residual as it was. All streams of the kernels share scratch memory: an eighth of a byte a value, and some 35 bytes
-    for each kept value.
+    for each kept value. A payload that somebody holds by `coded` takes its values' bytes, and 4 for each index.
 
     Args:
         kernels: from `kernels_for`.
         compressor, count, decay, seed: as in `ErrorFeedback`.
         staging: page-locked memory for payloads, which several feedbacks may share; None: its own.
+        pool: memory for `coded`, which several feedbacks may share; None: its own.
+
+    Attributes:
+        coded: the values of the newest payload; None: there is none, or the compressor is lossless.
 
     Raises:
         ValueError: `decay` is not from 0 to 1, or `count` values do not fit one payload.
@@ -134,6 +144,7 @@ class DeviceErrorFeedback:
         decay: float = 1.0,
         seed: int = 0,
         staging: Staging | None = None,
+        pool: DevicePool | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be from 0 to 1, not {decay}")
@@ -149,6 +160,8 @@ class DeviceErrorFeedback:
         self._successor: DeviceArray | None = None
         self._phase = self._seed = 0  # of the present encode
         self.staging = staging or Staging(kernels)
+        self.pool = pool or DevicePool(kernels)
+        self.coded: DeviceCodes | None = None
 
     def encode(self, update: Any) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
@@ -171,22 +184,24 @@ class DeviceErrorFeedback:
         update = _device_floats(self.kernels, update, "update")
         if update.size != self.count:
             raise ValueError(f"update has {update.size} values; this stream has {self.count}")
+        self.coded = None
         if self.compressor.lossless:
             values = self._lossless(update)
-            finish = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))[1]
+            _, finish, _ = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))
             self.memory.advance()
             return finish()
         if self._successor is None:
             self._successor = self._zeros()
         addends = self._begin(update)
-        told, finish = self._coded(addends, sampled=True)
+        told, finish, coded = self._coded(addends, sampled=True)
         if told[MISLED]:  # the sample misled: no value was kept
             self.kernels.counts["misled"] += 1
-            told, finish = self._coded(addends, sampled=False)
+            told, finish, coded = self._coded(addends, sampled=False)
         if told[LARGEST] >= INFINITY_KEY:
             raise _non_finite(self.kernels, addends)
         self.residual, self._successor = self._successor, self.residual
         self.memory.advance()
+        self.coded = coded
         return finish()
 
     def encode_parts(self, update: Any) -> Parts:
@@ -258,7 +273,7 @@ class DeviceErrorFeedback:
         key = (part, self._spec, self.count, float(self.decay), room)
         return cast(Result, self.kernels.captured(key, launches))
 
-    def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:
+    def _coded(self, addends: Sum, sampled: bool) -> Told:
         """Make the sum and code it. While the payload crosses to the host its values are subtracted from the sum.
 
         Args:
@@ -266,7 +281,7 @@ class DeviceErrorFeedback:
             sampled: a sample may choose the threshold of a top-k.
 
         Returns:
-            The record, and a function that finishes the payload.
+            As `_told`.
         """
         reducer = self.compressor.reducer
         if reducer is None or self.count <= DENSE_COUNT_MAX:
@@ -276,48 +291,50 @@ class DeviceErrorFeedback:
     def _all(self, addends: Sum) -> PendingEncode:
         """Code all values in the kernel that sums them."""
 
-        def launches() -> tuple[DeviceArray, Coded]:
-            record, coded = self.kernels.record(), self._arena(self.count).parts
+        def launches() -> tuple[DeviceArray, Arena]:
+            record, sections = self.kernels.record(), self._arena(self.count)
             if self.count:
-                self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
-            return record, coded
+                self.kernels.encode_sum_as(self._name, addends, self._extra, sections.parts, record)
+            return record, sections
 
-        record, coded = self._captured("all", True, self.count, launches)
-        return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
+        record, sections = self._captured("all", True, self.count, launches)
+        way = self._fetch(sections.parts, self.count, (EVERY_INDEX, 0), record)
+        return way._replace(held=self._hold(sections))
 
     def _strided(self, reducer: Cycle, addends: Sum, sampled: bool) -> PendingEncode:
         """Do Cycle.reduce, and code its values in the kernel that sums them."""
         kernels, phase, stride = self.kernels, self._phase, reducer.stride
         kept = stride_count(phase, stride, self.count)
 
-        def launches() -> tuple[DeviceArray, Coded]:
-            record, coded = kernels.record(), self._arena(kept).parts
+        def launches() -> tuple[DeviceArray, Arena]:
+            record, sections = kernels.record(), self._arena(kept)
             chosen = kernels.scratch("strided", kept, np.float32)
-            kernels.encode_strided_as(self._name, addends, phase, stride, chosen, self._extra, coded, record)
-            return record, coded
+            kernels.encode_strided_as(self._name, addends, phase, stride, chosen, self._extra, sections.parts, record)
+            return record, sections
 
-        record, coded = self._captured("strided", sampled, kept, launches)
-        return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
+        record, sections = self._captured("strided", sampled, kept, launches)
+        way = self._fetch(sections.parts, kept, reducer.indices(self.count, self.memory)[:2], record)
+        return way._replace(held=self._hold(sections, turn=(phase, stride)))
 
     def _random(self, reducer: RandomK, addends: Sum, sampled: bool) -> PendingEncode:
         """Do RandomK.reduce, unscaled, and code its values."""
         kernels, kept, seed = self.kernels, reducer.kept_max(self.count), self._seed
 
-        def launches() -> tuple[DeviceArray, Coded, DeviceArray]:
-            record, coded, (places, bits) = kernels.record(), self._arena(kept).parts, pairs(kernels, kept)
+        def launches() -> tuple[DeviceArray, Arena, DeviceArray]:
+            record, sections, (places, bits) = kernels.record(), self._arena(kept), pairs(kernels, kept)
             kernels.sum_strided(addends, 0, 1, kernels.scratch("nothing", 0, np.float32), record)
             kernels.strata(seed, 0, kept, self.count, None, places)
             kernels.take(addends.sums.view(np.uint32), places, bits)
-            kernels.encode_as(self._name, bits.view(np.float32), self._extra, coded, record)
-            return record, coded, places
+            kernels.encode_as(self._name, bits.view(np.float32), self._extra, sections.parts, record)
+            return record, sections, places
 
         def taking_out() -> None:
-            kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), addends.sums)
+            kernels.scatter_add_as(self._name, sections.parts, places, np.float32(-1.0), addends.sums)
 
-        record, coded, places = self._captured("random", sampled, kept, launches)
-        way = self._fetch(coded, kept, (STRATA.wire_id, seed), record)
+        record, sections, places = self._captured("random", sampled, kept, launches)
+        way = self._fetch(sections.parts, kept, (STRATA.wire_id, seed), record)
         self._captured("random, taken out", sampled, kept, taking_out)
-        return way
+        return way._replace(held=self._hold(sections, places))
 
     def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> PendingEncode:
         """Do the reduce of TopK, BlockTopK, Threshold or CycleTop, and code its values.
@@ -336,13 +353,13 @@ class DeviceErrorFeedback:
             stride, count = reducer.stride, stride_count(phase, reducer.stride, self.count)
             room = min(room, kept_of(reducer.share, count))
 
-        def launches() -> tuple[DeviceArray, DeviceArray, Coded, LandPlan | None]:
+        def launches() -> tuple[DeviceArray, DeviceArray, Arena | None, LandPlan | None]:
             record, (places, kept) = kernels.record(), pairs(kernels, room)
             bits = kernels.scratch("strided", count, np.uint32) if turns else sums.view(np.uint32)
             if turns:
                 kernels.sum_strided(addends, phase, stride, bits.view(np.float32), record)
             if not room:
-                return record, places, (), None
+                return record, places, None, None
             if turns:
                 select_top(kernels, bits, room, 0, sampled, places, kept, record)
             elif isinstance(reducer, TopK):
@@ -353,20 +370,21 @@ class DeviceErrorFeedback:
                 assert counted
                 kernels.compact_above(bits, below, places, kept, record)
             sections = self.code(places, kept, count, turns, record)
-            return record, places, sections.parts[:-3], self._plan(sections, room, record)
+            return record, places, sections, self._plan(sections, room, record)
 
         def taking_out() -> None:
             if turns:
                 kernels.stretch(phase, stride, places)
             kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), sums, record)
 
-        record, places, coded, plan = self._captured("selected", sampled, room, launches)
-        if plan is None:
+        record, places, sections, plan = self._captured("selected", sampled, room, launches)
+        if plan is None or sections is None:
             return self._fetch((), 0, NOTHING[:2], record)
+        coded = sections.parts[:-3]
         indices = (STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride) if turns else None
         way = self._land(plan, room, indices)
         self._captured("taken out", sampled, room, taking_out)
-        return way
+        return way._replace(held=self._hold(sections, places))
 
     def code(self, places: DeviceArray, kept: DeviceArray, count: int, strided: bool, record: DeviceArray) -> Arena:
         """Code kept values and their indices.
@@ -443,8 +461,26 @@ class DeviceErrorFeedback:
         landing = self.kernels.land(*plan.arguments, np.frombuffer(lent, np.uint8))
         return PendingEncode(landing, lent, room, indices, landed=True)
 
-    def _told(self, way: PendingEncode) -> tuple[list[int], Callable[[], memoryview]]:
-        """Wait for the copy. Return the record, and a function that finishes the payload."""
+    def _hold(
+        self, sections: Arena, places: DeviceArray | None = None, turn: tuple[int, int] | None = None
+    ) -> DeviceCodes:
+        """Begin to copy the coded values, and their indices, out of the scratch memory. `turn` as in `DeviceCodes`."""
+        kernels, values, size = self.kernels, len(self._sections), 0
+        end = sections.begins[values] if values < len(sections.begins) else sections.whole.size
+        if places is not None:
+            size = places.nbytes
+        buffer = self.pool.lend(end + size)
+        kernels.copy(sections.whole[:end], buffer[:end])
+        if places is not None:
+            kernels.copy(places.view(np.uint8), buffer[end : end + size])
+        return DeviceCodes(self.pool, buffer, self._name, sections, end, places is not None, turn)
+
+    def _told(self, way: PendingEncode) -> Told:
+        """Wait for the copy to the host.
+
+        Returns:
+            The record, a function that finishes the payload, and the coded values that stay on the device.
+        """
         self.kernels.counts["waits"] += 1
         way.landing.wait()
         told = np.frombuffer(way.lent, np.int64, TOLD).tolist()
@@ -456,6 +492,8 @@ class DeviceErrorFeedback:
             if not kept:
                 indices = NOTHING[:2]
         wire_id, parameter = indices or (told[INDEX_CODING], told[PARAMETER])
+        if way.held is not None:
+            way.held.landed(kept, [part.size(kept) for part in self._sections])
         chain = self.compressor
 
         def header(byte_coding: int) -> bytes:
@@ -471,7 +509,7 @@ class DeviceErrorFeedback:
             assert chain.byte_coding is not None
             return memoryview(header(chain.byte_coding.wire_id) + packed)
 
-        return told, finish
+        return told, finish, way.held
 
 
 # How a device does the reduce of each sparsifier.
@@ -544,27 +582,16 @@ def _accumulate(kernels: Any, opened: CheckedPayload, weight: np.float32, out: D
     if not header.kept:
         return
     name, sections = _sections_of(opened)
-    if header.index_coding == EVERY_INDEX:
-        _add(kernels, name, tuple(kernels.upload(sections)), None, weight, out)
-        return
+    reader, places, turn = None, None, None
     if header.index_coding == STRIDE.wire_id:
-        phase, stride = divmod(header.parameter, STRIDE_UNIT)
-        kernels.add_strided_as(name, tuple(kernels.upload(sections)), phase, stride, header.kept, weight, out)
-        return
-    reader = INDEX_READERS[header.index_coding](opened.index_part, header)
-    there = kernels.upload([*sections, *reader.parts])
-    places = kernels.scratch("indices", header.kept, np.uint32)
-    reader.read(kernels, there[len(sections) :], places)
-    _add(kernels, name, tuple(there[: len(sections)]), places, weight, out)
-
-
-def _add(
-    kernels: Any, name: str, coded: Coded, places: DeviceArray | None, weight: np.float32, out: DeviceArray
-) -> None:
-    if places is None and out.size:
-        kernels.add_as(name, coded, weight, out)
-    elif places is not None and places.size:
-        kernels.scatter_add_as(name, coded, places, weight, out)
+        turn = divmod(header.parameter, STRIDE_UNIT)
+    elif header.index_coding != EVERY_INDEX:
+        reader = INDEX_READERS[header.index_coding](opened.index_part, header)
+    there = kernels.upload([*sections, *(reader.parts if reader is not None else ())])
+    if reader is not None:
+        places = kernels.scratch("indices", header.kept, np.uint32)
+        reader.read(kernels, there[len(sections) :], places)
+    add_values(kernels, name, tuple(there[: len(sections)]), header.kept, places, turn, weight, out)
 
 
 def _decoder_name(decode_kernel: Callable[..., None]) -> str:

@@ -17,7 +17,7 @@ from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
-from narrows.compression.device.stages import Staging
+from narrows.compression.device.stages import DevicePool, Staging
 from narrows.compression.home import Cuts, Feedback, Landing, Sample
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
@@ -53,14 +53,16 @@ class DeviceHome(Generic[A]):
             name: the name of the device.
         """
         self.kernels, self.zeros, self.name = kernels, zeros, name
-        self.staging = Staging(kernels)
+        self.staging, self.pool = Staging(kernels), DevicePool(kernels)
         self._coding: DeviceErrorFeedback | None = None  # encodes for `code`, with decay 0: its residual never counts
 
     def empty(self, count: int) -> A:
         return self.zeros(count)
 
     def feedback(self, compressor: Compressor, count: int, seed: int) -> Feedback[A]:
-        made: Any = DeviceErrorFeedback(self.kernels, compressor, count, seed=seed, staging=self.staging)
+        made: Any = DeviceErrorFeedback(
+            self.kernels, compressor, count, seed=seed, staging=self.staging, pool=self.pool
+        )
         return cast(Feedback[A], made)
 
     def copy(self, source: A, out: A) -> None:
@@ -81,8 +83,12 @@ class DeviceHome(Generic[A]):
 
     def add(self, piece: PieceLike, weight: float, out: A, origin: int) -> None:
         adds = {RAW: add_raw, CODED: accumulate}.get(piece.codec)
-        if adds is not None:
-            adds(self.kernels, piece.payload, weight, self._view(out)[piece.begin - origin : piece.end - origin])
+        coded, target = getattr(piece, "on_device", None), self._view(out)[piece.begin - origin : piece.end - origin]
+        if coded is not None:  # an own update: no payload is checked, copied and decoded
+            with self.kernels.active():
+                coded.add(weight, target)
+        elif adds is not None:
+            adds(self.kernels, piece.payload, weight, target)
 
     def put(self, piece: PieceLike, out: A, origin: int) -> None:
         target = self._view(out)[piece.begin - origin : piece.end - origin]
@@ -135,16 +141,17 @@ class DeviceHome(Generic[A]):
             view = self._view(values)
             return not view.size or int(self.kernels.largest_key(view)) < INFINITY_KEY
 
-    def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
+    def code(self, compressor: Compressor, values: A, memory: Memory, begin: int) -> Piece:
         count = self._view(values).size
         kept = self._coding
         if kept is None or (kept.compressor.spec, kept.count) != (compressor.contraction().spec, count):
-            kept = self._coding = DeviceErrorFeedback(self.kernels, compressor, count, decay=0.0, staging=self.staging)
+            kept = self._coding = DeviceErrorFeedback(
+                self.kernels, compressor, count, decay=0.0, staging=self.staging, pool=self.pool
+            )
         kept.memory = memory
-        return kept.encode(values)
+        return coded_piece(kept.encode(values), begin, begin + count, kept.coded)
 
     check: Callable[..., Any] = staticmethod(codecs.check)
-    coded_piece: Callable[..., Piece] = staticmethod(coded_piece)
 
     def host(self, values: A) -> FloatArray:
         with self.kernels.active():

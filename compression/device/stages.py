@@ -168,7 +168,114 @@ INDEX_READERS: dict[int, Callable[[ByteArray, Header], IndexReader]] = {
 }
 
 
+class DeviceCodes:
+    """The coded values of one payload, in memory of the device that later encodes leave alone.
+
+    `add` does what `accumulate` does with the payload, which is neither checked nor copied to the device again. An own
+    update stands in for its mean that way (protocols/member/replica.py).
+
+    Args:
+        pool: has lent `buffer`, and gets it back.
+        buffer: uint8, the value sections as they lie in `sections`, and after them the indices.
+        name: of the value coding.
+        sections: the sections of the payload. Only their places count.
+        end: the bytes of the value sections.
+        placed: indices, uint32, follow the value sections.
+        turn: phase and stride of a turn of Cycle, if its indices do not.
+
+    Attributes:
+        sizes: the items of each value section; empty until the payload has landed.
+        kept: the number of values, likewise.
+    """
+
+    def __init__(
+        self,
+        pool: "DevicePool",
+        buffer: DeviceArray,
+        name: str,
+        sections: Arena,
+        end: int,
+        placed: bool,
+        turn: tuple[int, int] | None,
+    ) -> None:
+        self.pool, self.buffer, self.name, self.sections = pool, buffer, name, sections
+        self.end, self.placed, self.turn = end, placed, turn
+        self.sizes: Sequence[int] = ()
+        self.kept = 0
+
+    def landed(self, kept: int, sizes: Sequence[int]) -> None:
+        """Note how many values there are, which only the device knew before."""
+        self.kept, self.sizes = kept, sizes
+
+    def add(self, weight: float, out: DeviceArray) -> None:
+        """Set out += float32(weight) * values, for float32[count] on the device."""
+        buffer, end, parts = self.buffer, self.end, []
+        for begin, part, size in zip(self.sections.begins, self.sections.parts, self.sizes, strict=False):
+            parts.append(buffer[begin : begin + size * part.itemsize].view(part.dtype))
+        places = buffer[end : end + 4 * self.kept].view(np.uint32) if self.placed else None
+        add_values(self.pool.kernels, self.name, tuple(parts), self.kept, places, self.turn, np.float32(weight), out)
+
+    def __del__(self) -> None:
+        self.pool.take_back(self.buffer)
+
+
+def add_values(
+    kernels: Any,
+    name: str,
+    parts: tuple[DeviceArray, ...],
+    kept: int,
+    places: DeviceArray | None,
+    turn: tuple[int, int] | None,
+    weight: np.float32,
+    out: DeviceArray,
+) -> None:
+    """Set out += weight * values.
+
+    Args:
+        kernels: from `kernels_for`.
+        name: of the value coding.
+        parts: the value sections.
+        kept: the number of values.
+        places: their indices, uint32[kept]; None: all indices, or those of `turn`.
+        turn: phase and stride of a turn of Cycle.
+        weight: the factor.
+        out: float32[count].
+    """
+    if not kept:
+        return
+    if turn is not None:
+        kernels.add_strided_as(name, parts, *turn, kept, weight, out)
+    elif places is not None:
+        kernels.scatter_add_as(name, parts, places, weight, out)
+    else:
+        kernels.add_as(name, parts, weight, out)
+
+
 FREE_MAX = 4  # the most free buffers; with more updates in flight more buffers are lent
+
+
+class DevicePool:
+    """Lends memory of the device to `DeviceCodes`.
+
+    The launches that use a buffer run in the order of the queue. So a buffer that is back may be lent while the device
+    still reads it: the next launch that writes to it comes later.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.free: list[DeviceArray] = []
+
+    def lend(self, size: int) -> DeviceArray:
+        """Return uint8[size] with any content."""
+        fitting = [i for i, buffer in enumerate(self.free) if buffer.size >= size]
+        if fitting:  # other threads only append to the list
+            return self.free.pop(min(fitting, key=lambda i: self.free[i].size))
+        del self.free[:1]  # this buffer is too small: the new one takes its place
+        return self.kernels.empty(size + size // 8, np.uint8)
+
+    def take_back(self, buffer: DeviceArray) -> None:
+        if len(self.free) < FREE_MAX:
+            self.free.append(buffer)
 
 
 class Staging:

@@ -46,8 +46,7 @@ class ArrayHome(Protocol):
     def sampled(self, values: Array, places: Any) -> npt.NDArray[np.float64]: ...
     def finite(self, values: Array) -> bool: ...
     def check(self, piece: CodedPiece, *, finite: bool = False) -> None: ...
-    def code(self, compressor: Any, values: Array, memory: Any) -> memoryview: ...
-    def coded_piece(self, payload: m.Buffer, begin: int, end: int) -> CodedPiece: ...
+    def code(self, compressor: Any, values: Array, memory: Any, begin: int) -> CodedPiece: ...
 
 
 class Mixing:
@@ -145,8 +144,8 @@ class Mixing:
             reference = self.references[peer] = self.copied(self.first)
         memory = self.memories.setdefault(peer, self.remember())
         memory.go_to(number)  # alike on both sides
-        payload = self.home.code(self.compressor, self.model - reference, memory)
-        self.sent[peer] = (False, [self.home.coded_piece(payload, self.begin, self.end)])
+        piece = self.home.code(self.compressor, self.model - reference, memory, self.begin)
+        self.sent[peer] = (False, [piece])
         return self.sent[peer]
 
     def sample(self, peer: int) -> bytes:

@@ -350,10 +350,13 @@ def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step
         for mine, yours in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
             assert mine[0] == yours[0] and mine[1].tobytes() == yours[1].tobytes(), (spec, count, kind, mine[0])
     base = values_of("normal", count)
-    got, want = on_device(base), base.copy()
+    got, own, want = on_device(base), on_device(base), base.copy()
     device_compression.accumulate(device, payload, 0.3, got)
     accumulate(payload, 0.3, want)
     assert device.read(got).tobytes() == want.tobytes(), (spec, count, kind)
+    if ours.coded is not None:
+        ours.coded.add(0.3, own)
+        assert device.read(own).tobytes() == want.tobytes(), (spec, count, kind)
     device_compression.decode(device, payload, got)
     decode(payload, want)
     assert device.read(got).tobytes() == want.tobytes(), (spec, count, kind)

@@ -204,6 +204,24 @@ def a_fold_is_one_copy_and_a_few_launches() -> None:
         assert not fake.calls("cuStreamSynchronize") and not fake.calls("cuMemAlloc"), spec
 
 
+def an_own_update_is_one_launch_and_no_copy() -> None:
+    kernels = kernels_on([0])
+    out, update = update_of(kernels, COUNT), update_of(kernels, COUNT)
+    for spec in CAPTURED:
+        feedback = DeviceErrorFeedback(kernels, parse(spec), COUNT)
+        for _ in range(3):  # the memory of the values is allocated once
+            feedback.encode(update)
+        fake.reset()
+        feedback.encode(update)
+        assert not fake.calls("cuMemAlloc") and fake.calls("cuMemcpyDtoDAsync") in (1, 2), spec
+        assert feedback.coded is not None
+        with kernels.active():
+            feedback.coded.add(0.5, out)  # the first time of all, the record of zeros is allocated
+            fake.reset()
+            feedback.coded.add(0.5, out)
+        assert fake.launches() == 1 and not fake.calls("cuMemcpyHtoDAsync") and not fake.calls("cuMemAlloc"), spec
+
+
 def what_goes_up_arrives() -> None:
     """The fake driver's memory is the host's. What decoders read as words has zeros after it."""
     from narrows.compression.device.stages import BitStream
@@ -228,6 +246,7 @@ PARTS: tuple[Callable[[], None], ...] = (
     a_script_that_captures_its_step_meets_a_sentence,
     a_call_that_fails_is_named,
     a_fold_is_one_copy_and_a_few_launches,
+    an_own_update_is_one_launch_and_no_copy,
     what_goes_up_arrives,
 )
 

@@ -17,8 +17,12 @@ from narrows.compression.compressor import Chain
 from narrows.compression.device import DeviceErrorFeedback, Staging, accumulate, add_raw, decode, kernels_for
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.host import HostKernels
+from narrows.compression.device.stages import DevicePool
+from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
 from narrows.compression.value_codings import FP32, INT8
+from narrows.protocols.config.key_ranges import parts
+from narrows.worker.model.device_placement import device_home
 
 SIZES = (1, 64, 65, 4097, 300_001)
 STEPS = 3
@@ -53,6 +57,48 @@ def test_payloads_residuals_and_sums_are_the_cpus(spec: str, count: int) -> None
             decode(kernels, payload, got)
             compression.decode(payload, want)
             assert got.numpy().tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("spec", EACH_STAGE)
+def test_the_coded_values_on_the_device_are_those_of_the_payload(spec: str) -> None:
+    """Also after later encodes, and while others are held."""
+    kernels, count = kernels_for("host"), SIZES[-1]
+    feedback, held = DeviceErrorFeedback(kernels, parse(spec), count), []
+    for update in updates_of(count):
+        payload = feedback.encode(update)
+        held.append((bytes(payload), feedback.coded))
+    assert [coded is None for _, coded in held] == [parse(spec).lossless] * STEPS
+    for sent, coded in held:
+        if coded is not None:
+            got, want = torch.ones(count), torch.ones(count)
+            coded.add(0.3, kernels.view(got))
+            accumulate(kernels, sent, 0.3, want)
+            assert got.numpy().tobytes() == want.numpy().tobytes()
+
+
+def test_memory_of_coded_values_is_lent_again() -> None:
+    kernels, pool = kernels_for("host"), DevicePool(kernels_for("host"))
+    feedback = DeviceErrorFeedback(kernels, parse("topk:0.1+int8"), 3000, pool=pool)
+    held: list[Any] = []
+    for update in (torch.randn(3000) for _ in range(6)):
+        feedback.encode(update)
+        held = [*held, feedback.coded][-2:]
+    assert len({id(coded.buffer.base) for coded in held if coded is not None}) == 2 and len(pool.free) == 1
+
+
+def test_an_own_update_is_added_without_its_payload() -> None:
+    """So a worker's replica copies nothing to the device but states."""
+    home, count = device_home(torch.device("cpu")), 3000
+    replica: Any = ArrayReplica(
+        0, count, [((0, count), home.feedback(parse("topk:0.1+int8"), count, 0))], parts, home=home
+    )
+    pieces, out = replica.encode(torch.randn(count), 0), home.zeros(count)
+    home.kernels.counts.clear()
+    replica.base([(0.5, piece) for piece in pieces], 0, count, out)
+    assert not home.kernels.counts["bytes up"]
+    want = home.zeros(count)
+    replica.base([(0.5, piece._replace(on_device=None)) for piece in pieces], 0, count, want)
+    assert home.kernels.counts["bytes up"] and out.numpy().tobytes() == want.numpy().tobytes()
 
 
 def test_a_sparsifier_that_no_device_codes_is_named() -> None:
