@@ -5,6 +5,7 @@ The home of a GPU is in device/home.py. The array type A of a home stands for fl
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -144,6 +145,12 @@ class Home(Protocol[A]):
     def finite(self, values: A) -> bool:
         """Return whether no value is NaN or infinite. Waits for the device."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside this context the home's work on a device runs beside what the script has queued and will queue there.
+
+        It runs after all earlier work of the home, and before all later work. No code but the home's may use its arrays.
+        """
+
     def code(self, compressor: Compressor, values: A, memory: Memory, begin: int) -> Piece:
         """Encode values without error feedback: what the payload leaves out is lost.
 
@@ -214,6 +221,9 @@ class HostHome:
         with np.errstate(over="ignore", invalid="ignore"):
             length = float(np.dot(values, values))  # one pass; finite values may overflow too
         return math.isfinite(length) or bool(np.isfinite(values).all())
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def code(self, compressor: Compressor, values: FloatArray, memory: Memory, begin: int) -> Piece:
         return coded_piece(compressor.encode(values, memory), begin, begin + values.size)

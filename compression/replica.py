@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic
 
 import numpy as np
@@ -34,6 +35,7 @@ class ArrayReplica(Generic[A]):
         cut: Callable[[int, int], Iterable[Keys]],
         pulled: A | None = None,
         home: Home[A] = HOST,  # type: ignore[assignment]  # the default is a home of NumPy's arrays
+        aside: bool = False,
     ) -> None:
         """Make a replica of keys [begin, end).
 
@@ -43,8 +45,10 @@ class ArrayReplica(Generic[A]):
             cut: cuts a range of keys into the ranges of the pieces of raw values.
             pulled: the array of the pulled state, float32[end - begin]; None: a new array of zeros.
             home: the home of all arrays here.
+            aside: states are folded beside what the script does on the device: no other code uses `pulled`.
         """
         self.begin, self.end, self.feedbacks, self.cut, self.home = begin, end, list(feedbacks), cut, home
+        self.aside = aside
         self.pulled: Any = home.zeros(end - begin) if pulled is None else pulled
         self.samples = [home.places(sample_of(high - low)) for (low, high), _ in self.feedbacks]
         self._sampled: tuple[Sample, Sample] | None = None  # samples of the newest update and of its residual
@@ -78,7 +82,8 @@ class ArrayReplica(Generic[A]):
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
-        self._write(pieces, add, self.pulled)
+        with self.home.aside() if self.aside else nullcontext():
+            self._write(pieces, add, self.pulled)
 
     def _write(self, pieces: Sequence[PieceLike], adds: bool, out: A) -> A:
         for piece in pieces:

@@ -88,6 +88,14 @@ class Queue:
         """
         return self.streams
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside this context work runs beside what the script has queued and will queue on its stream.
+
+        It runs after all earlier work of this queue, and before all later work. It may read and write arrays that nothing
+        but this queue uses.
+        """
+        return self.streams.aside()
+
     # Launches.
 
     def prepare(self, say: Callable[[str], None]) -> None:

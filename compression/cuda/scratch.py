@@ -33,7 +33,9 @@ class DeviceMemory:
         self._zeros: dict[str, DeviceArray] = {}
 
     def empty(self, count: int, dtype: Any) -> DeviceArray:
-        return device_array_of(self.allocate(max(count, 1) * np.dtype(dtype).itemsize)).view(dtype)[:count]
+        memory = device_array_of(self.allocate(max(count, 1) * np.dtype(dtype).itemsize))
+        self.streams.meet()  # it may be the script's until now; what is freed for it, from now on
+        return memory.view(dtype)[:count]
 
     def zeros(self, name: str, count: int) -> DeviceArray:
         """Return int64[count] that is zero whenever no kernel runs, always the same array for a name."""

@@ -2,20 +2,26 @@
 
 How it works
 
-    the caller's stream   ── launches, copies ──┬── later launches ──>     `present`
-                                                │ event
-    landing                                     └── a payload to the host ──┬──>
-                                                                            │ event
-    host                                             QueueLanding.wait ─────┘
+    the caller's stream   ── compose ──┬── forward, backward of the script ──┬── encode ──┬── compose ──>
+                                       │ event                               │ event      │ event
+    aside                              └────── folds of states ──────────────┘            │
+    landing                                                                               └── payload to the host
+                                                                                                      │ event
+    host                                                                              QueueLanding.wait
 
 Rules
-- Each launch, memset and copy goes to `present`: the caller's stream (torch's current one), but within `on`.
+- Each launch, memset and copy goes to `present`: the caller's stream (torch's current one), but within `on` and `aside`.
 - If the caller's stream is another one than before, it first waits for the earlier work: all streams share the scratch
   memory.
 - Work of `beside` runs from an event of the present stream on. The caller waits for it by the `QueueLanding`.
+- Work of `aside` runs after all earlier work of the queue, and before all later work, but beside what the script itself
+  queues. So work of the queue never runs at the same time as other work of the queue, except that of `beside`.
+- Memory that is allocated or freed within `aside` may be the script's before or after: the two streams wait for each other
+  (`meet`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 EVENTS_MAX = 64  # events that wait for their next use
@@ -61,6 +67,9 @@ class Streams:
         self._known: dict[int, Any] = {0: self.present}
         self._own: dict[str, Any] = {}
         self._events: list[Any] = []
+        self._done: Any = None  # the event after the queue's newest work on the caller's stream; None: nothing is aside
+        self._folded: Any = None  # the event after the newest work of `aside`, until the caller's stream waits for it
+        self._caller: Any = None  # the caller's stream, within `aside`
 
     def __enter__(self) -> None:
         """Begin `Queue.active`: work goes to the caller's stream from here on. It may be entered again inside itself.
@@ -70,6 +79,8 @@ class Streams:
         """
         driver = self.driver
         driver.enter()
+        if self._caller is not None:
+            return
         handle = self.current()
         if driver.is_captured(self._known.get(handle) or driver.stream_of(handle)):
             driver.leave()
@@ -82,9 +93,45 @@ class Streams:
             driver.record(event, before)
             driver.wait_for(event, self.present)
             self._events.append(event)
+        if self._folded is not None:
+            driver.wait_for(self._folded, self.present)
+            self._events.append(self._folded)
+            self._folded = None
 
     def __exit__(self, *_: object) -> None:
+        if self._done is not None and self._caller is None:
+            self.driver.record(self._done, self.present)
         self.driver.leave()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside this context work goes to a stream of the queue's own: beside what the script has queued and will queue."""
+        driver = self.driver
+        driver.enter()
+        try:
+            if self._done is None:  # the first time: after all that the caller has queued
+                with self:
+                    self._done = self.event()
+            self._caller, self.present = self.present, self.own("aside")
+            driver.wait_for(self._done, self.present)
+            try:
+                yield
+            finally:
+                if self._folded is None:
+                    self._folded = self.event()
+                driver.record(self._folded, self.present)
+                self.present, self._caller = self._caller, None
+        finally:
+            driver.leave()
+
+    def meet(self) -> None:
+        """Within `aside`, let its stream and the caller's wait for each other."""
+        if self._caller is not None:
+            for first, then in ((self.present, self._caller), (self._caller, self.present)):
+                event = self.event()
+                self.driver.record(event, first)
+                self.driver.wait_for(event, then)
+                self._events.append(event)
 
     def event(self) -> Any:
         """Return an event that nothing waits for. `give_back` takes it."""

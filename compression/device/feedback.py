@@ -259,7 +259,7 @@ class DeviceErrorFeedback:
         addends = Sum(self.residual, self.decay, update, self._successor)
         return cast(Sum, self.kernels.begin(addends, phase, seed, self.memory.key))
 
-    def _captured(self, part: str, sampled: bool, room: int, launches: Callable[[], Result]) -> Result:
+    def _captured(self, part: str, sampled: bool, room: int, launches: Callable[[], Result], among: int = 0) -> Result:
         """Launch a part of an encode, as a CUDA graph if it has been launched before.
 
         Args:
@@ -267,10 +267,11 @@ class DeviceErrorFeedback:
             sampled: False for what follows a sample that misled: too rare for a graph.
             room: the largest number of kept values.
             launches: as in `Queue.captured`.
+            among: the number of values that they are selected among, if it differs between turns.
         """
         if not sampled:
             return launches()
-        key = (part, self._spec, self.count, float(self.decay), room)
+        key = (part, self._spec, self.count, float(self.decay), room, among)
         return cast(Result, self.kernels.captured(key, launches))
 
     def _coded(self, addends: Sum, sampled: bool) -> Told:
@@ -377,13 +378,13 @@ class DeviceErrorFeedback:
                 kernels.stretch(phase, stride, places)
             kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), sums, record)
 
-        record, places, sections, plan = self._captured("selected", sampled, room, launches)
+        record, places, sections, plan = self._captured("selected", sampled, room, launches, count)
         if plan is None or sections is None:
             return self._fetch((), 0, NOTHING[:2], record)
         coded = sections.parts[:-3]
         indices = (STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride) if turns else None
         way = self._land(plan, room, indices)
-        self._captured("taken out", sampled, room, taking_out)
+        self._captured("taken out", sampled, room, taking_out, count)
         return way._replace(held=self._hold(sections, places))
 
     def code(self, places: DeviceArray, kept: DeviceArray, count: int, strided: bool, record: DeviceArray) -> Arena:

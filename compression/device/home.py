@@ -7,6 +7,7 @@ Rules
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -140,6 +141,10 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             view = self._view(values)
             return not view.size or int(self.kernels.largest_key(view)) < INFINITY_KEY
+
+    def aside(self) -> AbstractContextManager[None]:
+        there: AbstractContextManager[None] = self.kernels.aside()
+        return there
 
     def code(self, compressor: Compressor, values: A, memory: Memory, begin: int) -> Piece:
         count = self._view(values).size

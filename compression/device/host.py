@@ -96,6 +96,10 @@ class HostKernels:
     def active(self) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
     def view(self, array: Any) -> HostArray:
         """Return a NumPy array, or a torch tensor on the CPU, as a HostArray, without a copy."""
         if not isinstance(array, np.ndarray):

@@ -1,6 +1,9 @@
 """Finds races on a device: two accesses to the same bytes, one of them a write, that nothing orders.
 
-The trace has each launch, memset and copy of a queue with its stream, each event, and the reads and writes of the host.
+The trace has each launch, memset and copy of a queue with its stream, also those of a CUDA graph that is replayed, each
+event, and the reads and writes of the host. `steps` is a worker with two fragments, `turns` one with two shards, whose
+script computes between two steps: what a queue does aside runs beside that.
+
 Streams, events and waits order accesses. The order comes from vector clocks (Fidge 1988; Mattern 1989): streams and the
 host are the processes, events and waits the messages. The legacy default stream counts as a stream like others, because
 no torch stream may rely on its further ordering.
@@ -11,7 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -24,13 +29,15 @@ from narrows.compression.cuda.kernels import CudaKernels
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.simulator import SimulatedDriver, on_host
 from narrows.compression.cuda.staging import Uploads
+from narrows.compression.cuda.streams import Streams
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import Staging
+from narrows.compression.home import HOST as ON_HOST
 from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols.config.key_ranges import parts
 
-HOST, LANDING = "host", "landing"
+HOST, LANDING, ASIDE = "host", "landing", "aside"
 Range = tuple[int, int]
 
 
@@ -120,15 +127,31 @@ def written(kernel: jit.Kernel, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 class WatchedDriver(SimulatedDriver):
-    """The simulated driver, which writes each call to a trace. Streams are numbers, the landing stream is LANDING."""
+    """The simulated driver, which writes each call to a trace. Streams of torch are numbers, a queue's own have names.
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    A graph is a list of calls, which a replay makes on its stream.
+    """
+
+    def __init__(self, trace: Trace, captures: bool) -> None:
+        self.trace, self.captures = trace, captures
         self.page_locked = False
         self.locked: list[Range] = []
+        self.graph: list[Callable[[Any], None]] | None = None  # the one that is captured
+        self.replays = 0
 
-    def own_stream(self) -> Any:
-        return LANDING
+    def begin_capture(self, stream: Any) -> None:
+        self.graph = []
+
+    def end_capture(self, stream: Any) -> Any:
+        graph, self.graph = self.graph, None
+        return graph
+
+    def replay(self, graph: Any, stream: Any) -> None:
+        self.replays += 1
+        for call in graph:
+            call(stream)
+
+    def drop(self, graph: Any) -> None: ...
 
     def allocate(self, count: int) -> DeviceArray:
         memory = super().allocate(count)
@@ -142,6 +165,9 @@ class WatchedDriver(SimulatedDriver):
         return memory
 
     def zero(self, array: DeviceArray, stream: Any) -> None:
+        if self.graph is not None:
+            self.graph.append(partial(self.zero, array))
+            return
         self.trace.done(stream, "a memset", [], [range_of(array)])
         super().zero(array, stream)
 
@@ -157,6 +183,7 @@ class WatchedDriver(SimulatedDriver):
         super().copy_up(host, target, stream)
 
     def copy_down(self, source: DeviceArray, host: Any, stream: Any) -> None:
+        assert self.graph is None
         self.trace.alive.append(host)
         self.trace.done(stream, "a copy to the host", [range_of(source)], [range_of(host)])
         super().copy_down(source, host, stream)
@@ -169,11 +196,10 @@ class WatchedDriver(SimulatedDriver):
         return {}
 
     def record(self, event: Any, stream: Any) -> None:
-        event["clock"] = self.trace.clock(stream) | self.trace.clock(HOST)
+        event["clock"], event["on"] = self.trace.clock(stream) | self.trace.clock(HOST), stream
 
     def wait_for(self, event: Any, stream: Any) -> None:
-        ignored = "a payload does not wait for its codes" if stream == LANDING else "another stream waits for nothing"
-        if self.trace.broken != ignored:
+        if self.trace.broken != unwaited(event["on"], stream):
             self.trace.join(stream, event["clock"])
 
     def wait(self, event: Any) -> None:
@@ -181,6 +207,9 @@ class WatchedDriver(SimulatedDriver):
             self.trace.join(HOST, event["clock"])
 
     def launch(self, kernel: jit.Kernel, blocks: int, stream: Any, arguments: tuple[Any, ...]) -> None:
+        if self.graph is not None:
+            self.graph.append(lambda stream: self.launch(kernel, blocks, stream, arguments))
+            return
         ranges = [range_of(array) for array in written(kernel, arguments)]
         others = [each for each in arrays_in(arguments) if not any(overlap(range_of(each), own) for own in ranges)]
         before = [on_host(each).copy() for each in others]
@@ -188,6 +217,13 @@ class WatchedDriver(SimulatedDriver):
         super().launch(kernel, blocks, stream, arguments)
         for each, old in zip(others, before, strict=True):
             assert on_host(each).tobytes() == old.tobytes(), f"{kernel.name} writes more"
+
+
+def unwaited(before: Any, then: Any) -> str:
+    """Return the planted fault that leaves out the wait of one stream for another."""
+    if ASIDE in (before, then):
+        return "a fold does not wait for the replica" if then == ASIDE else "the replica does not wait for a fold"
+    return "a payload does not wait for its codes" if then == LANDING else "another stream waits for nothing"
 
 
 class WatchedUploads(Uploads):
@@ -199,9 +235,17 @@ class WatchedUploads(Uploads):
 class WatchedQueue(Queue):
     driver: WatchedDriver
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, driver: WatchedDriver, current: Callable[[], int]) -> None:
+        super().__init__(driver, self._allocate, current)
+        self.streams._own |= {"landing": LANDING, "aside": ASIDE, "capture": "capture"}
         self.uploads = WatchedUploads(self.driver, self.streams, self.memory, self.counts)
+
+    def _allocate(self, count: int) -> Any:
+        """Return memory that the script has used until now, on its stream."""
+        memory, caller = self.driver.allocate(count), self.streams._caller
+        if caller is not None:
+            self.driver.trace.done(caller, "the script's use of memory that it has freed", [], [range_of(memory)])
+        return memory
 
     def read(self, array: Any) -> Any:
         found = super().read(array)
@@ -227,9 +271,9 @@ class WatchedStaging(Staging):
 
 
 @contextmanager
-def watched(current: Callable[[], int]) -> Iterator[tuple[Trace, CudaKernels]]:
+def watched(current: Callable[[], int], captures: bool = False) -> Iterator[tuple[Trace, CudaKernels]]:
     trace = Trace()
-    yield trace, CudaKernels(WatchedQueue(WatchedDriver(trace), current=current))
+    yield trace, CudaKernels(WatchedQueue(WatchedDriver(trace, captures), current))
 
 
 COUNT = 140
@@ -251,7 +295,7 @@ def steps(spec: str, broken: str = "") -> Trace:
             home.staging = WatchedStaging(kernels)
             fragments = [(0, 70), (70, COUNT)]
             feedbacks = [(keys, home.feedback(parse(spec), keys[1] - keys[0], 0)) for keys in fragments]
-            replica = ArrayReplica(0, COUNT, feedbacks, parts, home=home)
+            replica = ArrayReplica(0, COUNT, feedbacks, parts, home=home, aside=True)
             base, update = home.zeros(COUNT), home.zeros(COUNT)
         stand_ins: list[Any] = []
         for clock, stream in enumerate(STREAMS):
@@ -277,6 +321,77 @@ def steps(spec: str, broken: str = "") -> Trace:
     return trace
 
 
+SHARD = 70  # values of each shard of `turns`
+CLOCKS = 4  # of `turns`: an encode is launched, then captured, then replayed
+
+
+def turns(spec: str, broken: str = "") -> Trace:
+    """Run turns of a worker with two shards, and return their trace. Payloads and replicas equal the CPU's.
+
+    States arrive while the device is still busy with the script's backward pass.
+    """
+    stream = STREAMS[0]
+    with watched(lambda: stream, captures=True) as (trace, kernels):
+        trace.broken = broken
+        home: DeviceHome[Any] = DeviceHome(kernels, lambda count: kernels.zeros(count, np.float32), "watched")
+        with kernels.active():
+            shards = [_replica(spec, shard, home) for shard in range(2)]
+            bases, update = [home.zeros(SHARD) for _ in shards], home.zeros(2 * SHARD)
+            gradient = home.zeros(2 * SHARD)
+        hosts = [_replica(spec, shard, ON_HOST) for shard in range(2)]
+        base, own = np.zeros(SHARD, np.float32), [[], []]  # type: tuple[Any, Any]
+        for clock in range(CLOCKS):
+            values = np.random.default_rng(clock).standard_normal(2 * SHARD).astype(np.float32)
+            trace.done(stream, "the backward pass", [], [range_of(gradient)])
+            backward = trace.clock(stream)[stream]
+            for replica, host in zip(shards, hosts, strict=True):
+                state = [coded_piece(bytes(parse("topk:0.2").encode(values[:SHARD])), replica.begin, replica.end)]
+                for each in (replica, host):
+                    each.absorb(
+                        state if clock else raw_pieces(values[:SHARD], replica.begin, [(replica.begin, replica.end)]),
+                        add=clock > 0,
+                    )
+                trace.alive.append(state)
+            if clock > 1:  # the first folds allocate
+                assert broken or trace.clock(ASIDE)[stream] < backward, "a fold waits for the script"
+            trace.done(stream, "the optimizer's step", [range_of(gradient), *map(range_of, bases)], [range_of(update)])
+            on_host(update)[:] = values
+            for shard, (replica, host) in enumerate(zip(shards, hosts, strict=True)):
+                mine = values[replica.begin : replica.end]
+                own[shard] = [
+                    *zip(
+                        replica.encode(update[replica.begin : replica.end], clock),
+                        host.encode(mine, clock),
+                        strict=True,
+                    )
+                ]
+                for ours, theirs in own[shard]:
+                    trace.done(HOST, "the sending of a payload", [range_of(np.frombuffer(ours.payload, np.uint8))], [])
+                    assert broken or ours.payload == theirs.payload, spec
+                trace.alive += own[shard]
+            for shard, (replica, host) in enumerate(zip(shards, hosts, strict=True)):
+                replica.base([(0.75, ours) for ours, _ in own[shard]], replica.begin, replica.end, bases[shard])
+                host.base([(0.75, theirs) for _, theirs in own[shard]], replica.begin, replica.end, base)
+                assert broken or on_host(bases[shard]).tobytes() == base.tobytes(), spec
+            trace.done(stream, "the next forward pass", [range_of(each) for each in bases], [])
+        for replica in shards:
+            for _, feedback in replica.feedbacks:
+                feedback.state_dict()  # type: ignore[attr-defined]
+            home.host(replica.pulled)
+        replays = kernels.queue.driver.replays
+    assert replays or not spec.startswith(("topk", "mstopk", "cycle", "randk", "int")), (
+        f"no graph of {spec} was replayed"
+    )
+    return trace
+
+
+def _replica(spec: str, shard: int, home: Any) -> ArrayReplica[Any]:
+    begin, end = shard * SHARD, (shard + 1) * SHARD
+    return ArrayReplica(
+        begin, end, [((begin, end), home.feedback(parse(spec), SHARD, shard))], parts, home=home, aside=True
+    )
+
+
 BROKEN = (
     "a payload does not wait for its codes",
     "a payload is sent before it is there",
@@ -284,11 +399,18 @@ BROKEN = (
     "a copy of what may change is not waited for",
     "launches go to the legacy stream",
 )
+BROKEN_ASIDE = ("a fold does not wait for the replica", "the replica does not wait for a fold")
 
 
 def orders() -> None:
     for spec in TRACED:
         trace = steps(spec)
         assert trace.count > 30 and not trace.races, (spec, trace.races[:3])
+        trace = turns(spec)
+        assert trace.count > 30 and not trace.races, (spec, trace.races[:3])
     for broken in BROKEN:
         assert steps("topk:0.05+int8", broken).races, broken
+    for broken in BROKEN_ASIDE:
+        assert turns("topk:0.05+int8", broken).races, broken
+    with mock.patch.object(Streams, "meet"):
+        assert turns("topk:0.05+int8").races, "a fold writes to memory that the script still uses"

@@ -204,6 +204,32 @@ def a_fold_is_one_copy_and_a_few_launches() -> None:
         assert not fake.calls("cuStreamSynchronize") and not fake.calls("cuMemAlloc"), spec
 
 
+def a_fold_aside_is_on_a_stream_of_its_own() -> None:
+    """It waits for the queue's newest work, and the queue's next work waits for it; each once."""
+    kernels = kernels_on([0])
+    out, update = update_of(kernels, COUNT), update_of(kernels, COUNT)
+    feedback = DeviceErrorFeedback(kernels, parse("topk:0.01+int8"), COUNT)
+    values = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32)
+    payload = bytes(ErrorFeedback(parse("topk:0.01+int8"), COUNT).encode(values))
+
+    def fold() -> None:
+        with kernels.aside():
+            on_device.accumulate(kernels, payload, 0.5, out)
+
+    for _ in range(3):
+        feedback.encode(update)
+        fold()
+    fake.reset()
+    fold()
+    (aside,) = {fake.launch(i).stream for i in range(fake.launches())}
+    assert aside and fake.calls("cuStreamWaitEvent") == 1 and not fake.calls("cuMemAlloc")
+    fake.reset()
+    feedback.encode(update)
+    assert fake.calls("cuStreamWaitEvent") == 2  # for the fold, and the payload for its codes
+    streams = {fake.launch(i).stream for i in range(fake.launches())}
+    assert aside not in streams and len(streams) == 2  # the caller's, and that of payloads
+
+
 def an_own_update_is_one_launch_and_no_copy() -> None:
     kernels = kernels_on([0])
     out, update = update_of(kernels, COUNT), update_of(kernels, COUNT)
@@ -246,6 +272,7 @@ PARTS: tuple[Callable[[], None], ...] = (
     a_script_that_captures_its_step_meets_a_sentence,
     a_call_that_fails_is_named,
     a_fold_is_one_copy_and_a_few_launches,
+    a_fold_aside_is_on_a_stream_of_its_own,
     an_own_update_is_one_launch_and_no_copy,
     what_goes_up_arrives,
 )

@@ -140,7 +140,8 @@ class WorkerArrays:
         """Make the replica of one shard's keys [begin, end), with the error feedback of each of its fragments."""
         if self.direct:
             return InPlaceArrays(begin, end, feedbacks, self.flat)
-        return ArrayReplica(begin, end, feedbacks, parts, self._at(self.pulled, begin, end), self.home)
+        pulled, aside = self._at(self.pulled, begin, end), not self.shared
+        return ArrayReplica(begin, end, feedbacks, parts, pulled, self.home, aside)
 
     def first(self, begin: int, end: int) -> list[Piece]:
         """Return raw pieces of the first weights, for a server that has none.
