@@ -44,7 +44,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.runtime.cli.output import set_aside
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
-from narrows.worker.model.flat import FlatModel
+from narrows.worker.model.flat import FlatModel, local_part
 from narrows.worker.model.model_slices import ModelCut, ModelSlice, placed
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.model.weight_edit_check import OwnedTensor
@@ -192,7 +192,7 @@ class OptimizerStateFile:
     def _of(self) -> dict[str, Any]:
         """Return what a state must agree with: optimizers, keys and tensors."""
         flat = self.worker.slice or self.worker.flat
-        tensors = [[name, list(_local(tensor).shape), str(tensor.dtype)] for name, tensor in self._tensors()]
+        tensors = [[name, list(local_part(tensor).shape), str(tensor.dtype)] for name, tensor in self._tensors()]
         kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in each_of(self.worker.inner)]
         return {"optimizers": kinds, "keys": list(flat.keys), "tensors": tensors}
 
@@ -281,15 +281,9 @@ def _has_moments(worker: StatefulWorker) -> bool:
     return worker.mode.rule is not FoldRule.OPTIMIZER and not holds_weights
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor in this process, if FSDP has sharded it."""
-    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return here
-
-
 def _host(value: Any) -> Any:
     """Return a copy on the host."""
-    return _local(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return local_part(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
@@ -297,7 +291,7 @@ def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> A
     if not isinstance(value, torch.Tensor):
         return value
     value = placed(name, value.clone(), ours, group)
-    if hasattr(ours, "to_local") and value.dim() and value.shape == _local(ours).shape:
+    if hasattr(ours, "to_local") and value.dim() and value.shape == local_part(ours).shape:
         from torch.distributed.tensor import DTensor
 
         mesh, placements = ours.device_mesh, ours.placements  # type: ignore[attr-defined]

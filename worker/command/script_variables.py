@@ -46,8 +46,8 @@ def device(
     """Return the device of one copy, and its CUDA_VISIBLE_DEVICES if it sees some of the GPUs alone.
 
     A copy that is a worker of its own sees one GPU as cuda:0; the GPUs are given out in turn. The copies of a group see
-    all GPUs, as under torchrun. If several ps-workers share the machine and it has enough GPUs, each group sees its own
-    ones.
+    all GPUs, as under torchrun, and share them if there are fewer. If several ps-workers share the machine and it has
+    enough GPUs, each group sees its own ones.
 
     Args:
         wanted: --device: auto, cpu or cuda[:i].
@@ -62,7 +62,7 @@ def device(
     if group:
         own = there[first : first + copies] if place.local_size > 1 and len(there) >= sharing else []
         seen = {VISIBLE: ",".join(own)} if own and kind != "cpu" and not number else {}
-        return f"cuda:{index}" if wanted == "cuda" else wanted, seen
+        return f"cuda:{index % len(there) if there else index}" if wanted == "cuda" else wanted, seen
     if kind == "cpu":
         return "cpu", {VISIBLE: ""}
     if number and int(number) < len(there):

@@ -28,12 +28,14 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import group_liveness
 from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.config import WorkerConfig
-from narrows.worker.runtime.device import local_rank
+from narrows.worker.runtime.device import CUDA, device, local_rank
 from narrows.worker.runtime.launcher_pipe import say_here
 
 START_LIMIT_S = 600.0  # all ranks have started within this
 WAIT_LIMIT_S = 7200.0  # a rank's wait for the others: longer than any wait of one of them
 GLOO = "gloo"
+CPU = "cpu"  # in place of the name of a GPU
+DUPLICATE = "Duplicate GPU"  # in NCCL's error
 WHY_MAX = 500  # characters of torch's error in ours
 
 
@@ -216,24 +218,50 @@ def _make_group() -> None:
     limit = timedelta(seconds=START_LIMIT_S)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store = PrefixStore(f"narrows-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = backend_of(size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    store.set(f"device {rank}", _own_gpu())
+    devices = [store.get(f"device {each}").decode() for each in range(size)]
+    dist.init_process_group(backend_of(devices), store=store, rank=rank, world_size=size, timeout=limit)
 
 
-def backend_of(size: int) -> str:
-    """Return the backend of torch.distributed for a group of `size` processes of this machine.
+def _own_gpu() -> str:
+    """Return a name of the GPU of this process that all processes of the machine agree on; CPU without one.
 
-    NCCL refuses two processes on one GPU ("Duplicate GPU detected"). gloo carries their sums through the host's memory,
-    and the console says so.
+    Raises UsageError if there is no such GPU.
     """
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+    here = device()
+    if here.type != CUDA or not torch.cuda.is_available():
+        return CPU
+    number, there = here.index or 0, torch.cuda.device_count()
+    if number >= there:
+        raise UsageError(
+            f"process {local_rank()} of the group has the device {here}, and it sees {there} GPU{'s' * (there > 1)}: leave out "
+            "--device, and the processes share them"
+        )
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def backend_of(devices: Sequence[str]) -> str:
+    """Return the backend of torch.distributed for a group of this machine.
+
+    gloo carries sums between GPUs through the host's memory, and the console says why NCCL does not: it refuses two
+    processes on one GPU ("Duplicate GPU detected").
+
+    Args:
+        devices: for each rank the name of its GPU, or CPU.
+    """
+    size, gpus = len(devices), {*devices} - {CPU}
+    if not gpus:
         return GLOO
-    gpus = torch.cuda.device_count()
-    if size > gpus:
-        if not local_rank():
-            say_here(f"{size} processes of the group share {gpus} GPU{'s' * (gpus > 1)}: gloo sums through the host")
-        return GLOO
-    return "cpu:gloo,cuda:nccl"
+    without, shared = devices.count(CPU), f"{size} processes of the group share {len(gpus)} GPU{'s' * (len(gpus) > 1)}"
+    reasons = (
+        (not dist.is_nccl_available(), "this build of torch has no NCCL"),
+        (without, f"{without} of the {size} processes of the group have no GPU"),
+        (size > len(gpus), shared),
+    )
+    why = next((why for found, why in reasons if found), "")
+    if why and not local_rank():
+        say_here(f"{why}: gloo sums through the host")
+    return GLOO if why else "cpu:gloo,cuda:nccl"
 
 
 @contextmanager
@@ -248,6 +276,11 @@ def _others() -> Iterator[None]:
         raise
     except RuntimeError as error:
         text = " ".join(str(error).partition("Exception raised from")[0].split())[:WHY_MAX]
+        if DUPLICATE in text:
+            raise GroupEndedError(
+                f"NCCL refuses two processes of a group on one GPU ({text}): give each its own, or leave the process group to "
+                "Narrows, which then makes it with gloo"
+            ) from error
         raise GroupEndedError(
             f"another process of this group has ended, or a collective operation failed ({text})"
         ) from error

@@ -13,6 +13,8 @@ How it works
 3. `read_keys`, `write_keys` and `read_gradients` copy ranges of keys. Values are converted to and from float32.
 4. `hold` may move all parameters into one tensor, so that a copy of keys is one copy (`memory`).
 5. `writing` keeps torch's version counters right, so that `overwritten` finds only what the script has changed.
+6. A parameter that FSDP2 has placed on a mesh of one process is whole here, inside a DTensor: `local_part`. FSDP then
+   computes on copies, and drops them when parameters are written (`reshard`).
 
 `FlatSpace` is what a whole model and a slice of it (model_slices.py) have in common.
 """
@@ -20,6 +22,7 @@ How it works
 from __future__ import annotations
 
 import hashlib
+import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +55,8 @@ class FlatSpace:
         parameters: the tensors.
         offsets: the first key of each tensor, and the end of the last; rising.
     """
+
+    fsdp: Sequence[Any] = ()  # the modules that FSDP2 has sharded
 
     def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
         self.names, self.parameters, self.offsets = names, list(parameters), offsets
@@ -241,6 +246,8 @@ class FlatModel(FlatSpace):
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
+        self.fsdp = _fsdp_modules(model)
+        reshard(self)  # else a forward pass before may have left its copies as the parameters
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if is_lazy(tensor):
                 raise UsageError(
@@ -311,6 +318,7 @@ class FlatModel(FlatSpace):
     def put_back(self, kept: Sequence[torch.Tensor]) -> None:
         for parameter, values in zip(self.parameters, kept, strict=True):
             parameter.copy_(values)
+        reshard(self)
 
 
 @contextmanager
@@ -331,6 +339,13 @@ def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
                 torch.autograd.graph.increment_version(parameter)
             if flat.versions and flat.versions[tensor] == version:
                 flat.versions[tensor] = parameter._version
+        reshard(flat)
+
+
+def reshard(flat: FlatSpace) -> None:
+    """Drop the copies of parameters that FSDP computes on, since the parameters were written."""
+    for module in flat.fsdp:
+        module.reshard()
 
 
 def as_tensor(values: Array) -> torch.Tensor:
@@ -338,12 +353,18 @@ def as_tensor(values: Array) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; of a DTensor, as FSDP2 makes them, the part that this process has."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as real numbers; a complex tensor as [..., 2], its real and imaginary parts.
 
-    A gradient that torch keeps as the conjugate of another tensor is copied.
+    A gradient that torch keeps as the conjugate of another tensor is copied. Of a DTensor the local part is taken.
     """
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    here = local_part(tensor)
+    return torch.view_as_real(here.resolve_conj()) if here.is_complex() else here
 
 
 def as_parameter(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -365,6 +386,12 @@ def raw_bytes(tensor: torch.Tensor) -> FloatArray:
         flat = flat.clone(memory_format=torch.contiguous_format)
     raw: FloatArray = flat.view(torch.uint8).numpy()
     return raw
+
+
+def _fsdp_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that FSDP2 has sharded. Only a script that uses FSDP imports it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _why_not_trained(parameter: torch.Tensor) -> str:
@@ -420,7 +447,10 @@ def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.layout == torch.strided and tensor.is_contiguous()
+    """Return whether the tensor is its own memory, of float32 values one after the other."""
+    if tensor.dtype != torch.float32 or hasattr(tensor, "to_local"):
+        return False
+    return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ Each rank exchanges the parts that it has; nothing is gathered for an exchange.
 Rules
 - To the servers each rank's part of a tensor is a tensor of its own: `weight[0]`, `weight[1]`, one rank after the
   other. Padding gives all ranks as many keys as the rank that has most, so that all keys of a shard are of one rank.
-- FSDP sums gradients and gathers parameters. When parameters change here, FSDP drops what it has gathered (`refresh`).
+- FSDP sums gradients and gathers parameters. When parameters change here, FSDP drops what it has gathered
+  (`reshard`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from narrows.protocols.config.key_ranges import Keys, split
@@ -25,7 +25,7 @@ from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.group.group import Group
-from narrows.worker.model.flat import Array, FlatModel, real
+from narrows.worker.model.flat import Array, FlatModel, local_part, real, reshard
 from narrows.worker.model.model_slices import GradientCheck, ModelSlice
 
 PADDING = "padding"
@@ -38,7 +38,7 @@ class FsdpSlices(ModelSlice):
         super().__init__(flat, inner, group, check)
         for name, parameter in zip(flat.names, flat.parameters, strict=True):
             _check(name, parameter, group.size)
-        locals_ = [_local(parameter) for parameter in flat.parameters]
+        locals_ = [local_part(parameter).detach() for parameter in flat.parameters]
         shapes: list[Any] = [
             unpack(each, HEADER_BYTES_MAX) for each in group.told(pack([list(each.shape) for each in locals_]))
         ]
@@ -98,7 +98,7 @@ class FsdpSlices(ModelSlice):
         usable, self.samples = self.tallied(), 0
         for parameter, ours in zip(self.flat.parameters, self.parameters, strict=False):
             gradient: Any = parameter.grad
-            ours.grad = None if gradient is None else real(_local(gradient))
+            ours.grad = None if gradient is None else real(gradient).detach()
             if ours.grad is not None and self.scale != 1.0:
                 ours.grad /= self.scale
         return usable
@@ -110,18 +110,28 @@ class FsdpSlices(ModelSlice):
     def spread(self, values: Array | None = None) -> None:
         if values is not None:
             self.write(values)
-        self.refresh()
-
-    def refresh(self) -> None:
-        for module in self.flat.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.flat)
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Return the part of a DTensor that this process has."""
-    here: torch.Tensor = tensor.to_local().detach()
-    return here
+def check_alone(flat: FlatModel, overlap: int) -> None:
+    """Raise UsageError unless a process without a group can train these DTensors.
+
+    On a mesh of one process each is whole, and the worker sees plain tensors (`local_part`).
+
+    Args:
+        flat: the parameters, at least one of them a DTensor.
+        overlap: backward passes of a step whose gradients leave early; 0: none.
+    """
+    if overlap:
+        raise UsageError(
+            "overlap=True: FSDP hands over gradients when the backward pass ends, so none can leave early; leave it out"
+        )
+    for name, parameter in zip(flat.names, flat.parameters, strict=True):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+            raise UsageError(
+                f"parameter {name!r} is sharded over {parameter.device_mesh.size()} processes, and each of them is a worker "
+                "here: start the script with ps-worker --group, so that together they are one, or shard over one process"
+            )
 
 
 def _check(name: str, parameter: torch.Tensor, ranks: int) -> None:

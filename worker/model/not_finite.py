@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from narrows.worker.model.flat import FlatModel
+from narrows.worker.model.flat import FlatModel, local_part
 
 FLOAT_BYTES = 4
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -32,7 +32,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient's values in this process: stored values of a sparse one, the local part of a DTensor."""
-    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = local_part(gradient)
     return (local._values() if local.is_sparse else local).detach()
 
 

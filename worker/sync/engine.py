@@ -185,16 +185,19 @@ class Engine:
     def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> ModelSlice | None:
         """Make this process's slice of the model, if it is one rank of a group; else return None.
 
-        Raises UsageError for a mode or flag that a group cannot have.
+        Raises UsageError for a mode, flag or sharded model that a group, or a worker without one, cannot have.
         """
+        sharded = any(hasattr(parameter, "placements") for parameter in self.flat.parameters)
+        if sharded:  # the file imports FSDP, which most scripts do not use
+            from narrows.worker.model.fsdp_slices import FsdpSlices, check_alone
         if self.group is None:
+            if sharded:
+                check_alone(self.flat, overlap)
             return None
         if why := why_no_group(self.mode, self.privacy is not None, overlap):
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
-        if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
+        if not sharded:
             return ModelCut(self.flat, inner, self.group, self.skips.check)
-        from narrows.worker.model.fsdp_slices import FsdpSlices  # it imports FSDP, which most scripts do not use
-
         return FsdpSlices(self.flat, inner, self.group, self.skips.check)
 
     def _sync(self, overlap: int) -> SyncStep:
