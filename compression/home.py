@@ -92,8 +92,8 @@ class Home(Protocol[A]):
     def sum(self, a: A, b: A) -> A:
         """Return a + b as a new array."""
 
-    def add_scaled(self, values: A, weight: float, out: A) -> None:
-        """Set out += float32(weight) * values, product and sum each rounded to float32."""
+    def sum_scaled(self, a: A, b: A, weight: float, out: A) -> None:
+        """Set out = a + float32(weight) * b, product and sum each rounded to float32. `out` may be `a`."""
 
     def add(self, piece: PieceLike, weight: float, out: A, origin: int) -> None:
         """Add weight * values of a checked piece, as codecs.add does."""
@@ -195,8 +195,9 @@ class HostHome:
     def sum(self, a: FloatArray, b: FloatArray) -> FloatArray:
         return a + b
 
-    def add_scaled(self, values: FloatArray, weight: float, out: FloatArray) -> None:
-        cpu.add_fp32(read_only(values), np.float32(weight), out)
+    def sum_scaled(self, a: FloatArray, b: FloatArray, weight: float, out: FloatArray) -> None:
+        np.copyto(out, a)
+        cpu.add_fp32(read_only(b), np.float32(weight), out)
 
     add: Callable[..., None] = staticmethod(add)
     check: Callable[..., Any] = staticmethod(check)

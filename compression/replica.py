@@ -151,10 +151,13 @@ class ArrayReplica(Generic[A]):
     ) -> None:
         """Set out, float32[end - begin], to pulled + gain * residual + sum of weight * piece, for keys [begin, end)."""
         target: Any = out
-        self.home.copy(self.pulled[begin - self.begin : end - self.begin], out)
-        for low, high, residual in self.residuals:
-            if begin <= low and high <= end:
-                self.home.add_scaled(residual, gain, target[low - begin : high - begin])
+        pulled = self.pulled[begin - self.begin : end - self.begin]
+        residuals = [each for each in self.residuals if begin <= each[0] and each[1] <= end]
+        if sum(high - low for low, high, _ in residuals) < end - begin:  # some keys have none
+            self.home.copy(pulled, out)
+        for low, high, residual in residuals:
+            part = slice(low - begin, high - begin)
+            self.home.sum_scaled(pulled[part], residual, gain, target[part])
         for weight, piece in stand_ins:
             if begin <= piece.begin and piece.end <= end:
                 self.home.add(piece, weight, out, begin)

@@ -20,6 +20,7 @@ from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.stages import DevicePool, Staging
 from narrows.compression.home import Cuts, Feedback, Landing, Sample
+from narrows.compression.kernels.record import Sum
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
 from narrows.compression.reducers import Memory
@@ -72,15 +73,14 @@ class DeviceHome(Generic[A]):
 
     def sum(self, a: A, b: A) -> A:
         out = self.zeros(self._view(a).size)
-        self.copy(a, out)
-        self.add_scaled(b, 1.0, out)
+        self.sum_scaled(a, b, 1.0, out)
         return out
 
-    def add_scaled(self, values: A, weight: float, out: A) -> None:
+    def sum_scaled(self, a: A, b: A, weight: float, out: A) -> None:
         with self.kernels.active():
-            values, target = self._view(values), self._view(out)
+            target = self._view(out)
             if target.size:
-                self.kernels.add_as("fp32", (values,), np.float32(weight), target)
+                self.kernels.sum_of(Sum(self._view(b), np.float32(weight), self._view(a), target))
 
     def add(self, piece: PieceLike, weight: float, out: A, origin: int) -> None:
         adds = {RAW: add_raw, CODED: accumulate}.get(piece.codec)

@@ -206,8 +206,7 @@ class WorkerArrays:
         """Return what the parameters of these keys have moved by, in buffer `turn` of the ring."""
         begin, end = keys
         update = self._at(self.buffer(turn), begin, end)
-        self.flat.read_keys(begin, update)
-        update -= self._at(self.start, begin, end)
+        self.flat.read_keys(begin, update, self._at(self.start, begin, end))
         return update
 
     def gradients(self, keys: Keys, turn: int) -> Array:

@@ -161,17 +161,25 @@ class FlatSpace:
                 numbers.copy_(flat.view(numbers.shape))
 
     @torch.no_grad()
-    def read_keys(self, begin: int, out: Array) -> None:
-        """Copy keys [begin, begin + len(out)) of the parameters into `out`, float32[n]."""
+    def read_keys(self, begin: int, out: Array, start: Array | None = None) -> None:
+        """Copy keys [begin, begin + len(out)) of the parameters into `out`, float32[n].
+
+        Args:
+            begin: the first key.
+            out: overwritten.
+            start: float32[n], what is subtracted from the keys; None: nothing.
+        """
         target = as_tensor(out)
         held = self.memory(begin, begin + len(out))
         if held is not None:
-            target.copy_(held)
+            target.copy_(held) if start is None else torch.sub(held, as_tensor(start), out=target)
             return
         for tensor, low, high in self.within(begin, begin + len(out)):
             at = self.offsets[tensor]
             flat = real(self.parameters[tensor]).reshape(-1)
             target[low - begin : high - begin].copy_(flat[low - at : high - at])
+        if start is not None:
+            target -= as_tensor(start)
 
     def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
         """Return the memory of keys [begin, end) of the gradients; None if it is not one run of float32 on the CPU."""

@@ -255,8 +255,7 @@ class GossipStep:
         """Return what the parameters have moved by since they were composed, float32[size]."""
         with self.engine.trace.difference:
             moved = self.engine.home.empty(self.engine.flat.size)
-            self.engine.flat.read_keys(0, moved)
-            moved -= self.arrays.start
+            self.engine.flat.read_keys(0, moved, self.arrays.start)
             return moved
 
     def _going(self) -> bool:
