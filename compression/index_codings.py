@@ -23,7 +23,6 @@ from narrows.compression.errors import PayloadError
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.rice import RICE_GROUP
-from narrows.compression.value_codings import CHUNK
 
 EVERY_INDEX = 0  # wire id of a payload that holds all values and so no index section
 
@@ -48,8 +47,8 @@ class IndexCoding(Protocol):
     def bytes_max(self, kept: int, count: int) -> int:
         """Return the largest size of a section in bytes. It never falls as `kept` grows; longer ones are refused."""
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
-        """Check a section, and return a reader of its indices.
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
+        """Check a section where it is: the call copies nothing, and holds no GIL while it reads.
 
         Args:
             part: the index section, not trusted.
@@ -60,6 +59,9 @@ class IndexCoding(Protocol):
         Raises:
             PayloadError: the section is not exactly `kept` rising indices below `count`.
         """
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        """Return a reader of a section that `check` has passed, with the same arguments. Its memory must not have changed."""
 
 
 def _wrong_size(part: ByteArray, kept: int, count: int) -> PayloadError:
@@ -142,16 +144,19 @@ class Rice:
         part = np.concatenate((_first_bytes(lows, low_bits), _first_bytes(unary, unary_bits)))
         return CodedIndices(self.wire_id, r, part)
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
         if parameter > RICE_PARAMETER_MAX:
             raise PayloadError(f"payload is corrupt: Rice parameter {parameter} is above {RICE_PARAMETER_MAX}")
         low_bytes = bytes_of(kept * parameter)
         if part.size <= low_bytes or part.size > self.bytes_max(kept, count) or not part[-1]:
             raise _wrong_size(part, kept, count)
         _spare_bits(part, kept * parameter)
-        lows, unary = words_of(part[:low_bytes]), words_of(part[low_bytes:])
-        if cpu.rice_last_index(lows, unary, kept, parameter, count) < 0:
+        if cpu.rice_last_index(part[:low_bytes], part[low_bytes:], kept, parameter, count) < 0:
             raise _not_rising(kept, count)
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        low_bytes = bytes_of(kept * parameter)
+        lows, unary = words_of(part[:low_bytes]), words_of(part[low_bytes:])
         cursor: WordArray = np.zeros(4, np.uint64)
         return lambda _, indices: cpu.rice_decode(lows, unary, parameter, cursor, indices)
 
@@ -189,34 +194,39 @@ class GroupedRice:
         part = np.concatenate((nibbles, _first_bytes(lows, low_bits), _first_bytes(unary, unary_bits)))
         return CodedIndices(self.wire_id, low_bits, part)
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
         groups = -(-kept // RICE_GROUP)
         head = bytes_of(4 * groups)
         low_end = head + bytes_of(parameter)
         if part.size <= low_end or part.size > self.bytes_max(kept, count) or not part[-1]:
             raise _wrong_size(part, kept, count)
-        _spare_bits(part[:head], 4 * groups)
-        _spare_bits(part[head:low_end], parameter)
-        parameters = read_only(np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups])
-        sizes = np.full(groups, RICE_GROUP, np.int64)
-        sizes[-1] = kept - RICE_GROUP * (groups - 1)
-        if int(sizes @ parameters.astype(np.int64)) != parameter:
+        nibbles, lows = part[:head], part[head:low_end]
+        _spare_bits(nibbles, 4 * groups)
+        _spare_bits(lows, parameter)
+        last = int(nibbles[-1] >> 4 * (1 - groups % 2))
+        whole = int((nibbles & 15).sum(dtype=np.int64)) + int((nibbles >> 4).sum(dtype=np.int64))
+        if RICE_GROUP * whole - last * (RICE_GROUP * groups - kept) != parameter:
             raise _wrong_size(part, kept, count)
-        lows, unary = words_of(part[head:low_end]), words_of(part[low_end:])
-        cursor: WordArray = np.zeros(6, np.uint64)
-        scratch: IndexArray = np.empty(CHUNK, np.uint32)
-        for begin in range(0, kept, CHUNK):
-            chunk = scratch[: min(CHUNK, kept - begin)]
-            if cpu.grouped_decode(parameters, lows, unary, count, cursor, chunk) < 0:
-                raise _not_rising(kept, count)
-        if cursor[1] or np.any(unary[int(cursor[0]) :]):
+        if cpu.grouped_last_index(nibbles, lows, part[low_end:], kept, count) < 0:
             raise _not_rising(kept, count)
-        cursor[:] = 0
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        parameters, lows, unary = self.split(part, parameter, kept)
+        low_words, unary_words = words_of(lows), words_of(unary)
+        cursor: WordArray = np.zeros(6, np.uint64)
 
         def read(_: int, indices: IndexArray) -> None:
-            cpu.grouped_decode(parameters, lows, unary, count, cursor, indices)
+            cpu.grouped_decode(parameters, low_words, unary_words, count, cursor, indices)
 
         return read
+
+    def split(self, part: ByteArray, parameter: int, kept: int) -> tuple[ByteArray, ByteArray, ByteArray]:
+        """Return (the parameter of each group, the bytes of the lows, those of the unary stream) of a checked section."""
+        groups = -(-kept // RICE_GROUP)
+        head = bytes_of(4 * groups)
+        low_end = head + bytes_of(parameter)
+        parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
+        return read_only(parameters), part[head:low_end], part[low_end:]
 
 
 class Fixed:
@@ -232,13 +242,15 @@ class Fixed:
         cpu.fixed_encode(indices, width, words)
         return CodedIndices(self.wire_id, width, _first_bytes(words, indices.size * width))
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
         if parameter > 32 or part.size != bytes_of(kept * parameter) or part.size > self.bytes_max(kept, count):
             raise _wrong_size(part, kept, count)
         _spare_bits(part, kept * parameter)
-        words = words_of(part)
-        if cpu.fixed_last_index(words, parameter, kept) >= count:
+        if cpu.fixed_last_index(part, parameter, kept) >= count:
             raise _not_rising(kept, count)
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        words = words_of(part)
         cursor: WordArray = np.zeros(2, np.uint64)
         return lambda _, indices: cpu.fixed_decode(words, parameter, cursor, indices)
 
@@ -254,7 +266,10 @@ class Strata:
     def bytes_max(self, kept: int, count: int) -> int:
         return 0
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
+        """Do nothing: each seed is valid, and the section has no room."""
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
         words: IndexArray = np.empty(RANDOM_BLOCK, np.uint32)
         return lambda begin, indices: cpu.strata(parameter, begin, kept, count, words, indices)
 
@@ -267,10 +282,13 @@ class Stride:
     def bytes_max(self, kept: int, count: int) -> int:
         return 0
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
         phase, stride = divmod(parameter, STRIDE_UNIT)
         if phase >= stride or kept != stride_count(phase, stride, count):
             raise PayloadError(f"payload is corrupt: {kept} of {count} values are not every {stride}th from {phase} on")
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        phase, stride = divmod(parameter, STRIDE_UNIT)
         return lambda begin, indices: cpu.strided(phase, stride, begin, indices)
 
 
@@ -293,7 +311,7 @@ class StridedRice:
         section = np.append(np.uint8(r), RICE.encode(positions, r, unary_bits).section)
         return CodedIndices(self.wire_id, phase * STRIDE_UNIT + stride, section)
 
-    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+    def check(self, part: ByteArray, parameter: int, kept: int, count: int) -> None:
         phase, stride = divmod(parameter, STRIDE_UNIT)
         if phase >= stride or kept > stride_count(phase, stride, count):
             raise PayloadError(
@@ -301,7 +319,11 @@ class StridedRice:
             )
         if not part.size:
             raise _wrong_size(part, kept, count)
-        read_positions = RICE.open(part[1:], int(part[0]), kept, stride_count(phase, stride, count))
+        RICE.check(part[1:], int(part[0]), kept, stride_count(phase, stride, count))
+
+    def reader(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        phase, stride = divmod(parameter, STRIDE_UNIT)
+        read_positions = RICE.reader(part[1:], int(part[0]), kept, stride_count(phase, stride, count))
 
         def read(begin: int, indices: IndexArray) -> None:
             read_positions(begin, indices)

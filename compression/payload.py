@@ -39,7 +39,7 @@ from narrows.compression.buffers import (
 )
 from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
 from narrows.compression.errors import NonFinitePayloadError, PayloadError
-from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
+from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, IndexCoding
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
@@ -75,7 +75,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPayload:
-    """A payload that has been checked whole. It can be read once.
+    """A payload that has been checked whole, by one pass over the bytes of its index section and of its scales.
 
     Without lz4 it borrows the memory of the payload, which must not change meanwhile.
     """
@@ -83,7 +83,7 @@ class CheckedPayload:
     header: Header
     values: CodedValues
     index_part: ByteArray
-    read_indices: ReadIndices | None  # None: all values, in order
+    index_coding: IndexCoding | None  # None: all values, in order
 
     def chunks(self) -> Iterator[tuple[int, FloatArray]]:
         """Yield the kept values by chunks: the place of the first, and the values, which the next chunk overwrites."""
@@ -94,10 +94,12 @@ class CheckedPayload:
     def indices(self) -> Iterator[IndexArray]:
         """Yield the indices of each chunk, uint32, which the next chunk overwrites."""
         scratch: IndexArray = np.empty(min(CHUNK, self.header.kept), np.uint32)
+        if self.index_coding is None:
+            return
+        read = self.index_coding.reader(self.index_part, self.header.parameter, self.header.kept, self.header.count)
         for begin in range(0, self.header.kept, CHUNK):
-            assert self.read_indices is not None
             part = scratch[: self.header.kept - begin]
-            self.read_indices(begin, part)
+            read(begin, part)
             yield read_only(part)
 
     def write(self, out: FloatArray) -> None:
@@ -165,11 +167,9 @@ def open_payload(payload: Payload, count: int) -> CheckedPayload:
         )
     values = value_coding.open(body[:value_bytes], header.kept)
     index_part = body[value_bytes:]
-    if index_coding is None:
-        return CheckedPayload(header, values, index_part, None)
-    return CheckedPayload(
-        header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count)
-    )
+    if index_coding is not None:
+        index_coding.check(index_part, header.parameter, header.kept, count)
+    return CheckedPayload(header, values, index_part, index_coding)
 
 
 def check(payload: Payload, count: int, *, finite: bool = False) -> float:

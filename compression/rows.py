@@ -141,7 +141,8 @@ def decode(payload: Payload) -> CodedRows:
     at = HEADER.size + kept * row_bytes(dim, valued)
     if not 0 < kept <= min(count, KEPT_MAX) or not at <= data.size <= at + INDEX_CODINGS[coding].bytes_max(kept, count):
         raise PayloadError(f"rows are corrupt: {data.size} bytes cannot be {kept} of {count} rows of {dim} values")
-    read = INDEX_CODINGS[coding].open(data[at:], parameter, kept, count)
+    INDEX_CODINGS[coding].check(data[at:], parameter, kept, count)
+    read = INDEX_CODINGS[coding].reader(data[at:], parameter, kept, count)
     indices: IndexArray = np.empty(kept, np.uint32)
     for begin in range(0, kept, CHUNK):
         read(begin, indices[begin : begin + CHUNK])

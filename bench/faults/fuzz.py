@@ -27,6 +27,8 @@ import click
 import numpy as np
 
 from narrows.compression import PayloadError, SpecError, codecs, ladder, parse, rows
+from narrows.compression import device as on_device
+from narrows.compression.device import kernels_for
 from narrows.compression.value_codings import INT8
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
@@ -54,6 +56,7 @@ SPECS = (
     *("cycle:0.15+sign", "cycle:0.15/0.24+sign", "cycle:0.3/0.2"),
 )
 COUNTS = (0, 1, 65, 700, 3000)
+DEVICE = kernels_for("host")
 
 
 class Refused(Exception):
@@ -120,7 +123,10 @@ def payload(data: bytes) -> None:
         codecs.put(piece, 1.0, out[guard : guard + count], 10)
         length = np.linalg.norm(out[guard : guard + count].astype(np.float64))
         assert not squared or length <= 1.000001 * squared**0.5, "longer than it was said to be"
+        summed = out[guard : guard + count].copy()
         codecs.add(piece, 0.5, out[guard : guard + count], 10)
+        on_device.accumulate(DEVICE, data[2:], 0.5, summed)
+    assert summed.tobytes() == out[guard : guard + count].tobytes(), "folded otherwise than on a device"
     assert (out[:guard] == 0.25).all() and (out[guard + count :] == 0.25).all(), "written outside"
 
 

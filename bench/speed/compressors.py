@@ -115,7 +115,8 @@ def targets(recorder: record.Recorder, count: int) -> None:
     halves = [read_only(values[:half]), read_only(values[half:])]
 
     def decode_indices() -> None:
-        RICE.open(rice.section, rice.parameter, k, count)(0, found)
+        RICE.check(rice.section, rice.parameter, k, count)
+        RICE.reader(rice.section, rice.parameter, k, count)(0, found)
 
     cores = iter(sorted(os.sched_getaffinity(0)))
 

@@ -251,9 +251,10 @@ class Queue:
         return host
 
     def upload(self, parts: Sequence[UploadPart]) -> list[DeviceArray]:
-        """Return copies of the parts of a payload in scratch memory, in one copy. The caller may change the parts then.
+        """Return copies of the parts of a payload in scratch memory. The caller may change the parts then.
 
-        Each begins where four values can be loaded at once. The copies are valid until the next call.
+        Each begins where four values can be loaded at once. The copies are valid until the next call. The host does not
+        wait for them, so it may check the next payload meanwhile.
         """
         return self.uploads.send(parts)
 

@@ -1,11 +1,11 @@
-"""Payloads on their way to the device: one copy each, from page-locked memory that two payloads take in turn.
+"""Payloads on their way to the device, from page-locked memory that two payloads take in turn.
 
 The driver reads page-locked memory while the host goes on. So the host waits for the last copy from it before it writes
 there again.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from narrows.compression.cuda.streams import Streams
 from narrows.compression.device.stages import BitStream, UploadPart
 
 STAGED_MAX = 64 << 20  # bytes of a payload that goes to the device by page-locked memory of ours
+PIECE_BYTES = 2 << 20  # of it that are copied while the host writes the next ones
 
 
 class StagingMemory:
@@ -54,6 +55,7 @@ class Uploads:
     def __init__(self, driver: Any, streams: Streams, memory: DeviceMemory, counts: Counter[str]) -> None:
         self.driver, self.streams, self.memory, self.counts = driver, streams, memory, counts
         self._staging = StagingMemory(driver), StagingMemory(driver)
+        self._turn = 0
 
     def send(self, parts: Sequence[UploadPart]) -> list[DeviceArray]:
         """Copy the parts of a payload to scratch memory; see `Queue.upload`."""
@@ -74,18 +76,34 @@ class Uploads:
 
     def _staged(self, parts: Sequence[UploadPart], places: list[tuple[int, int]], there: DeviceArray) -> None:
         """Copy by page-locked memory: two arrays take turns, so that one fills while the other one is copied."""
-        staging = self._staging[self.counts["copies up"] % 2]
+        self._turn ^= 1
+        staging = self._staging[self._turn]
         memory = staging.room(there.size)
-        self.fill(memory, parts, places)
-        self.copy(memory, there)
+        for begin, end in self.fill(memory, parts, places):
+            self.copy(memory[begin:end], there[begin:end])
         staging.copied(self.streams.present)
 
-    def fill(self, memory: npt.NDArray[np.uint8], parts: Sequence[UploadPart], places: list[tuple[int, int]]) -> None:
-        """Write the parts to page-locked memory, each at its place, with zeros after it."""
+    def fill(
+        self, memory: npt.NDArray[np.uint8], parts: Sequence[UploadPart], places: list[tuple[int, int]]
+    ) -> Iterator[tuple[int, int]]:
+        """Write the parts to page-locked memory, each at its place, with zeros after it.
+
+        Yields:
+            The bounds of a piece of it that is written, PIECE_BYTES or more, or the last one.
+        """
+        sent = 0
         for part, (begin, size) in zip(parts, places, strict=True):
             host = part.part if isinstance(part, BitStream) else part.view(np.uint8)
-            memory[begin : begin + host.size] = host
+            for at in range(0, host.size, PIECE_BYTES):
+                piece = host[at : at + PIECE_BYTES]
+                end = begin + at + piece.size
+                memory[end - piece.size : end] = piece
+                if end - sent >= PIECE_BYTES:
+                    yield sent, end
+                    sent = end
             memory[begin + host.size : begin + size] = 0
+        if sent < memory.size:
+            yield sent, memory.size
 
     def copy(self, host: npt.NDArray[Any], target: DeviceArray) -> int:
         """Begin to copy an array, and return its size."""

@@ -21,7 +21,6 @@ from narrows.compression.index_codings import (
     bytes_of,
 )
 from narrows.compression.kernels.record import Sum
-from narrows.compression.kernels.rice import RICE_GROUP
 from narrows.compression.payload import Header
 from narrows.compression.selection import sample_plan
 
@@ -135,12 +134,9 @@ def _strided_rice(part: ByteArray, header: Header) -> IndexReader:
 
 
 def _grouped(part: ByteArray, header: Header) -> IndexReader:
-    groups = -(-header.kept // RICE_GROUP)
-    head = bytes_of(4 * groups)
-    low_end = head + bytes_of(header.parameter)
-    parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
+    parameters, lows, unary = GROUPED_RICE.split(part, header.parameter, header.kept)
     return IndexReader(
-        [parameters, BitStream(part[head:low_end]), BitStream(part[low_end:])],
+        [parameters, BitStream(lows), BitStream(unary)],
         lambda kernels, there, places: kernels.grouped_decode(*there, header.count, places),
     )
 

@@ -161,6 +161,15 @@ def _float_of(_context: Any, _bits: Any) -> Any:
     return numba.types.float32(numba.types.uint32), generate
 
 
+def _unaligned_word(_context: Any, data: Any, _begin: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, value=arguments[0])
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        return builder.load(place, align=1)
+
+    return numba.types.uint64(data, numba.types.int64), generate
+
+
 PREFETCH = 2048  # values ahead: a loop that only compares is faster than the hardware's prefetcher
 
 
@@ -203,6 +212,9 @@ trailing_zeros = cast(Callable[[np.uint64], np.uint64], intrinsic(_trailing_zero
 one_bits = cast(Callable[[np.uint64], np.uint64], intrinsic(_one_bits))
 bits_of = cast(Callable[[np.float32], np.uint32], intrinsic(_bits_of))
 float_of = cast(Callable[[np.uint32], np.float32], intrinsic(_float_of))
+# unaligned_word(data, begin): the eight bytes of uint8 data from `begin` on, at any address. This is not checked: call
+# `word_at` (kernels/gaps.py), which is where Numba checks bounds.
+unaligned_word = cast(Callable[[Any, int], np.uint64], intrinsic(_unaligned_word))
 # at_least(bits, begin, mask, threshold): bit j of the word is (bits[begin + j] & mask) >= threshold, for j < 64. All 64
 # values must be in the array; this is not checked. From a loop, LLVM would build the word in 64 lanes of 64 bits each,
 # which is 5x slower.

@@ -13,6 +13,7 @@ tensor.
 import numpy as np
 
 from narrows.compression.buffers import ByteArray, Counts, IndexArray, WordArray
+from narrows.compression.kernels.gaps import sum_of_codes, word_at, word_or_rest
 from narrows.compression.kernels.jit import kernel, one_bits, trailing_zeros
 
 RICE_GROUP = 64  # gaps that share a parameter of 4 bits in the grouped coding
@@ -58,63 +59,31 @@ def rice_encode(indices: IndexArray, r: int, lows: WordArray, unary: WordArray) 
     return int(bit)
 
 
-PLANES_MAX = 6  # low bits of a code up to which their sum is computed plane by plane
+@kernel
+def count_ones(data: ByteArray) -> int:
+    """Return the number of bits that are set."""
+    ones = np.uint64(0)
+    for i in range(data.size // 8):
+        ones += one_bits(word_at(data, 8 * i))
+    return int(ones + one_bits(word_or_rest(data, data.size // 8 * 8)))
 
 
 @kernel
-def sum_of_lows(lows: WordArray, kept: int, r: int) -> int:
-    """Return the sum of `kept` codes of r bits; lows has zeros after them, and SPARE_WORDS.
-
-    Up to PLANES_MAX bits it counts the ones of each bit plane, 64 bits at a time: the bits of plane b lie r apart, so a
-    word takes r counts, whatever the number of its codes: 0.38 ns a code of 4 bits, 0.71 code after code.
-    """
-    total = np.uint64(0)
-    if r <= PLANES_MAX:
-        apart = np.uint64(0)  # a bit each r places, from the lowest on
-        for place in range(0, 64, max(r, 1)):
-            apart |= np.uint64(1) << np.uint64(place)
-        phase = 0  # the plane of a word's lowest bit
-        for i in range((kept * r + 63) // 64):
-            word = lows[i]
-            for shift in range(r):
-                plane = shift + phase
-                if plane >= r:
-                    plane -= r
-                total += one_bits(word & (apart << np.uint64(shift))) << np.uint64(plane)
-            phase = (phase + 64) % r
-        return int(total)
-    mask = (np.uint64(1) << np.uint64(r)) - np.uint64(1)
-    for i in range(kept):
-        low_bit = np.uint64(i) * np.uint64(r)
-        at, offset = low_bit >> np.uint64(6), low_bit & np.uint64(63)
-        total += ((lows[at] >> offset) | ((lows[at + np.uint64(1)] << np.uint64(1)) << (np.uint64(63) - offset))) & mask
-    return int(total)
-
-
-@kernel
-def rice_last_index(lows: WordArray, unary: WordArray, kept: int, r: int, count: int) -> int:
+def rice_last_index(lows: ByteArray, unary: ByteArray, kept: int, r: int, count: int) -> int:
     """Return the index of the last of `kept` >= 1 codes; negative if the streams are not `kept` codes below count.
 
-    The kernel reads the words only; lows must hold kept * r bits, zeros after them and SPARE_WORDS. Nothing overflows:
-    zeros are compared with count >> r before they are shifted.
+    The kernel reads the bytes only. lows must be the bytes of kept * r bits, zeros after them; the last byte of unary
+    has a one. Nothing overflows: zeros are compared with count >> r before they are shifted.
     """
-    ones = np.uint64(0)
-    for i in range(unary.size):
-        ones += one_bits(unary[i])
-    if int(ones) != kept:
+    if count_ones(unary) != kept:
         return -1
-    last = unary.size - 1
-    while unary[last] == np.uint64(0):
-        last -= 1
-    word = unary[last]
-    top = 0
-    for step in (32, 16, 8, 4, 2, 1):
-        if word >> np.uint64(top + step):
-            top += step
-    zeros = last * 64 + top + 1 - kept
+    top = 7
+    while not unary[unary.size - 1] >> top:
+        top -= 1
+    zeros = 8 * (unary.size - 1) + top + 1 - kept
     if zeros > count >> r:
         return -1
-    index = (zeros << r) + sum_of_lows(lows, kept, r) + kept - 1
+    index = (zeros << r) + sum_of_codes(lows, kept, r) + kept - 1
     return index if index < count else -1
 
 
@@ -201,6 +170,68 @@ def grouped_encode(indices: IndexArray, parameters: ByteArray, lows: WordArray, 
         unary[bit >> np.uint64(6)] |= np.uint64(1) << (bit & np.uint64(63))
         bit += np.uint64(1)
     return int(bit)
+
+
+@kernel
+def place_of_one(word: np.uint64, number: np.uint64) -> np.uint64:
+    """Return the place of the one with this number, counted from 1 and from the lowest; the word has as many."""
+    place = np.uint64(0)
+    half = np.uint64(32)
+    while half:
+        ones = one_bits(word & ((np.uint64(1) << half) - np.uint64(1)))
+        above = ones < number  # LLVM selects and does not branch: which half it is cannot be predicted
+        number -= ones if above else np.uint64(0)
+        word >>= half if above else np.uint64(0)
+        place += half if above else np.uint64(0)
+        half >>= np.uint64(1)
+    return place
+
+
+@kernel
+def grouped_last_index(nibbles: ByteArray, lows: ByteArray, unary: ByteArray, kept: int, count: int) -> int:
+    """Do rice_last_index for grouped codes. nibbles has the r of each group, lows the bytes of so many bits.
+
+    Nothing overflows: unary has less than 2**35 zeros, and r is at most 15. A whole group has 64 codes, so its lows are
+    r words, in whose planes it counts the ones.
+    """
+    if count_ones(unary) != kept:
+        return -1
+    planes = np.zeros((RICE_GROUP_PARAMETER_MAX + 1, RICE_GROUP_PARAMETER_MAX), np.uint64)
+    for r in range(1, RICE_GROUP_PARAMETER_MAX + 1):
+        for first in range(r):
+            for bit in range(first, 64, r):
+                planes[r, first] |= np.uint64(1) << np.uint64(bit)
+    total = np.uint64(0)
+    low_at = 0  # in lows
+    at, end = 0, 0  # in unary: of the word, and after the last group's last one
+    rest = word_or_rest(unary, 0)  # what is left of the word
+    for group in range((kept + RICE_GROUP - 1) // RICE_GROUP):
+        r = int(nibbles[group >> 1] >> (4 * (group & 1))) & 15
+        size = min(RICE_GROUP, kept - RICE_GROUP * group)
+        wanted = np.uint64(size)
+        ones = one_bits(rest)
+        while ones < wanted:
+            wanted -= ones
+            at += 8
+            if at >= unary.size:
+                return -1
+            rest = word_or_rest(unary, at)
+            ones = one_bits(rest)
+        place = place_of_one(rest, wanted)
+        rest = rest >> place >> np.uint64(1) << np.uint64(1) << place
+        zeros = 8 * at + int(place) + 1 - end - size
+        end = 8 * at + int(place) + 1
+        total += np.uint64(zeros) << np.uint64(r)
+        phase = 0  # the plane of a word's lowest bit
+        for _ in range(r):
+            word = word_or_rest(lows, low_at)
+            low_at += 8
+            for first in range(r):
+                plane = first + phase if first + phase < r else first + phase - r
+                total += one_bits(word & planes[r, first]) << np.uint64(plane)
+            phase = (phase + 64) % r
+    index = int(total) + kept - 1
+    return index if index < count else -1
 
 
 @kernel

@@ -227,9 +227,10 @@ def unwaited(before: Any, then: Any) -> str:
 
 
 class WatchedUploads(Uploads):
-    def fill(self, memory: Any, parts: Any, places: Any) -> None:
-        self.driver.trace.done(HOST, "a payload on its way up", [], [range_of(memory)])
-        super().fill(memory, parts, places)
+    def fill(self, memory: Any, parts: Any, places: Any) -> Iterator[tuple[int, int]]:
+        for begin, end in super().fill(memory, parts, places):
+            self.driver.trace.done(HOST, "a payload on its way up", [], [range_of(memory[begin:end])])
+            yield begin, end
 
 
 class WatchedQueue(Queue):

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 
 from kit.fake_cuda import FakeCuda
-from narrows.compression import ErrorFeedback, parse
+from narrows.compression import ErrorFeedback, PayloadError, parse
 from narrows.compression import device as on_device
 from narrows.compression.cuda import jit
 from narrows.compression.cuda.cubins import CubinStore
 from narrows.compression.cuda.graphs import GRAPHS_MAX
 from narrows.compression.cuda.jit import THREADS, Cubin
 from narrows.compression.cuda.queue import Queue, driver_of
+from narrows.compression.cuda.staging import PIECE_BYTES
 from narrows.compression.device import DeviceErrorFeedback
 from narrows.compression.device.host import HostKernels
 
@@ -248,6 +249,33 @@ def an_own_update_is_one_launch_and_no_copy() -> None:
         assert fake.launches() == 1 and not fake.calls("cuMemcpyHtoDAsync") and not fake.calls("cuMemAlloc"), spec
 
 
+def a_check_waits_for_no_copy() -> None:
+    """Folds return while their payload goes up; the third one waits for the page-locked memory of the first."""
+    kernels = kernels_on([0])
+    out = update_of(kernels, COUNT)
+    values = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32)
+    payload = bytes(ErrorFeedback(parse("topk:0.3+int8"), COUNT).encode(values))
+    for waits in (0, 0, 1, 1):
+        fake.reset()
+        on_device.accumulate(kernels, payload, 0.5, out)
+        assert (fake.calls("cuEventSynchronize"), fake.calls("cuStreamSynchronize")) == (waits, 0)
+
+
+def what_is_bad_at_its_end_is_refused_before_anything_goes_up() -> None:
+    kernels = kernels_on([0])
+    out = update_of(kernels, COUNT)
+    values = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32)
+    values[np.arange(COUNT) // 800 % 10 > 0] *= np.float32(0.05)
+    for spec in ("topk:0.3+int8", "topk:0.01+int8", "topk:0.05+2bit", "cycle:0.3/0.2+sign"):
+        payload = bytes(ErrorFeedback(parse(spec), COUNT).encode(values))
+        on_device.accumulate(kernels, payload, 0.5, out)
+        for last in (payload[-1] ^ 128, 0):
+            fake.reset()
+            with pytest.raises(PayloadError):
+                on_device.accumulate(kernels, payload[:-1] + bytes([last]), 0.5, out)
+            assert not fake.launches() and not fake.calls("cuMemcpyHtoDAsync"), spec
+
+
 def what_goes_up_arrives() -> None:
     """The fake driver's memory is the host's. What decoders read as words has zeros after it."""
     from narrows.compression.device.stages import BitStream
@@ -255,12 +283,20 @@ def what_goes_up_arrives() -> None:
     kernels = kernels_on([0])
     rng = np.random.default_rng(0)
     with kernels.active():
-        for sizes in ((5, 70, 13), (1, 0, 3), (100, 3, 1), (200_000, 1, 30_000)):
+        for sizes in (
+            (5, 70, 13),
+            (1, 0, 3),
+            (100, 3, 1),
+            (200_000, 1, 30_000),
+            (PIECE_BYTES, 3, 5 * PIECE_BYTES + 77),
+        ):
+            fake.reset()
             parts: list[Any] = [rng.integers(0, 255, size).astype(np.uint8) for size in sizes]
             parts = [parts[0], BitStream(parts[1]), parts[2].astype(np.uint16)]
             for there, want in zip(kernels.upload(parts), HostKernels().upload(parts), strict=True):
                 assert there.dtype == want.dtype and there.address % 16 == 0
                 assert kernels.read(there).tobytes() == want.tobytes()
+            assert fake.calls("cuMemcpyHtoDAsync") == (12 if sizes[0] == PIECE_BYTES else 1)
 
 
 PARTS: tuple[Callable[[], None], ...] = (
@@ -274,6 +310,8 @@ PARTS: tuple[Callable[[], None], ...] = (
     a_fold_is_one_copy_and_a_few_launches,
     a_fold_aside_is_on_a_stream_of_its_own,
     an_own_update_is_one_launch_and_no_copy,
+    a_check_waits_for_no_copy,
+    what_is_bad_at_its_end_is_refused_before_anything_goes_up,
     what_goes_up_arrives,
 )
 

@@ -142,10 +142,10 @@ def rice_encode(indices: Array, r: int, lows: Array, unary: Array) -> int:
 
 
 def rice_last_index(lows: Array, unary: Array, kept: int, r: int, count: int) -> int:
-    ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
+    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
     if ones.size != kept:
         return -1
-    low_bits = np.unpackbits(lows.view(np.uint8), count=kept * r, bitorder="little").reshape(kept, r)
+    low_bits = np.unpackbits(lows, count=kept * r, bitorder="little").reshape(kept, r)
     low_sum = sum(int(bits.sum()) << j for j, bits in enumerate(low_bits.T.astype(np.int64)))
     index = ((int(ones[-1]) + 1 - kept) << r) + low_sum + kept - 1
     return index if index < count else -1
@@ -187,6 +187,20 @@ def grouped_encode(indices: Array, parameters: Array, lows: Array, unary: Array)
     return len(unary_bits)
 
 
+def grouped_last_index(nibbles: Array, lows: Array, unary: Array, kept: int, count: int) -> int:
+    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
+    if ones.size != kept:
+        return -1
+    widths = np.repeat(np.column_stack((nibbles & 15, nibbles >> 4)).ravel().astype(np.int64), 64)[:kept]
+    bits = np.unpackbits(lows, bitorder="little")
+    bits = np.append(bits, np.zeros(max(0, int(widths.sum()) - bits.size), np.uint8))
+    at, index = 0, -1
+    for zeros, r in zip((np.diff(ones, prepend=-1) - 1).tolist(), widths.tolist(), strict=True):
+        index += 1 + (zeros << r) + sum(int(bit) << j for j, bit in enumerate(bits[at : at + r]))
+        at += r
+    return index if index < count else -1
+
+
 def grouped_decode(parameters: Array, lows: Array, unary: Array, count: int, cursor: Array, indices: Array) -> int:
     """As rice_decode; the indices found are the cursor's field 5."""
     low_bits = np.unpackbits(lows.view(np.uint8), bitorder="little")
@@ -222,8 +236,8 @@ def fixed_encode(indices: Array, width: int, words: Array) -> None:
     words.view(np.uint8)[: packed.size] = packed
 
 
-def fixed_last_index(words: Array, width: int, kept: int) -> int:
-    bits = np.unpackbits(words.view(np.uint8), count=kept * width, bitorder="little").reshape(kept, width)
+def fixed_last_index(data: Array, width: int, kept: int) -> int:
+    bits = np.unpackbits(data, count=kept * width, bitorder="little").reshape(kept, width)
     return int((bits.astype(np.int64) << np.arange(width)).sum()) + kept - 1
 
 

@@ -20,6 +20,8 @@ from kit.reference import Array, values_of
 from kit.specs import EACH_STAGE
 
 from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
+from narrows.compression import device as on_device
+from narrows.compression.device import kernels_for
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
 from narrows.compression.value_codings import VALUE_CODINGS
 
@@ -27,20 +29,30 @@ SPECS = (*EACH_STAGE, "topk:1/16", "topk:0.05+2bit", "cycle:0.1/0.5")
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 MUTATIONS = 10_000  # of a test; `python tests/unit/compression/test_fuzz.py N` makes any number
 GUARD = 4096
+DEVICE = kernels_for("host")
 
 
 def survive(payload: bytes, count: int) -> bool:
-    """Feeds one payload to all three readers; True if it is valid. Fails on a stray write or on readers that differ."""
+    """Feeds one payload to all readers, and to the fold of a device, which uploads what it has checked.
+
+    True if it is valid. Fails on a stray write or on readers that differ.
+    """
     try:
         check(payload, count)
         valid = True
     except PayloadError:
         valid = False
     whole = np.full(count + 2 * GUARD, 0.25, np.float32)
-    out = whole[GUARD : GUARD + count]
+    out, summed = whole[GUARD : GUARD + count], np.full(count, 0.25, np.float32)
+
+    def fold_on_device() -> None:
+        on_device.accumulate(DEVICE, payload, 0.5, summed)
+        assert summed.tobytes() == out.tobytes()
+
     readers: tuple[Callable[[], object], ...] = (
         lambda: indices(payload, count),
         lambda: accumulate(payload, 0.5, out),
+        fold_on_device,
         lambda: decode(payload, out),
     )
     for reader in readers:
@@ -49,7 +61,7 @@ def survive(payload: bytes, count: int) -> bool:
             assert valid
         except PayloadError:
             assert not valid
-            assert np.all(out == 0.25)
+            assert np.all(out == 0.25) and np.all(summed == 0.25)
     assert np.all(whole[:GUARD] == 0.25)
     assert np.all(whole[GUARD + count :] == 0.25)
     return valid

@@ -104,6 +104,45 @@ def packed(bits: int) -> Array:
     return np.zeros((bits + 63) // 64 + 2, np.uint64)
 
 
+def byte_part(array: Array, bits: int) -> Array:
+    """Return the bytes of so many bits as a payload has them: read-only, at an odd address, and nothing after them."""
+    size = (bits + 7) // 8
+    return read_only(np.append(np.zeros(3, np.uint8), array.view(np.uint8)[:size])[3:])
+
+
+def test_checks_of_hostile_indices() -> None:
+    """The sections of any bytes: as many ones as are said, and the last index, or a refusal."""
+    rng, found = np.random.default_rng(3), np.zeros((3, 2), np.int64)
+    for _ in range(400):
+        kept, r = int(rng.integers(1, 700)), int(rng.integers(0, 14))
+        unary = np.packbits(rng.permutation(np.arange(kept * int(rng.integers(1, 4))) < kept), bitorder="little")
+        unary[-1] |= np.uint8(rng.choice((1, 128)))
+        kept = int(np.unpackbits(unary).sum()) + int(rng.integers(0, 12) == 0)
+        nibbles = rng.integers(0, int(rng.integers(1, 17)), -(-kept // 64)).astype(np.uint8)
+        bits = kept * r, int(np.minimum(64, kept - 64 * np.arange(nibbles.size)) @ nibbles)
+        lows = [rng.choice((0, 255, 7, 90, 201), -(-size // 8)).astype(np.uint8) for size in bits]
+        for part, size in zip(lows, bits, strict=True):
+            if size % 8:
+                part[-1] &= (1 << size % 8) - 1
+        pairs = np.append(nibbles, np.zeros(nibbles.size % 2, np.uint8))
+        parts = [byte_part(each, 8 * each.size) for each in (*lows, pairs[0::2] | pairs[1::2] << 4, unary)]
+        count = int(rng.choice((1, kept, kept << 4, kept << 16, 2**32 - 1)))
+        width = int(rng.integers(0, 33))
+        coded = byte_part(
+            np.packbits(rng.integers(0, 2, kept * width).astype(np.uint8), bitorder="little"), kept * width
+        )
+        cases = (
+            ("rice_last_index", (parts[0], parts[3], kept, r, count)),
+            ("grouped_last_index", (parts[2], parts[1], parts[3], kept, count)),
+            ("fixed_last_index", (coded, width, kept)),
+        )
+        for number, (name, arguments) in enumerate(cases):
+            last = getattr(cpu, name)(*arguments)
+            assert last == getattr(reference, name)(*arguments), (name, kept, r, width, count)
+            found[number, int(last < 0)] += 1
+    assert found[:2].min() > 50 and found[2, 0] == 400
+
+
 @pytest.mark.parametrize("density", [0.0001, 0.01, 0.3, 1.0, "clustered", "regular"])
 def test_index_codings(density: float | str) -> None:
     rng = np.random.default_rng(1)
@@ -126,11 +165,12 @@ def test_index_codings(density: float | str) -> None:
             assert np.array_equal(got_lows, want_lows)
             assert np.array_equal(got_unary, want_unary)
             lows, unary = read_only(got_lows), read_only(got_unary)
+            streams = byte_part(got_lows, kept * r), byte_part(got_unary, unary_bits)
             for limit in (count, int(indices[-1]) + 1, int(indices[-1])):
-                last = cpu.rice_last_index(lows, unary, kept, r, limit)
-                assert last == reference.rice_last_index(lows, unary, kept, r, limit)
+                last = cpu.rice_last_index(*streams, kept, r, limit)
+                assert last == reference.rice_last_index(*streams, kept, r, limit)
                 assert last == (indices[-1] if limit > indices[-1] else -1)
-            assert cpu.rice_last_index(lows, unary, kept + 1, r, count) == -1
+            assert cpu.rice_last_index(*streams, kept + 1, r, count) == -1
             for kernels in (cpu, reference):
 
                 def rice(cursor: Array, out: Array, kernels: Any = kernels, r: int = r) -> None:
@@ -155,6 +195,14 @@ def test_index_codings(density: float | str) -> None:
         assert np.array_equal(got_lows, want_lows)
         assert np.array_equal(got_unary, want_unary)
         parameters, lows, unary = read_only(got_p), read_only(got_lows), read_only(got_unary)
+        nibbles = np.append(got_p, np.zeros(got_p.size % 2, np.uint8))
+        nibbles = byte_part(nibbles[0::2] | nibbles[1::2] << 4, 8 * -(-got_p.size // 2))
+        streams = byte_part(got_lows, low_bits), byte_part(got_unary, unary_bits)
+        for limit in (count, int(indices[-1]) + 1, int(indices[-1])):
+            last = cpu.grouped_last_index(nibbles, *streams, kept, limit)
+            assert last == reference.grouped_last_index(nibbles, *streams, kept, limit)
+            assert last == (indices[-1] if limit > indices[-1] else -1)
+        assert cpu.grouped_last_index(nibbles, *streams, kept + 1, count) == -1
         for kernels in (cpu, reference):
 
             def grouped(cursor: Array, out: Array, kernels: Any = kernels) -> None:
@@ -175,7 +223,8 @@ def test_index_codings(density: float | str) -> None:
         reference.fixed_encode(indices, width, want_words)
         assert np.array_equal(got_words, want_words)
         words = read_only(got_words)
-        assert cpu.fixed_last_index(words, width, kept) == reference.fixed_last_index(words, width, kept) == indices[-1]
+        data = byte_part(got_words, kept * width)
+        assert cpu.fixed_last_index(data, width, kept) == reference.fixed_last_index(data, width, kept) == indices[-1]
         for kernels in (cpu, reference):
 
             def fixed(cursor: Array, out: Array, kernels: Any = kernels) -> None:
