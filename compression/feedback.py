@@ -106,6 +106,9 @@ class ErrorFeedback:
         self.memory = Memory(seed)
         self.residual: FloatArray | None = None if compressor.lossless else np.zeros(count, np.float32)
 
+    def start_encode(self, update: FloatArray) -> None:
+        """Do nothing. On a device this launches the encode of the update that `encode` gets next."""
+
     def encode(self, update: FloatArray) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
 

@@ -98,6 +98,13 @@ class ArrayReplica(Generic[A]):
     def early(self, piece: PieceLike) -> None:
         """Do nothing: `absorb` writes the piece together with the others."""
 
+    def start_encode(self, update: A, clock: int) -> None:
+        """Launch the encode of an update, if a device computes it; `encode` gets the same next, and `dense` is False."""
+        _, feedback = self.turn(clock)
+        if feedback.compressor.spec != "dense":
+            feedback.memory.go_to(clock)
+            feedback.start_encode(update)
+
     def encode(self, update: A, clock: int, dense: bool = False) -> list[Piece]:
         """Encode update + residual of the fragment whose turn `clock` is.
 
@@ -116,12 +123,11 @@ class ArrayReplica(Generic[A]):
             feedback.load_state_dict({})
             return self.home.raw_pieces(update, begin, self.cut(begin, end))
         feedback.memory.go_to(clock)  # the same step in all workers, whenever they joined
+        piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
         at = self.samples[clock % len(self.feedbacks)]
         self._look()
-        moved = self.home.sampling(update, at, 0)
-        piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
         if feedback.residual is not None:
-            self._sampled = moved, self.home.sampling(feedback.residual, at, 1)
+            self._sampled = self.home.sampling(update, at, 0), self.home.sampling(feedback.residual, at, 1)
         return [piece]
 
     @property

@@ -96,6 +96,10 @@ class Queue:
         """
         return self.streams.aside()
 
+    def after_landings(self) -> None:
+        """Let later work wait for the copies of `fetch` and `launch_beside`: it may write to their sources."""
+        self.streams.after_landings()
+
     # Launches.
 
     def prepare(self, say: Callable[[str], None]) -> None:

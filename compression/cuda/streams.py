@@ -13,7 +13,8 @@ Rules
 - Each launch, memset and copy goes to `present`: the caller's stream (torch's current one), but within `on` and `aside`.
 - If the caller's stream is another one than before, it first waits for the earlier work: all streams share the scratch
   memory.
-- Work of `beside` runs from an event of the present stream on. The caller waits for it by the `QueueLanding`.
+- Work of `beside` runs from an event of the present stream on. The host waits for it by the `QueueLanding`. Work that
+  writes to the scratch memory that it reads waits for it by `after_landings`.
 - Work of `aside` runs after all earlier work of the queue, and before all later work, but beside what the script itself
   queues. So work of the queue never runs at the same time as other work of the queue, except that of `beside`.
 - Memory that is allocated or freed within `aside` may be the script's before or after: the two streams wait for each other
@@ -67,6 +68,8 @@ class Streams:
         self._known: dict[int, Any] = {0: self.present}
         self._own: dict[str, Any] = {}
         self._events: list[Any] = []
+        self._landed: Any = None  # the event after the newest work of `beside`
+        self._lands = False  # no later work has waited for it
         self._done: Any = None  # the event after the queue's newest work on the caller's stream; None: nothing is aside
         self._folded: Any = None  # the event after the newest work of `aside`, until the caller's stream waits for it
         self._caller: Any = None  # the caller's stream, within `aside`
@@ -164,4 +167,14 @@ class Streams:
         self._events.append(ready)
         self.on(landing, work)
         driver.record(landed, landing)
+        if self._landed is None:
+            self._landed = self.event()
+        driver.record(self._landed, landing)
+        self._lands = True
         return QueueLanding(self, landed)
+
+    def after_landings(self) -> None:
+        """Let the later work of the present stream wait for what runs beside it."""
+        if self._lands:
+            self.driver.wait_for(self._landed, self.present)
+            self._lands = False

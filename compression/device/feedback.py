@@ -95,6 +95,20 @@ class PendingEncode(NamedTuple):
     held: DeviceCodes | None = None  # room for all values; None: no value may be kept
 
 
+class BegunEncode(NamedTuple):
+    """An encode that is launched.
+
+    Attributes:
+        update: the address of the update.
+        step: of the memory.
+        way: its payload on the way to the host.
+    """
+
+    update: int
+    step: int
+    way: PendingEncode
+
+
 class LandPlan(NamedTuple):
     """How the sections of an encode cross to the host, if only the device knows their sizes.
 
@@ -105,6 +119,11 @@ class LandPlan(NamedTuple):
 
     arguments: tuple[Any, ...]
     size: int
+
+
+def _address_of(array: DeviceArray) -> int:
+    """Return the address of an array of the device, or of the host in its place."""
+    return int(array.address if hasattr(array, "address") else array.ctypes.data)
 
 
 def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
@@ -162,6 +181,25 @@ class DeviceErrorFeedback:
         self.staging = staging or Staging(kernels)
         self.pool = pool or DevicePool(kernels)
         self.coded: DeviceCodes | None = None
+        self._begun: BegunEncode | None = None
+
+    def start_encode(self, update: Any) -> None:
+        """Launch the encode of an update, whose payload the next `encode` returns.
+
+        So several feedbacks can launch their encodes before the host waits for the first payload.
+
+        Args:
+            update: as in `encode`, which gets it next. It must not change before.
+
+        Raises:
+            TypeError, ValueError: as `encode`.
+        """
+        if self.compressor.lossless:
+            return
+        with self.kernels.active():
+            view = self._checked(update)
+            self._drop_begun()
+            self._begun = BegunEncode(_address_of(view), self.memory.step, self._launched(view, sampled=True))
 
     def encode(self, update: Any) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
@@ -180,25 +218,37 @@ class DeviceErrorFeedback:
         with self.kernels.active():
             return self._encode(update)
 
-    def _encode(self, update: Any) -> memoryview:
+    def _drop_begun(self) -> None:
+        """Forget an encode that was launched and is not wanted. Nothing but scratch memory has changed."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.way.landing.wait()  # it writes to memory that the next payload may get
+
+    def _checked(self, update: Any) -> DeviceArray:
         update = _device_floats(self.kernels, update, "update")
         if update.size != self.count:
             raise ValueError(f"update has {update.size} values; this stream has {self.count}")
+        return update
+
+    def _encode(self, update: Any) -> memoryview:
+        update = self._checked(update)
+        begun, wanted = self._begun, (_address_of(update), self.memory.step)
+        if begun is None or (begun.update, begun.step) != wanted or self.compressor.lossless:
+            self._drop_begun()
+        begun, self._begun = self._begun, None
         self.coded = None
         if self.compressor.lossless:
             values = self._lossless(update)
             _, finish, _ = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))
             self.memory.advance()
             return finish()
-        if self._successor is None:
-            self._successor = self._zeros()
-        addends = self._begin(update)
-        told, finish, coded = self._coded(addends, sampled=True)
+        way = self._launched(update, sampled=True) if begun is None else begun.way
+        told, finish, coded = self._told(way)
         if told[MISLED]:  # the sample misled: no value was kept
             self.kernels.counts["misled"] += 1
-            told, finish, coded = self._coded(addends, sampled=False)
+            told, finish, coded = self._told(self._launched(update, sampled=False))
         if told[LARGEST] >= INFINITY_KEY:
-            raise _non_finite(self.kernels, addends)
+            raise _non_finite(self.kernels, self._begin(update))
         self.residual, self._successor = self._successor, self.residual
         self.memory.advance()
         self.coded = coded
@@ -210,6 +260,7 @@ class DeviceErrorFeedback:
 
     def change(self, compressor: Compressor) -> None:
         """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""
+        self._drop_begun()
         self.compressor = _chain(compressor)
         self._spec = self.compressor.spec
         if self.residual is None and not self.compressor.lossless:
@@ -217,6 +268,7 @@ class DeviceErrorFeedback:
 
     def restore(self, payload: Payload, weight: float = 1.0) -> None:
         """Add weight * payload to the residual, as `ErrorFeedback.restore` does."""
+        self._drop_begun()
         if self.residual is None:
             self.residual = self._zeros()
         accumulate(self.kernels, payload, weight, self.residual)
@@ -230,6 +282,7 @@ class DeviceErrorFeedback:
     def load_state_dict(self, state: State) -> None:
         """Load a saved state, of the host or of a device. Raises ValueError for another size; then nothing changes."""
         residual = restored(state, "residual", self.count)
+        self._drop_begun()
         self.residual = None if residual is None and self.compressor.lossless else self._zeros()
         if self.residual is not None and residual is not None:
             with self.kernels.active():
@@ -248,7 +301,9 @@ class DeviceErrorFeedback:
         return residual
 
     def _begin(self, update: DeviceArray) -> Sum:
-        """Tell the kernels what differs from the last encode, and return the addends."""
+        """Take the buffer of the next residual, tell the kernels what differs from the last encode, and return the addends."""
+        if self._successor is None:
+            self._successor = self._zeros()
         reducer, seed = self.compressor.reducer, 0
         phase = self.memory.step % reducer.stride if isinstance(reducer, Cycle | CycleTop) else 0
         if isinstance(reducer, RandomK):
@@ -274,20 +329,21 @@ class DeviceErrorFeedback:
         key = (part, self._spec, self.count, float(self.decay), room, among)
         return cast(Result, self.kernels.captured(key, launches))
 
-    def _coded(self, addends: Sum, sampled: bool) -> Told:
-        """Make the sum and code it. While the payload crosses to the host its values are subtracted from the sum.
+    def _launched(self, update: DeviceArray, sampled: bool) -> PendingEncode:
+        """Launch an encode. While the payload crosses to the host its values are subtracted from the sum.
 
         Args:
-            addends: residual, decay and update, and the buffer of the sum.
+            update: the update.
             sampled: a sample may choose the threshold of a top-k.
 
         Returns:
-            As `_told`.
+            The payload on its way.
         """
-        reducer = self.compressor.reducer
+        self.kernels.after_landings()  # the payload before may still be read from the scratch memory
+        addends, reducer = self._begin(update), self.compressor.reducer
         if reducer is None or self.count <= DENSE_COUNT_MAX:
-            return self._told(self._all(addends))
-        return self._told(REDUCES[type(reducer)](self, reducer, addends, sampled))
+            return self._all(addends)
+        return REDUCES[type(reducer)](self, reducer, addends, sampled)
 
     def _all(self, addends: Sum) -> PendingEncode:
         """Code all values in the kernel that sums them."""

@@ -113,24 +113,27 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             there = self.kernels.empty(positions.size, np.uint32)
             self.kernels.load(positions.astype(np.uint32), there)
-            return there, [self.kernels.pinned(max(there.nbytes, 1))[: there.nbytes] for _ in range(2)]
+            landings = [self.kernels.pinned(max(there.nbytes, 1))[: there.nbytes] for _ in range(2)]
+            return there, [self.kernels.empty(there.size, np.uint32) for _ in landings], landings
 
-    def _sample(self, values: A, there: Any, turn: int) -> Any:
-        taken = self.kernels.scratch(f"sampled {turn}", there.size, np.uint32)
+    def _sample(self, values: A, places: Any, turn: int) -> Any:
+        """Take the values to memory of this turn, whose last sample has been read."""
+        there, taken, _ = places
         if there.size:
-            self.kernels.take(self._view(values).view(np.uint32), there, taken)
-        return taken
+            self.kernels.take(self._view(values).view(np.uint32), there, taken[turn])
+        return taken[turn]
 
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
         with self.kernels.active():
-            found: FloatArray = self.kernels.read(self._sample(values, places[0], 0)).view(np.float32)
+            found: FloatArray = self.kernels.read(self._sample(values, places, 0)).view(np.float32)
         return found.astype(np.float64)
 
     def sampling(self, values: A, places: Any, turn: int) -> Sample:
-        there, landings = places
+        landing = places[-1][turn]
         with self.kernels.active():
-            landing = self.kernels.fetch([self._sample(values, there, turn).view(np.uint8)], [landings[turn]])
-        return LandingSample(landing, landings[turn])
+            return LandingSample(
+                self.kernels.fetch([self._sample(values, places, turn).view(np.uint8)], [landing]), landing
+            )
 
     def any(self, values: A) -> bool:
         with self.kernels.active():

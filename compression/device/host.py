@@ -100,6 +100,8 @@ class HostKernels:
     def aside(self) -> Iterator[None]:
         yield
 
+    def after_landings(self) -> None: ...
+
     def view(self, array: Any) -> HostArray:
         """Return a NumPy array, or a torch tensor on the CPU, as a HostArray, without a copy."""
         if not isinstance(array, np.ndarray):

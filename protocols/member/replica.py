@@ -80,6 +80,12 @@ class Replica(Protocol[A]):
             ValueError: the payload is not valid.
         """
 
+    def start_encode(self, update: A, clock: int) -> None:
+        """Begin to encode an update, if that takes a device some time. The next `encode` gets the same two arguments.
+
+        `update` must not change before that.
+        """
+
     def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[CodedPiece]:
         """Encode an update plus the residual. What the pieces leave out is the new residual.
 

@@ -221,6 +221,8 @@ class WatchedDriver(SimulatedDriver):
 
 def unwaited(before: Any, then: Any) -> str:
     """Return the planted fault that leaves out the wait of one stream for another."""
+    if before == LANDING:
+        return "an encode does not wait for the payload before it"
     if ASIDE in (before, then):
         return "a fold does not wait for the replica" if then == ASIDE else "the replica does not wait for a fold"
     return "a payload does not wait for its codes" if then == LANDING else "another stream waits for nothing"
@@ -357,6 +359,8 @@ def turns(spec: str, broken: str = "") -> Trace:
                 assert broken or trace.clock(ASIDE)[stream] < backward, "a fold waits for the script"
             trace.done(stream, "the optimizer's step", [range_of(gradient), *map(range_of, bases)], [range_of(update)])
             on_host(update)[:] = values
+            for replica in shards:
+                replica.start_encode(update[replica.begin : replica.end], clock)
             for shard, (replica, host) in enumerate(zip(shards, hosts, strict=True)):
                 mine = values[replica.begin : replica.end]
                 own[shard] = [
@@ -400,7 +404,11 @@ BROKEN = (
     "a copy of what may change is not waited for",
     "launches go to the legacy stream",
 )
-BROKEN_ASIDE = ("a fold does not wait for the replica", "the replica does not wait for a fold")
+BROKEN_TURNS = (
+    "an encode does not wait for the payload before it",
+    "a fold does not wait for the replica",
+    "the replica does not wait for a fold",
+)
 
 
 def orders() -> None:
@@ -411,7 +419,7 @@ def orders() -> None:
         assert trace.count > 30 and not trace.races, (spec, trace.races[:3])
     for broken in BROKEN:
         assert steps("topk:0.05+int8", broken).races, broken
-    for broken in BROKEN_ASIDE:
+    for broken in BROKEN_TURNS:
         assert turns("topk:0.05+int8", broken).races, broken
     with mock.patch.object(Streams, "meet"):
         assert turns("topk:0.05+int8").races, "a fold writes to memory that the script still uses"

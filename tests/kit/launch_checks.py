@@ -226,9 +226,26 @@ def a_fold_aside_is_on_a_stream_of_its_own() -> None:
     assert aside and fake.calls("cuStreamWaitEvent") == 1 and not fake.calls("cuMemAlloc")
     fake.reset()
     feedback.encode(update)
-    assert fake.calls("cuStreamWaitEvent") == 2  # for the fold, and the payload for its codes
+    assert fake.calls("cuStreamWaitEvent") == 3  # for the fold, for the last payload, and the payload for its codes
     streams = {fake.launch(i).stream for i in range(fake.launches())}
     assert aside not in streams and len(streams) == 2  # the caller's, and that of payloads
+
+
+def encodes_of_shards_are_launched_before_the_host_waits() -> None:
+    kernels = kernels_on([0])
+    shards, update = (
+        [DeviceErrorFeedback(kernels, parse("topk:0.01+int8"), COUNT) for _ in range(2)],
+        update_of(kernels, COUNT),
+    )
+    for _ in range(3):
+        fake.reset()
+        for feedback in shards:
+            feedback.start_encode(update)
+        launches = fake.launches()
+        assert launches and not fake.calls("cuEventSynchronize") and not fake.calls("cuStreamSynchronize")
+        for feedback in shards:
+            feedback.encode(update)
+        assert fake.launches() == launches and fake.calls("cuEventSynchronize") == 2
 
 
 def an_own_update_is_one_launch_and_no_copy() -> None:
@@ -309,6 +326,7 @@ PARTS: tuple[Callable[[], None], ...] = (
     a_call_that_fails_is_named,
     a_fold_is_one_copy_and_a_few_launches,
     a_fold_aside_is_on_a_stream_of_its_own,
+    encodes_of_shards_are_launched_before_the_host_waits,
     an_own_update_is_one_launch_and_no_copy,
     a_check_waits_for_no_copy,
     what_is_bad_at_its_end_is_refused_before_anything_goes_up,

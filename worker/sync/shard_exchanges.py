@@ -267,6 +267,11 @@ class ShardExchanges:
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
+            if not dense and not self.tuning.up_lossless:
+                for exchange, update in zip(self.exchanges, updates, strict=True):
+                    exchange.replica.start_encode(
+                        update, self.clock
+                    )  # a device works on all before the host waits for one
             for exchange, update in zip(self.exchanges, updates, strict=True):
                 if self.tuning.up_lossless and not self.arrays.home.finite(update):  # a lossy coder checks by itself
                     raise NonFiniteError("it has values that are NaN or infinite")

@@ -76,6 +76,43 @@ def test_the_coded_values_on_the_device_are_those_of_the_payload(spec: str) -> N
             assert got.numpy().tobytes() == want.numpy().tobytes()
 
 
+@pytest.mark.parametrize("spec", EACH_STAGE)
+def test_encodes_of_two_shards_are_launched_before_the_first_ends(spec: str) -> None:
+    """Payloads are the CPU's, also if the first sample misled, or an encode was launched for another update."""
+    kernels, count = kernels_for("host"), 70_001
+    ours = [DeviceErrorFeedback(kernels, parse(spec), count, seed=shard) for shard in range(2)]
+    theirs = [ErrorFeedback(parse(spec), count, seed=shard) for shard in range(2)]
+    for update in (torch.ones(count), *updates_of(count)):
+        updates = [update, update.flip(0)]
+        ours[1].start_encode(torch.zeros(count))  # it is not wanted
+        for feedback, each in zip(ours, updates, strict=True):
+            feedback.start_encode(each)
+        for mine, yours, each in zip(ours, theirs, updates, strict=True):
+            assert mine.encode(each) == yours.encode(each.numpy())
+    for mine, yours in zip(ours, theirs, strict=True):
+        mine.start_encode(update)
+        mine.change(parse("int8"))
+        yours.change(parse("int8"))
+        assert mine.encode(update) == yours.encode(update.numpy())
+
+
+def test_a_shard_that_is_not_finite_leaves_the_other_as_it_was() -> None:
+    kernels, count = kernels_for("host"), 2000
+    ours = [DeviceErrorFeedback(kernels, parse("topk:0.1+int8"), count) for _ in range(2)]
+    theirs = ErrorFeedback(parse("topk:0.1+int8"), count)
+    good, *_ = updates_of(count)
+    bad = good.clone()
+    bad[7] = np.nan
+    for feedback, update in zip(ours, (bad, good), strict=True):
+        feedback.start_encode(update)
+    with pytest.raises(NonFiniteError, match=r"1 of 2,?000 values"):
+        ours[0].encode(bad)
+    for feedback in ours:
+        assert not feedback.state_dict()["residual"].any()
+        theirs.load_state_dict({})
+        assert feedback.encode(good) == theirs.encode(good.numpy())
+
+
 def test_memory_of_coded_values_is_lent_again() -> None:
     kernels, pool = kernels_for("host"), DevicePool(kernels_for("host"))
     feedback = DeviceErrorFeedback(kernels, parse("topk:0.1+int8"), 3000, pool=pool)
