@@ -6,6 +6,7 @@ kernel once, whatever the buffer was. Sections at misaligned addresses are copie
 
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ Payload: TypeAlias = (
 Parts: TypeAlias = list[bytes | memoryview]  # bytes to be sent, one part after the other
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+CHUNK = 1 << 18  # values of a chunk of a `ChunkedUpdate`: 1 MiB, which a core's cache holds
 SPARE_WORDS = 2  # zero words after the last one, which bit readers and writers may touch
 
 
@@ -37,6 +39,26 @@ class CodedCopy(Protocol):
 
 # The wire is little endian and the kernels reinterpret bytes in place; no big-endian machine runs PyTorch today.
 assert sys.byteorder == "little", "narrows.compression needs a little-endian machine"
+
+
+class ChunkedUpdate(Protocol):
+    """An update that is computed in chunks of CHUNK values, each time that it is read. No array holds all of it.
+
+    Attributes:
+        size: the number of values.
+        sample: the values at `sample_of(size)` (sampling.py), once all chunks were read.
+    """
+
+    size: int
+    sample: FloatArray
+
+    def chunks(self) -> Iterator[tuple[int, FloatArray]]:
+        """Yield (begin, values) for each chunk in order: float32[at most CHUNK], valid until the next chunk."""
+
+
+def chunks_of(update: "FloatArray | ChunkedUpdate") -> Iterator[tuple[int, FloatArray]]:
+    """Yield (begin, values) for each chunk of an update; an array is one chunk."""
+    return iter([(0, update)]) if isinstance(update, np.ndarray) else update.chunks()
 
 
 def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -13,39 +13,54 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import CodedCopy, FloatArray, Parts, Payload, values_view
+from narrows.compression.buffers import (
+    ChunkedUpdate,
+    CodedCopy,
+    FloatArray,
+    Parts,
+    Payload,
+    chunks_of,
+    read_only,
+    values_view,
+)
 from narrows.compression.compressor import Compressor
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import accumulate
 from narrows.compression.reducers import Memory
-from narrows.compression.value_codings import non_finite
+from narrows.compression.value_codings import non_finite_at
 
 State = dict[str, npt.NDArray[Any]]
 
 
-def checked_update(update: FloatArray, count: int, lossless: bool) -> FloatArray:
+def checked_update(update: FloatArray | ChunkedUpdate, count: int, lossless: bool) -> FloatArray | ChunkedUpdate:
     """Check an update before it is added to a residual.
 
     Args:
-        update: float32[count], contiguous.
+        update: float32[count], contiguous, or in chunks.
         count: the number of values of the stream.
         lossless: the compressor is lossless, so NaN and infinity may pass.
 
     Returns:
-        A read-only view of the update.
+        The update, of an array a read-only view.
 
     Raises:
         TypeError: another dtype or shape.
         ValueError: another size.
         NonFiniteError: the compressor is lossy and a value is NaN or infinite.
     """
-    update = values_view(update, "update")
+    if isinstance(update, np.ndarray):
+        update = values_view(update, "update")
     if update.size != count:
         raise ValueError(f"update has {update.size} values; this stream has {count}")
     # Checked first: a NaN in the residual would stay there for ever.
-    if not lossless and cpu.largest_key(update) >= INFINITY_KEY:
-        raise non_finite(update)
+    if not lossless and any(cpu.largest_key(read_only(values)) >= INFINITY_KEY for _, values in chunks_of(update)):
+        wrong = [
+            (begin + int(at), values[at])
+            for begin, values in chunks_of(update)
+            for at in np.flatnonzero(~np.isfinite(values))
+        ]
+        raise non_finite_at(len(wrong), count, *wrong[0])
     return update
 
 
@@ -106,14 +121,14 @@ class ErrorFeedback:
         self.memory = Memory(seed)
         self.residual: FloatArray | None = None if compressor.lossless else np.zeros(count, np.float32)
 
-    def start_encode(self, update: FloatArray) -> None:
+    def start_encode(self, update: FloatArray | ChunkedUpdate) -> None:
         """Do nothing. On a device this launches the encode of the update that `encode` gets next."""
 
-    def encode(self, update: FloatArray) -> memoryview:
+    def encode(self, update: FloatArray | ChunkedUpdate) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
 
         Args:
-            update: float32[count], contiguous. It is not changed.
+            update: float32[count], contiguous, or in chunks. It is not changed.
 
         Returns:
             The payload.
@@ -126,21 +141,39 @@ class ErrorFeedback:
         parts = self.encode_parts(update)
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def encode_parts(self, update: FloatArray) -> Parts:
+    def encode_parts(self, update: FloatArray | ChunkedUpdate) -> Parts:
         """Encode in parts (`Compressor.encode_parts`). For `dense` without residual the second is `update` itself."""
-        update = checked_update(update, self.count, self.compressor.lossless)
-        residual = self.residual
-        if residual is None:
-            return self.compressor.encode_parts(update, self.memory)
-        if self.decay != 1.0:
-            np.multiply(residual, self.decay, out=residual)
-        np.add(residual, update, out=residual)
+        values = self._sum(update)
         if self.compressor.lossless:
             self.residual = None
-            return self.compressor.encode_parts(residual, self.memory)
-        payload = self.compressor.encode(residual, self.memory)
-        accumulate(payload, -1.0, residual)
+            return self.compressor.encode_parts(values, self.memory)
+        payload = self.compressor.encode(values, self.memory)
+        accumulate(payload, -1.0, values)
         return [payload]
+
+    def take(self, update: FloatArray | ChunkedUpdate) -> FloatArray:
+        """Return decay * residual + update, to be sent uncoded. The residual is zero then.
+
+        Raises:
+            NonFiniteError, TypeError, ValueError: as `encode`; then nothing has changed.
+        """
+        values = self._sum(update)
+        self.residual = None if self.compressor.lossless else np.zeros(self.count, np.float32)
+        return values
+
+    def _sum(self, update: FloatArray | ChunkedUpdate) -> FloatArray:
+        """Return decay * residual + update: in the memory of the residual, or the update itself without a residual."""
+        update = checked_update(update, self.count, self.compressor.lossless)
+        if self.residual is None:
+            if isinstance(update, np.ndarray):
+                return update
+            self.residual = np.zeros(self.count, np.float32)
+        elif self.decay != 1.0:
+            np.multiply(self.residual, self.decay, out=self.residual)
+        for begin, values in chunks_of(update):
+            part = self.residual[begin : begin + values.size]
+            np.add(part, values, out=part)
+        return self.residual
 
     def change(self, compressor: Compressor) -> None:
         """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import CodedCopy, FloatArray, Payload, read_only
+from narrows.compression.buffers import ChunkedUpdate, CodedCopy, FloatArray, Payload, read_only
 from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
 from narrows.compression.compressor import Compressor
 from narrows.compression.feedback import ErrorFeedback, State
@@ -30,8 +30,9 @@ class Feedback(Protocol[A]):
     residual: A | None
     coded: CodedCopy | None  # the newest payload's values on the device; None on the host
 
-    def start_encode(self, update: A) -> None: ...
-    def encode(self, update: A) -> memoryview: ...
+    def start_encode(self, update: A | ChunkedUpdate) -> None: ...
+    def encode(self, update: A | ChunkedUpdate) -> memoryview: ...
+    def take(self, update: A | ChunkedUpdate) -> A: ...
     def change(self, compressor: Compressor) -> None: ...
     def restore(self, payload: Payload, weight: float = 1.0) -> None: ...
     def load_state_dict(self, state: State) -> None: ...
@@ -90,9 +91,6 @@ class Home(Protocol[A]):
     def copy(self, source: A, out: A) -> None:
         """Set out = source."""
 
-    def sum(self, a: A, b: A) -> A:
-        """Return a + b as a new array."""
-
     def sum_scaled(self, a: A, b: A, weight: float, out: A) -> None:
         """Set out = a + float32(weight) * b, product and sum each rounded to float32. `out` may be `a`."""
 
@@ -114,11 +112,11 @@ class Home(Protocol[A]):
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
         """Return the values at these places, float64[n]. Waits for the device."""
 
-    def sampling(self, values: A, places: Any, turn: int) -> Sample:
+    def sampling(self, values: A | ChunkedUpdate, places: Any, turn: int) -> Sample:
         """Begin to copy the present values at these places to the host.
 
         Args:
-            values: the array; it may change afterwards.
+            values: the array, which may change afterwards; or on the host an update in chunks, which were read before.
             places: from `places`.
             turn: 0 or 1. Each turn has one copy under way at most: read a sample before the next of its turn.
         """
@@ -193,9 +191,6 @@ class HostHome:
     def copy(self, source: FloatArray, out: FloatArray) -> None:
         np.copyto(out, source)
 
-    def sum(self, a: FloatArray, b: FloatArray) -> FloatArray:
-        return a + b
-
     def sum_scaled(self, a: FloatArray, b: FloatArray, weight: float, out: FloatArray) -> None:
         np.copyto(out, a)
         cpu.add_fp32(read_only(b), np.float32(weight), out)
@@ -213,8 +208,9 @@ class HostHome:
     def sampled(self, values: FloatArray, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return values[places].astype(np.float64)
 
-    def sampling(self, values: FloatArray, places: npt.NDArray[np.int64], turn: int) -> Sample:
-        return HostSample(self.sampled(values, places))
+    def sampling(self, values: FloatArray | ChunkedUpdate, places: npt.NDArray[np.int64], turn: int) -> Sample:
+        found = values[places] if isinstance(values, np.ndarray) else values.sample
+        return HostSample(found.astype(np.float64))
 
     def any(self, values: FloatArray) -> bool:
         return bool(values.any())

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from narrows.compression.buffers import FloatArray
+from narrows.compression.buffers import ChunkedUpdate, FloatArray
 from narrows.compression.codecs import Piece, PieceLike, check, coded_piece
 from narrows.compression.home import HOST, A, Feedback, Home, Sample
 from narrows.compression.sampling import sample_of
@@ -82,34 +82,34 @@ class ArrayReplica(Generic[A]):
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
+        self.check(pieces)
         with self.home.aside() if self.aside else nullcontext():
-            self._write(pieces, add, self.pulled)
+            for piece in pieces:
+                if add:
+                    self.home.add(piece, 1.0, self.pulled, self.begin)
+                else:
+                    self.home.put(piece, self.pulled, self.begin)
 
-    def _write(self, pieces: Sequence[PieceLike], adds: bool, out: A) -> A:
+    def check(self, pieces: Sequence[PieceLike]) -> None:
+        """Raise PayloadError if a payload is not valid for the keys of its piece."""
         for piece in pieces:
             check(piece)
-        for piece in pieces:
-            if adds:
-                self.home.add(piece, 1.0, out, self.begin)
-            else:
-                self.home.put(piece, out, self.begin)
-        return out
 
     def early(self, piece: PieceLike) -> None:
         """Do nothing: `absorb` writes the piece together with the others."""
 
-    def start_encode(self, update: A, clock: int) -> None:
+    def start_encode(self, update: A | ChunkedUpdate, clock: int) -> None:
         """Launch the encode of an update, if a device computes it; `encode` gets the same next, and `dense` is False."""
         _, feedback = self.turn(clock)
         if feedback.compressor.spec != "dense":
             feedback.memory.go_to(clock)
             feedback.start_encode(update)
 
-    def encode(self, update: A, clock: int, dense: bool = False) -> list[Piece]:
+    def encode(self, update: A | ChunkedUpdate, clock: int, dense: bool = False) -> list[Piece]:
         """Encode update + residual of the fragment whose turn `clock` is.
 
         Args:
-            update: float32, the keys of the fragment.
+            update: float32, the keys of the fragment; on the host also in chunks.
             clock: the clock of the update; also the step of the compressor's random numbers and cycles.
             dense: send all values and the residual as float32.
 
@@ -118,10 +118,7 @@ class ArrayReplica(Generic[A]):
         """
         (begin, end), feedback = self.turn(clock)
         if dense or feedback.compressor.spec == "dense":
-            if feedback.residual is not None:
-                update = self.home.sum(update, feedback.residual)
-            feedback.load_state_dict({})
-            return self.home.raw_pieces(update, begin, self.cut(begin, end))
+            return self.home.raw_pieces(feedback.take(update), begin, self.cut(begin, end))
         feedback.memory.go_to(clock)  # the same step in all workers, whenever they joined
         piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
         at = self.samples[clock % len(self.feedbacks)]
@@ -169,8 +166,11 @@ class ArrayReplica(Generic[A]):
                 self.home.add(piece, weight, out, begin)
 
     def master(self, pieces: Sequence[PieceLike]) -> A:
-        """Decode pieces that cover all keys into a new array, float32[end - begin]."""
-        return self._write(pieces, False, self.home.empty(self.end - self.begin))
+        """Decode checked pieces that cover all keys into a new array, float32[end - begin]."""
+        out = self.home.empty(self.end - self.begin)
+        for piece in pieces:
+            self.home.put(piece, out, self.begin)
+        return out
 
 
 HostReplica = ArrayReplica[FloatArray]

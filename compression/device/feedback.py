@@ -238,7 +238,7 @@ class DeviceErrorFeedback:
         begun, self._begun = self._begun, None
         self.coded = None
         if self.compressor.lossless:
-            values = self._lossless(update)
+            values, self.residual = self._sum(update), None
             _, finish, _ = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))
             self.memory.advance()
             return finish()
@@ -253,6 +253,13 @@ class DeviceErrorFeedback:
         self.memory.advance()
         self.coded = coded
         return finish()
+
+    def take(self, update: Any) -> DeviceArray:
+        """Return decay * residual + update, as `ErrorFeedback.take` does. Raises no NonFiniteError."""
+        with self.kernels.active():
+            values = self._sum(_device_floats(self.kernels, update, "update"))
+        self.residual = None if self.compressor.lossless else self._zeros()
+        return values
 
     def encode_parts(self, update: Any) -> Parts:
         """Encode, and return one part: the payload is a copy in any case."""
@@ -293,12 +300,12 @@ class DeviceErrorFeedback:
         with self.kernels.active():
             return self.kernels.zeros(self.count, np.float32)
 
-    def _lossless(self, update: DeviceArray) -> DeviceArray:
+    def _sum(self, update: DeviceArray) -> DeviceArray:
+        """Return decay * residual + update, in the memory of the residual; without a residual the update."""
         if self.residual is None:
             return update
-        residual, self.residual = self.residual, None
-        self.kernels.sum_of(Sum(residual, self.decay, update, residual))
-        return residual
+        self.kernels.sum_of(Sum(self.residual, self.decay, update, self.residual))
+        return self.residual
 
     def _begin(self, update: DeviceArray) -> Sum:
         """Take the buffer of the next residual, tell the kernels what differs from the last encode, and return the addends."""

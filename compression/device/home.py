@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression import ErrorFeedback, codecs, parse, warm_up_updates
-from narrows.compression.buffers import FloatArray
+from narrows.compression.buffers import ChunkedUpdate, FloatArray
 from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
@@ -71,11 +71,6 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             self.kernels.copy(self._view(source), self._view(out))
 
-    def sum(self, a: A, b: A) -> A:
-        out = self.zeros(self._view(a).size)
-        self.sum_scaled(a, b, 1.0, out)
-        return out
-
     def sum_scaled(self, a: A, b: A, weight: float, out: A) -> None:
         with self.kernels.active():
             target = self._view(out)
@@ -128,12 +123,11 @@ class DeviceHome(Generic[A]):
             found: FloatArray = self.kernels.read(self._sample(values, places, 0)).view(np.float32)
         return found.astype(np.float64)
 
-    def sampling(self, values: A, places: Any, turn: int) -> Sample:
+    def sampling(self, values: A | ChunkedUpdate, places: Any, turn: int) -> Sample:
         landing = places[-1][turn]
         with self.kernels.active():
-            return LandingSample(
-                self.kernels.fetch([self._sample(values, places, turn).view(np.uint8)], [landing]), landing
-            )
+            sample = self._sample(cast(A, values), places, turn).view(np.uint8)
+            return LandingSample(self.kernels.fetch([sample], [landing]), landing)
 
     def any(self, values: A) -> bool:
         with self.kernels.active():

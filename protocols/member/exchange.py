@@ -64,7 +64,7 @@ class Exchange(Generic[A]):
         self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # own updates, as sent, that may stand in
         self.asked = False  # a Follow for a whole state is not yet answered
         self.coding = ""  # the SPEC in which the shard is to code its states (`auto`); "": the shard's own
-        self.shared: A | None = None  # the master copy, once it has come
+        self.shared: Sequence[CodedPiece] | None = None  # the master copy, checked, once it has come
         self.shared_clock = -1  # the run's clock of the master copy
 
     def begin(self, worker: int, epoch: int, clock: int) -> Says:
@@ -135,6 +135,15 @@ class Exchange(Generic[A]):
         """
         self.shared = None
         return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last)]
+
+    def forget_own(self) -> None:
+        """Forget all own updates: this child composes no replica any more, unless it takes another place."""
+        self.own.clear()
+
+    def take_shared(self) -> Sequence[CodedPiece]:
+        """Return the pieces of the master copy, which has come, and forget them."""
+        pieces, self.shared = self.shared or (), None
+        return pieces
 
     # Own updates.
 
@@ -228,7 +237,8 @@ class Exchange(Generic[A]):
             return []
         self._check(event.parts)
         if isinstance(event, e.MasterArrived):
-            self.shared, self.shared_clock = self.replica.master(event.parts), event.parts[-1].min_clock
+            self.replica.check(event.parts)
+            self.shared, self.shared_clock = event.parts, event.parts[-1].min_clock
             return []
         last = event.parts[-1]
         self.replica.absorb(event.parts, last.add)

@@ -116,9 +116,8 @@ class Replica(Protocol[A]):
             gain: of the pulled state.
         """
 
-    def master(self, pieces: Sequence[CodedPiece]) -> A:
-        """Decode pieces that cover all keys into a new array, float32[end - begin].
+    def check(self, pieces: Sequence[CodedPiece]) -> None:
+        """Raise ValueError if a payload is not valid for the keys of its piece."""
 
-        Raises:
-            ValueError: a payload is not valid.
-        """
+    def master(self, pieces: Sequence[CodedPiece]) -> A:
+        """Decode checked pieces that cover all keys into a new array, float32[end - begin]."""

@@ -83,7 +83,7 @@ class ParentPush:
             if isinstance(event, e.StateArrived):
                 seat.outdate_base()
             if isinstance(event, e.MasterArrived) and seat.finishing and event.clock == seat.exchange.clock:
-                seat.take_last(seat.exchange.shared)
+                seat.take_last(seat.replica.master(seat.exchange.take_shared()))
         return effects
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:

@@ -282,7 +282,8 @@ def watched(current: Callable[[], int], captures: bool = False) -> Iterator[tupl
 COUNT = 140
 # A value coding alone is launched as any other: `coding` of cuda/values.py makes the kernels of all.
 TRACED = tuple(spec for spec in EACH_STAGE if spec == "int8" or spec not in VALUE_STAGES)
-STREAMS = (7, 7, 9)  # of torch, at each clock
+STREAMS = (7, 7, 9, 9)  # of torch, at each clock, until the push
+FOLDS = 7  # of torch, from the push on: only the queue orders it after the push
 
 
 def steps(spec: str, broken: str = "") -> Trace:
@@ -309,16 +310,18 @@ def steps(spec: str, broken: str = "") -> Trace:
             begin, end = fragments[clock % 2]
             trace.done(stream, "the optimizer's step", [range_of(base)], [range_of(update)])
             on_host(update)[:] = values
-            pieces = replica.encode(update[begin:end], clock, dense=clock == 2)
+            pieces = replica.encode(update[begin:end], clock, dense=clock == 3)
             for piece in pieces:
                 trace.done(HOST, "the sending of a payload", [range_of(np.frombuffer(piece.payload, np.uint8))], [])
             if clock == 1 and spec != "dense":
                 replica.give_back(pieces, clock)
             stand_ins += [(0.5, piece) for piece in pieces]
+            now[0] = FOLDS
             state = [coded_piece(bytes(parse("topk:0.2").encode(values)), 0, COUNT)] if clock else []
-            replica.absorb(state or raw_pieces(values, 0, parts(0, COUNT)), add=bool(state))
+            if clock != 2:  # a fold would order the streams too
+                replica.absorb(state or raw_pieces(values, 0, parts(0, COUNT)), add=bool(state))
             replica.base(stand_ins, 0, COUNT, base)
-            trace.done(stream, "the next forward pass", [range_of(base)], [])
+            trace.done(FOLDS, "the next forward pass", [range_of(base)], [])
             trace.alive += [values, pieces]
         replica.master(raw_pieces(values, 0, parts(0, COUNT)))
     return trace

@@ -16,6 +16,7 @@ import torch
 from kit.on_disk import OnDisk
 from kit.scripts import build, distance, flat, loss_of, run
 
+from narrows.compression.buffers import chunks_of
 from narrows.compression.codecs import add
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import messages as m
@@ -122,8 +123,9 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
         return (worker, at, piece.begin, piece.end, crc32(piece.payload))
 
     def encoding(replica: Any, update: Any, at: int, dense: bool = False) -> Any:
-        begin, end = replica.turn(at)[0]
-        moved[begin:end] += update
+        (begin, _), _ = replica.turn(at)
+        for low, values in chunks_of(update):
+            moved[begin + low : begin + low + values.size] += values
         return encode(replica, update, at, dense)
 
     def pushing(exchange: Any, pieces: Any, *rest: Any, **more: Any) -> Any:

@@ -30,11 +30,14 @@ from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
 from narrows.worker.sync.gossip import GossipStep
 
 
-def steps(model: nn.Module, optimizer: DistributedOptimizer, count: int) -> None:
+def steps(
+    model: nn.Module, optimizer: DistributedOptimizer, count: int, after_each: Callable[[], None] = lambda: None
+) -> None:
     for step in range(count):
         optimizer.zero_grad()
         loss_of(model, step, rank(), world_size()).backward()
         optimizer.step()
+        after_each()
 
 
 def begun() -> tuple[nn.Module, DistributedOptimizer]:
@@ -392,7 +395,9 @@ def gossiped(
             model = build(seed=7 + worker + 10 * len([*folder.iterdir()]))
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
             first = flat(model), step_count()
-            steps(model, optimizer, rounds)
+            steps(
+                model, optimizer, rounds, lambda: drop(worker, optimizer)
+            )  # a round is left out while a file is written
             then(worker, optimizer)
             return first
 

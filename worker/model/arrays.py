@@ -25,23 +25,66 @@ they may be in a device's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from narrows.compression import PayloadError
+from narrows.compression.buffers import CHUNK
 from narrows.compression.codecs import RAW, Piece, PieceLike, check
 from narrows.compression.home import HOST, Feedback, Home
 from narrows.compression.replica import ArrayReplica, HostReplica
-from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.compression.sampling import sample_of
+from narrows.protocols.config.key_ranges import CodedPiece, Keys, parts
+from narrows.protocols.config.modes import Mode
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
+
+
+def buffers_of(mode: Mode, quorum: int) -> int:
+    """Return the number of buffers that raw updates need.
+
+    Args:
+        mode: of the run. A mode that merges has each fragment in flight once at most, so one buffer holds all.
+        quorum: of the run; -1: none. With one a round may close while the link still reads this worker's late update.
+    """
+    return 1 if mode.merges and quorum < 0 else mode.window + SPARE
+
+
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
+# A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].
+SharedWeights: TypeAlias = "Iterator[CodedPiece] | Array"
+
+
+class LazyUpdate:
+    """A `ChunkedUpdate` of parameters or gradients, on the host.
+
+    Args:
+        keys: the keys [begin, end) of the values.
+        read: copies keys [begin, begin + len(out)) of parameters or gradients into `out`, float32[n].
+        start: what is subtracted, float32[end - begin]; None: nothing.
+    """
+
+    def __init__(self, keys: Keys, read: Callable[[int, Array], None], start: FloatArray | None) -> None:
+        self.begin, self.size, self.read, self.start = keys[0], keys[1] - keys[0], read, start
+        self.places = sample_of(self.size)
+        self.sample = np.zeros(self.places.size, np.float32)
+
+    def chunks(self) -> Iterator[tuple[int, FloatArray]]:
+        scratch = np.empty(min(CHUNK, self.size), np.float32)
+        for low in range(0, self.size, CHUNK):
+            values = scratch[: self.size - low]
+            self.read(self.begin + low, values)
+            if self.start is not None:
+                values -= self.start[low : low + values.size]
+            first, last = np.searchsorted(self.places, (low, low + values.size))
+            self.sample[first:last] = values[self.places[first:last] - low]
+            yield low, values
 
 
 class InPlaceArrays(HostReplica):
@@ -202,36 +245,58 @@ class WorkerArrays:
             self.landings = [self.home.landing(self.flat.size) for _ in range(self.rounds)]
         return self.landings[turn % len(self.landings)]
 
-    def moved(self, keys: Keys, turn: int) -> Array:
-        """Return what the parameters of these keys have moved by, in buffer `turn` of the ring."""
+    def moved(self, keys: Keys, turn: int, lazy: bool = False) -> Array | LazyUpdate:
+        """Return what the parameters of these keys have moved by.
+
+        Args:
+            keys: the keys [begin, end).
+            turn: the buffer of the ring that the values are in.
+            lazy: compute the values as they are read, if that is on the host; then they need no buffer.
+        """
         begin, end = keys
+        if lazy and self.home is HOST:
+            return LazyUpdate(keys, self.flat.read_keys, self._at(self.start, begin, end))
         update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update, self._at(self.start, begin, end))
         return update
 
-    def gradients(self, keys: Keys, turn: int) -> Array:
-        """Return the gradients of these keys: the memory of p.grad if it may be lent, else a copy in buffer `turn`."""
+    def gradients(self, keys: Keys, turn: int, lazy: bool = False) -> Array | LazyUpdate:
+        """Return the gradients of these keys: the memory of p.grad if it may be lent, else a copy in buffer `turn`.
+
+        `lazy` as in `moved`.
+        """
         begin, end = keys
+        if lazy and self.home is HOST:
+            return LazyUpdate(keys, self.flat.read_gradients, None)
         lent = self.flat.lend_gradient(begin, end) if self.lends else None
         if lent is None:
             lent = self._at(self.buffer(turn), begin, end)
             self.flat.read_gradients(begin, lent)
         return lent
 
-    def where_not_finite(self, begin: int, values: Array) -> str:
+    def where_not_finite(self, begin: int, values: Array | LazyUpdate) -> str:
         """Name the first tensor with a value that is not finite; values[0] is key `begin`."""
-        wrong = ~np.isfinite(self.home.host(values))
-        return repr(self.flat.name_of(begin + int(np.argmax(wrong)))) if wrong.any() else "the residual"
+        for low, part in values.chunks() if isinstance(values, LazyUpdate) else [(0, self.home.host(values))]:
+            wrong = ~np.isfinite(part)
+            if wrong.any():
+                return repr(self.flat.name_of(begin + low + int(np.argmax(wrong))))
+        return "the residual"
 
     # The shared model, and the residual.
 
-    def joined(self, masters: Sequence[Array]) -> Array:
-        """Join the master copies of all shards to one model."""
-        whole, begin = self.home.empty(sum(len(master) for master in masters)), 0
-        for master in masters:
-            self.home.copy(master, whole[begin : begin + len(master)])
-            begin += len(master)
+    def joined(self, pieces: Iterable[PieceLike]) -> Array:
+        """Return the values of checked pieces that cover all keys, float32[size]."""
+        whole = self.home.empty(self.flat.size)
+        for piece in pieces:
+            self.home.put(piece, whole, self.keys[0])
         return whole
+
+    def write(self, pieces: Iterable[PieceLike]) -> None:
+        """Write checked pieces to the parameters, one after the other: no array of the size of the model is made."""
+        for piece in pieces:
+            values = self.home.empty(piece.end - piece.begin)
+            self.home.put(piece, values, piece.begin)
+            self.flat.write_keys(piece.begin, values)
 
     def owes(self, replicas: Sequence[ArrayReplica[Array]]) -> bool:
         """True if a residual of any replica, in any process of the group, is not zero."""

@@ -37,7 +37,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
-from narrows.worker.model.arrays import SPARE, WorkerArrays
+from narrows.worker.model.arrays import WorkerArrays, buffers_of
 from narrows.worker.model.device_placement import home_of
 from narrows.worker.model.flat import Array, FlatModel, FloatArray
 from narrows.worker.model.model_slices import ModelCut, ModelSlice
@@ -203,18 +203,17 @@ class Engine:
     def _sync(self, overlap: int) -> SyncStep:
         """Make the `SyncStep` of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
+        rounds = buffers_of(mode, self.settings.quorum)
         if rule is FoldRule.MIX:
             if overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return GossipStep(self)
         if rule is FoldRule.OPTIMIZER:
-            direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
+            direct = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless
             direct = direct and self.home is HOST and self.slice is None
             lends = self.privacy is None and self.slice is None  # else gradients change where they lie
             arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return GradientStep(self, arrays, overlap)
-        # A fragment is merged before it is pushed again, so it never has more than one update in flight.
-        rounds = 3 if mode.merges else mode.window + SPARE
         arrays = WorkerArrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (StreamingStep if mode.merges else UpdateStep)(self, arrays)
 

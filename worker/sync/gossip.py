@@ -43,7 +43,7 @@ from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer_momentum import outer
 from narrows.protocols.member.member import Member
 from narrows.worker.checkpoint.gossip_checkpoints import GossipCheckpoints
-from narrows.worker.model.arrays import WorkerArrays
+from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.optimizer_scaling import degree_of
 from narrows.worker.runtime.launcher_pipe import say_here
@@ -283,11 +283,15 @@ class GossipStep:
 
     # The shared model and the end.
 
-    def shared(self) -> Array:
+    @property
+    def unmoved(self) -> bool:
+        return False
+
+    def shared(self) -> SharedWeights:
         """This worker's own model as last mixed: under gossip there is no other shared model."""
         return self.driver.mixing.model
 
-    def flush(self, last: bool) -> Array:
+    def flush(self, last: bool) -> SharedWeights:
         """Mix with each peer that asks until all workers are done, and return the mean of all models.
 
         Args:

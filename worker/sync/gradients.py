@@ -36,8 +36,8 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import pack
 from narrows.worker.checkpoint.server_state import ServerOptimizerState
-from narrows.worker.model.arrays import WorkerArrays
-from narrows.worker.model.flat import Array, FloatArray
+from narrows.worker.model.arrays import SharedWeights, WorkerArrays
+from narrows.worker.model.flat import FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
 from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.sync.overlap import GradientOverlap
@@ -216,7 +216,7 @@ class GradientStep(UpdateStep):
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         if not self.shards.tuning.up_raw or self.engine.privacy is not None:
             with trace.difference:
-                values = [self.arrays.gradients(each, clock) for each in keys]
+                values = [self.arrays.gradients(each, clock, self.lazy) for each in keys]
             self.send("gradient", keys, values, hyper=hyper, rows=rows)
             return
         for shard, ours, more in zip(self.shards.ours, keys, rows, strict=True):
@@ -232,7 +232,7 @@ class GradientStep(UpdateStep):
                 self.shards.send_part(shard, part, count, piece)
         self.shards.pushed()
 
-    def flush(self, last: bool) -> Array:
+    def flush(self, last: bool) -> SharedWeights:
         """Pull the model to end with. No gradient is left to send, and a residual of gradients is not sent."""
         self.shards.wait_window()
         self.resume()

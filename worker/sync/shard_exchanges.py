@@ -21,7 +21,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
 from narrows.compression import NonFiniteError
@@ -35,7 +35,7 @@ from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.group.group import Group, GroupEndedError
-from narrows.worker.model.arrays import SPARE, WorkerArrays
+from narrows.worker.model.arrays import LazyUpdate, WorkerArrays, buffers_of
 from narrows.worker.model.flat import Array
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.tuning import CodecTuning
@@ -84,7 +84,6 @@ class ShardExchanges:
         self.place = 0  # this worker's epoch at the server; it changes with each rejoin and each move of keys
         self.samples = 1 if group is None else group.size  # the weight of a push by default
         self.samples_pending = 0  # the weight of the next push; 0: the default
-        self.pulls: bool | None = None  # the `last` of the pull in progress; None: no pull
 
     @property
     def whole(self) -> bool:
@@ -137,7 +136,7 @@ class ShardExchanges:
         before, first = self.replicas, not self.count
         if self.plan != self.tuning.plan:
             self.plan, self.mode = self.tuning.plan, self.tuning.mode
-            self.arrays.fit_rounds(self.mode.window + SPARE)
+            self.arrays.fit_rounds(buffers_of(self.mode, self.tuning.quorum))
         kept = None if self.group is None or first else self.arrays.residual(before)
         self.ours, self.count = self.arrays.fit(event.ranges), len(event.ranges)
         self.replicas = [
@@ -162,12 +161,6 @@ class ShardExchanges:
         for shard, exchange in self._each:
             going = exchange.go_on(*_place(event), before) if self.group is None else exchange.begin(*_place(event))
             self.link.send(shard, going)
-        if self.pulls is not None:
-            self._pull(self.pulls)
-
-    def _pull(self, last: bool) -> None:
-        for shard, exchange in self._each:
-            self.link.send(shard, exchange.ask_shared(last))
 
     @property
     def master_clock(self) -> int:
@@ -238,7 +231,7 @@ class ShardExchanges:
 
     def push(
         self,
-        updates: Sequence[Array],
+        updates: Sequence[Array | LazyUpdate],
         dense: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
@@ -246,7 +239,8 @@ class ShardExchanges:
         """Encode the update of the present clock, and send it to every shard.
 
         Args:
-            updates: for each exchange, float32[keys of this clock's fragment], where the worker's arrays live.
+            updates: for each exchange, float32[keys of this clock's fragment], where the worker's arrays live; lazy
+                ones are on the host.
             dense: send the values and the residual uncoded.
             hyper: packed hyper-parameters; b"": none.
             rows: for each shard, coded pieces of embedding rows, sent after the update's own.
@@ -262,7 +256,7 @@ class ShardExchanges:
             self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
-    def _encoded(self, updates: Sequence[Array], dense: bool) -> list[Sequence[CodedPiece]]:
+    def _encoded(self, updates: Sequence[Array | LazyUpdate], dense: bool) -> list[Sequence[CodedPiece]]:
         """Encode the update of the present clock for every shard; see `push`."""
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
@@ -342,32 +336,54 @@ class ShardExchanges:
 
     # The shared model.
 
-    def master(self, last: bool, resume: Callable[[], object]) -> Array:
-        """Pull the master copy of the whole model.
+    def master(self, last: bool, resume: Callable[[], object]) -> Iterator[CodedPiece]:
+        """Pull the master copy of the whole model, shard after shard: then no more than one shard's pieces are here at a time.
+
+        All shards at once answer the last pull, and the pulls of a group, whose processes wait together.
 
         Args:
             last: wait until all workers have done their last step.
             resume: called if this worker had to rejoin meanwhile; then the pull begins again.
 
-        Returns:
-            float32[keys of these shards], where the worker's arrays live.
+        Yields:
+            Checked pieces, which cover the keys of these shards. After a rejoin, or if keys have moved, they come again.
         """
-        while True:
+        complete = False
+        while not complete:
             epoch = self.epoch
-
-            def here(done: Callable[[Exchange[Array]], bool], epoch: int = epoch) -> Callable[[], bool]:
-                return lambda: self.epoch != epoch or all(map(done, self.exchanges))
-
-            if not self.mode.barrier:
-                self.wait(here(lambda x: not x.in_flight), WAIT_LIMIT_S, "own updates")
-            else:
+            if self.mode.barrier:
                 self.wait_settled(self.clock)
+            else:
+                folded = lambda: self.epoch != epoch or not any(x.in_flight for x in self.exchanges)  # noqa: B023, E731
+                self.wait(folded, WAIT_LIMIT_S, "own updates")
             if self.epoch == epoch:
-                self.pulls = last
-                self._pull(last)
-                what = "the other workers to do their last step" if last else "the shared model"
-                self.wait(here(lambda x: x.shared is not None), WAIT_LIMIT_S, what, others=last)
-                self.pulls = None
-            if self.epoch == epoch:
-                return self.arrays.joined([x.shared for x in self.exchanges if x.shared is not None])
-            resume()
+                complete = yield from self._masters(last)
+            if self.epoch != epoch:
+                complete = False
+                resume()
+
+    def _masters(self, last: bool) -> Generator[CodedPiece, None, bool]:
+        """Pull the master copies; see `master`. Returns False if this worker had to rejoin, or keys have moved."""
+        epoch, exchanges = self.epoch, self.exchanges
+        what = "the other workers to do their last step" if last else "the shared model"
+        if last:  # no update follows
+            self.arrays.fit_rounds(0)
+            for exchange in exchanges:
+                exchange.forget_own()
+        # A shard answers the last pull once each shard has it from all workers.
+        for turn in [self._each] if last or self.group is not None else [[each] for each in self._each]:
+            for shard, exchange in turn:
+                self.link.send(shard, exchange.ask_shared(last))
+
+            def here(turn: list[tuple[int, Exchange[Array]]] = turn) -> bool:
+                return self._gone(epoch, exchanges) or all(x.shared is not None for _, x in turn)
+
+            self.wait(here, WAIT_LIMIT_S, what, others=last)
+            if self._gone(epoch, exchanges):
+                return False
+            for _, exchange in turn:
+                yield from exchange.take_shared()
+        return True
+
+    def _gone(self, epoch: int, exchanges: list[Exchange[Array]]) -> bool:
+        return self.epoch != epoch or self.exchanges is not exchanges

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from narrows.protocols.config.modes import FoldRule
-from narrows.worker.model.flat import Array
+from narrows.worker.model.arrays import SharedWeights
 from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.sync.sync_step import RunEngine
 
@@ -21,14 +22,15 @@ class SharedModel:
     """The shared model in the module of one worker.
 
     Attributes:
-        kept: this worker's own parameters and buffers while the shared model is shown; else None.
+        kept: this worker's own parameters and buffers while the shared model is shown; else None. No parameters: the
+            worker's arrays have them.
         asks: a request for the run's module buffers is open.
         told: the answer to the request has arrived.
     """
 
     def __init__(self, engine: RunEngine) -> None:
         self.engine = engine
-        self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
+        self.kept: tuple[list[torch.Tensor] | None, dict[str, torch.Tensor]] | None = None
         self.asks = self.answered = False
 
     def show(self) -> None:
@@ -38,22 +40,28 @@ class SharedModel:
             return
         engine.waiting.calls("eval() or shared()")
         engine.changes.look()
-        kept = engine.flat.kept(), engine.buffers.kept()
-        self._set(engine.sync.shared(), own=engine.mode.rule is FoldRule.MIX)
-        self.kept = kept
+        self.kept = None if engine.sync.unmoved else engine.flat.kept(), engine.buffers.kept()
+        try:
+            self._set(engine.sync.shared(), own=engine.mode.rule is FoldRule.MIX)
+        except BaseException:
+            self.put_back()
+            raise
 
     def put_back(self) -> None:
         """Put back the parameters and buffers that the module had before `show`."""
         if self.kept is None:
             return
         (parameters, buffers), self.kept = self.kept, None
-        self.engine.flat.put_back(parameters)
+        if parameters is None:
+            self.engine.sync.arrays.show(())
+        else:
+            self.engine.flat.put_back(parameters)
         self.engine.buffers.put_back(buffers)
         if self.engine.slice is not None:
             self.engine.slice.refresh()
         self.engine.flat.written()
 
-    def end(self, model: Array, own: bool) -> None:
+    def end(self, model: SharedWeights, own: bool) -> None:
         """Write the model that this worker ends with to the module; `own` as in `_set`."""
         self.put_back()
         self._set(model, own)
@@ -64,15 +72,18 @@ class SharedModel:
             self.engine.buffers.load(packed)
             self.answered = True
 
-    def _set(self, model: Array, own: bool = False) -> None:
-        """Write `model`, float32[keys of this process], to the parameters of the module.
+    def _set(self, model: SharedWeights, own: bool = False) -> None:
+        """Write a model to the parameters of the module.
 
         Args:
-            model: the values, where the worker's arrays live.
+            model: the values of this process's keys.
             own: the model is this worker's own, so the module keeps this worker's buffers.
         """
-        if self.engine.slice is not None:
-            self.engine.slice.spread(model)
+        arrays, cut = self.engine.sync.arrays, self.engine.slice
+        if cut is not None:
+            cut.spread(arrays.joined(model) if isinstance(model, Iterator) else model)
+        elif isinstance(model, Iterator):
+            arrays.write(model)
         else:
             self.engine.flat.write(model)
         if self.engine.buffers.any and not own and not self.engine.hides:

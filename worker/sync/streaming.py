@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols import effects as e
-from narrows.worker.model.flat import Array
+from narrows.worker.model.arrays import SharedWeights
 from narrows.worker.sync.updates import UpdateStep
 
 
@@ -77,9 +77,10 @@ class StreamingStep(UpdateStep):
         with self.engine.trace.compose:
             for exchange in self.shards.exchanges:
                 self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
+        self.moved &= self.mode.streams
         return True
 
-    def flush(self, last: bool) -> Array:
+    def flush(self, last: bool) -> SharedWeights:
         self.resume()
         while self.unmerged and self._merge():
             pass

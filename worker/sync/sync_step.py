@@ -14,6 +14,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import MemberEffect
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
+from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FlatModel, FloatArray
 from narrows.worker.model.model_slices import ModelSlice
 from narrows.worker.model.module_buffers import BufferState
@@ -36,6 +37,7 @@ class SyncStep(Protocol):
     """
 
     local_step: int  # local steps since the last push; below `Mode.local_steps`
+    arrays: WorkerArrays
     shards: ShardExchanges
     server_gone: bool  # the server is lost and the workers go on without it; only under gossip
 
@@ -90,10 +92,14 @@ class SyncStep(Protocol):
             The closure's loss; None without a closure, or if the worker rejoined and the step was dropped.
         """
 
-    def shared(self) -> Array:
-        """Pull the shared model as it is now: float32[keys of this process], where the worker's arrays live."""
+    @property
+    def unmoved(self) -> bool:
+        """True if the parameters are what the worker has composed: `arrays.show(())` writes them again."""
 
-    def flush(self, last: bool) -> Array:
+    def shared(self) -> SharedWeights:
+        """Pull the shared model as it is now."""
+
+    def flush(self, last: bool) -> SharedWeights:
         """Send the local steps and the residual that are left, and return the model to end with.
 
         Args:

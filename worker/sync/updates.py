@@ -27,8 +27,8 @@ Rules
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +39,7 @@ from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import pack
-from narrows.worker.model.arrays import WorkerArrays
+from narrows.worker.model.arrays import LazyUpdate, SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
 from narrows.worker.sync.sample_client import SampleClient
@@ -185,6 +185,11 @@ class UpdateStep:
         """
         return closure is None or self.taking.ask is not None
 
+    @property
+    def lazy(self) -> bool:
+        """True if updates need no array of their own: a coder reads each once, and nothing clips them before."""
+        return self.engine.privacy is None and not self.shards.tuning.compressor.lossless
+
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -244,14 +249,14 @@ class UpdateStep:
             pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""
         )  # the last update steps no row
         with engine.trace.difference:
-            values = [self.arrays.moved(each, turn) for each in keys]
+            values = [self.arrays.moved(each, turn, self.lazy) for each in keys]
         self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
 
     def send(
         self,
         what: str,
         keys: Sequence[Keys],
-        values: Sequence[Array],
+        values: Sequence[Array | LazyUpdate],
         dense: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
@@ -261,7 +266,7 @@ class UpdateStep:
         Args:
             what: "update" or "gradient", for the error.
             keys: for each shard of this process, the keys [begin, end) of its values.
-            values: for each of these shards, float32[end - begin]. Clipping and noise change them in place.
+            values: for each of these shards, float32[end - begin]. Clipping and noise change arrays in place.
             dense: send the values and the residual uncoded.
             hyper: packed hyper-parameters of the optimizers that the servers step; b"": none.
             rows: for each shard, coded pieces of embedding rows.
@@ -273,7 +278,7 @@ class UpdateStep:
         clock, privacy = self.shards.clock, self.engine.privacy
         try:
             if privacy is not None:
-                privacy.hide(values)
+                privacy.hide(cast(Sequence[FloatArray], values))  # none is lazy
             self.shards.push(values, dense, hyper, rows)
         except NonFiniteError as error:
             tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
@@ -286,10 +291,10 @@ class UpdateStep:
 
     # The shared model and the end.
 
-    def shared(self) -> Array:
+    def shared(self) -> SharedWeights:
         return self.shards.master(last=False, resume=self.shards.wait_ready)
 
-    def flush(self, last: bool) -> Array:
+    def flush(self, last: bool) -> SharedWeights:
         """Send the local steps and the residual that are left, and return the model to end with."""
         self.shards.wait_window()
         self.resume()
@@ -300,18 +305,22 @@ class UpdateStep:
                 self.seen_missed()
         return self.end(last)
 
-    def end(self, last: bool) -> Array:
+    def end(self, last: bool) -> Iterator[CodedPiece]:
         """Pull the shared model, after all pushes of this worker.
 
         Args:
             last: wait until all workers have done their last step. The module buffers then count as of the run's clock.
         """
-        if not last:
-            return self.shared()
-        self.engine.send_buffers()  # other workers may ask for them while this one waits
-        model = self.shards.master(last=True, resume=self.shards.wait_ready)
-        self.ended_at = self.shards.master_clock
-        return model
+        if last:
+            self.engine.send_buffers()  # other workers may ask for them while this one waits
+        yield from self.shards.master(last, resume=self.shards.wait_ready)
+        if last:
+            self.ended_at = self.shards.master_clock
+
+    @property
+    def unmoved(self) -> bool:
+        composed = self.composed == self.shards.epoch and not self.moved and not self.arrays.shared
+        return composed and not self.mode.streams and not self.engine.flat.overwritten()
 
     @property
     def owes(self) -> bool:

@@ -132,7 +132,7 @@ def test_what_cannot_be_taken_or_coded_changes_nothing(member: str) -> None:
     with pytest.raises(PayloadError):
         replica.absorb([good, Piece(CODED, MIDDLE, END, b"\1" * 40)], add=True)
     with pytest.raises(PayloadError):
-        replica.master([good, Piece(RAW, MIDDLE, END, b"")])
+        replica.check([good, Piece(RAW, MIDDLE, END, b"")])
     update[3] = np.nan
     with pytest.raises(NonFiniteError):
         replica.encode(update, 0)

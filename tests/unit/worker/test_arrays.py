@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrows.compression import Memory, PayloadError, ladder
+from narrows.compression import ErrorFeedback, Memory, NonFiniteError, PayloadError, ladder, parse
 from narrows.compression.codecs import CODED, RAW, Piece
-from narrows.worker.model.arrays import InPlaceArrays, WorkerArrays
+from narrows.worker.model import arrays
+from narrows.worker.model.arrays import InPlaceArrays, LazyUpdate, WorkerArrays
 from narrows.worker.model.device_placement import device_home
 from narrows.worker.model.flat import FlatModel
 
@@ -40,8 +41,68 @@ def test_a_state_is_folded_beside_the_script_unless_the_script_computes_on_it(sh
     net = torch.nn.Linear(8, 1)
     flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
     home = device_home(torch.device("cpu"))
-    arrays = WorkerArrays(flat, shared, False, 1, home=home)
-    replica = arrays.replica(0, 9, [((0, 9), home.feedback(ladder("int8").compressor(), 9, 0))])
+    held = WorkerArrays(flat, shared, False, 1, home=home)
+    replica = held.replica(0, 9, [((0, 9), home.feedback(ladder("int8").compressor(), 9, 0))])
     with mock.patch.object(home, "aside", side_effect=home.aside) as aside:
         replica.absorb([Piece(RAW, 0, 9, np.ones(9, np.float32).tobytes())], add=False)
-    assert aside.called is not shared and arrays.pulled.tolist() == [1.0] * 9
+    assert aside.called is not shared and held.pulled.tolist() == [1.0] * 9
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of several dtypes and layouts: a bf16 one, a complex one, one that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.plain = torch.nn.Parameter(torch.randn(50, 3, generator=generator))
+        self.rounded = torch.nn.Parameter(torch.randn(70, generator=generator).bfloat16())
+        self.turned = torch.nn.Parameter(torch.randn(6, 11, generator=generator).t())
+        self.complex = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64, generator=generator))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("spec", ["topk:0.1+int8", "cycle:0.3+sign", "int4"])
+def test_an_update_that_is_read_in_chunks_codes_as_its_array(
+    spec: str, chunk: int, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "CHUNK", chunk)
+    net = Mixed()
+    flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    sent = []
+    for lazy in (False, True):
+        held = WorkerArrays(flat, shared=False, direct=False, rounds=1)
+        feedback = ErrorFeedback(parse(spec), flat.size)
+        replica = held.replica(*flat.keys, [(flat.keys, feedback)])
+        flat.read_keys(0, held.start)
+        held.start += np.random.default_rng(5).standard_normal(flat.size).astype(np.float32)
+        pieces: list[tuple[int, bytes]] = []
+        for clock in range(3):
+            moved = held.moved(flat.keys, clock, lazy)
+            coded = replica.encode(moved, clock, dense=dense and clock == 2)
+            pieces += [(piece.codec, bytes(piece.payload)) for piece in coded]
+            assert held.where_not_finite(0, moved) == "the residual"
+        assert isinstance(moved, LazyUpdate) == lazy
+        sent.append((pieces, replica.held_back, feedback.residual.tobytes() if feedback.residual is not None else b""))
+        assert not dense or not np.any(feedback.residual)
+    assert sent[0] == sent[1]
+
+
+def test_an_update_in_chunks_that_is_not_finite_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "CHUNK", 16)
+    net = Mixed()
+    flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    held = WorkerArrays(flat, shared=False, direct=False, rounds=1)
+    feedback = ErrorFeedback(parse("int8"), flat.size)
+    replica = held.replica(*flat.keys, [(flat.keys, feedback)])
+    replica.encode(held.moved(flat.keys, 0, lazy=True), 0)
+    assert feedback.residual is not None
+    before = feedback.residual.copy()
+    with torch.no_grad():
+        net.turned[3, 2] = torch.inf
+        net.complex[8] = torch.tensor(complex(0, torch.nan))
+    for dense in (False, True):
+        with pytest.raises(NonFiniteError, match=f"2 of {flat.size} values are NaN or infinite, the first .* at index"):
+            replica.encode(held.moved(flat.keys, 1, lazy=True), 1, dense)
+        np.testing.assert_array_equal(feedback.residual, before)
+    assert held.where_not_finite(0, held.moved(flat.keys, 1, lazy=True)) == "'turned'"
