@@ -1,6 +1,6 @@
-"""The codings of kernels/levels.py on the device. A block of threads codes one block of values at a time.
+"""The codings of kernels/levels.py on the device. The threads of a block code all blocks of values of a tile at once.
 
-Means are sums of integers, so threads may add in any order. Each thread writes whole bytes of a bit plane.
+Means are sums of integers, so threads may add in any order. A thread takes eight neighbours: a byte of a bit plane.
 """
 
 from typing import Any
@@ -14,47 +14,39 @@ from narrows.compression.cuda.jit import (
     Four,
     add,
     bits_of,
-    block_scan,
     cuda,
     device,
     float_of,
     load4,
     mul,
     np,
+    vector_load,
 )
 from narrows.compression.cuda.sums import key_of
-from narrows.compression.cuda.values import coding
+from narrows.compression.cuda.values import TILE, block_tops, coding
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
 
-TILE = 2048  # values that a block of threads codes: whole blocks of each coding
-COUNT_SHIFT = 40  # one uint64 holds a count of up to 512 values and, below this bit, the sum of as many 24-bit numbers
+SIGNS, TWO_BITS = TILE // SIGN_BLOCK, TILE // TWO_BIT_BLOCK  # blocks of values in a tile
+ROUNDS = 3  # sums of a block of two bits: of all, and of those above each of two thresholds
+TWO_BIT_SUMS = (2 * ROUNDS - 1) * TWO_BITS
+SIGN_BIT, KEY_BITS = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 
 
 @device
-def block_top(values: DeviceArray, begin: int, end: int) -> Any:
-    """Return the largest key of values[begin:end]. Each thread of the block calls it."""
-    top = cuda.shared.array(1, np.uint32)
-    if cuda.threadIdx.x == 0:
-        top[0] = 0
-    cuda.syncthreads()
-    own = np.uint32(0)
-    for i in range(begin + cuda.threadIdx.x, end, THREADS):
-        own = np.uint32(max(own, key_of(values[i])))
-    cuda.atomic.max(top, 0, own)
-    cuda.syncthreads()
-    found = top[0]
-    cuda.syncthreads()  # before the next call zeroes it
-    return np.int64(found)
+def exponent_of(top: Any) -> Any:
+    """Return the biased exponent of the fixed point of a block, uint32, from its largest key."""
+    return np.uint32(max(top >> np.uint32(23), np.uint32(1)))
 
 
 @device
-def fixed_of(value: float, exponent: int, spare: int) -> Any:
+def fixed_of(value: float, exponent: Any, spare: Any) -> Any:
     """Return _fixed of kernels/levels.py."""
-    key = np.int64(key_of(value))
-    own = key >> 23
-    mantissa = (key & 0x7FFFFF) | (0x800000 if own > 0 else 0)
-    return mantissa >> min(exponent - max(own, 1) + spare, 31)
+    key = key_of(value)
+    own = np.uint32(key >> np.uint32(23))
+    mantissa = np.uint32(key & np.uint32(0x7FFFFF) | (np.uint32(0x800000) if own > np.uint32(0) else np.uint32(0)))
+    shift = np.uint32(exponent - np.uint32(max(own, np.uint32(1))) + spare)
+    return np.uint32(mantissa >> np.uint32(min(shift, np.uint32(31))))
 
 
 @device
@@ -66,35 +58,57 @@ def float_of_fixed(fixed: int, exponent: int, spare: int) -> Any:
 
 
 @device
-def pack(values: DeviceArray, begin: int, end: int, key: int, signs: bool, plane: DeviceArray) -> None:
-    """Do pack_above on values[begin:end], begin a multiple of 8, into their bits of plane."""
-    for byte in range(begin // 8 + cuda.threadIdx.x, (end + 7) // 8, THREADS):
-        bits = 0
-        for i in range(8 * byte, min(8 * byte + 8, end)):
-            pattern = bits_of(values[i])
-            hit = pattern >> np.uint32(31) if signs else np.uint32(np.int64(pattern & np.uint32(0x7FFFFFFF)) > key)
-            bits |= np.int64(hit) << (i & 7)
-        plane[byte] = bits
+def sums4(four: Four, exponent: Any, spare: Any, least: Any) -> tuple[Any, Any]:
+    count, total = np.uint32(0), np.uint32(0)
+    for j in range(4):
+        fixed = fixed_of(four[j], exponent, spare)
+        if fixed >= least:
+            count, total = np.uint32(count + np.uint32(1)), np.uint32(total + fixed)
+    return count, total
 
 
 @device
-def sign_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
-    own_top = np.uint32(0)
-    for begin in range(number * TILE, min((number + 1) * TILE, size), SIGN_BLOCK):
-        end = min(begin + SIGN_BLOCK, size)
-        top = block_top(values, begin, end)
-        own_top = np.uint32(max(own_top, np.uint32(top)))
-        exponent = max(top >> 23, 1)
-        own = 0
-        for i in range(begin + cuda.threadIdx.x, end, THREADS):
-            own += fixed_of(values[i], exponent, 0)
-        _, total = block_scan(np.uint64(own))
-        bits = np.int64(bits_of(float_of_fixed(np.int64(total) // (end - begin), exponent, 0)))
-        if cuda.threadIdx.x == 0:
-            pattern = min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F) if top < INFINITY_KEY else 0
-            coded[0][begin // SIGN_BLOCK] = pattern
-        pack(values, begin, end, 0, True, coded[1])
-    return own_top
+def sums8(tile: DeviceArray, i: int, exponent: Any, spare: Any, least: Any) -> tuple[Any, Any]:
+    """Return number and sum of those of eight values that are at least `least`, in fixed point."""
+    count, total = sums4(vector_load(tile, i), exponent, spare, least)
+    more, rest = sums4(vector_load(tile, i + 4), exponent, spare, least)
+    return np.uint32(count + more), np.uint32(total + rest)
+
+
+@device
+def bits4(four: Four, mask: Any, least: Any) -> Any:
+    a, b = np.uint32((bits_of(four[0]) & mask) >= least), np.uint32((bits_of(four[1]) & mask) >= least)
+    c, d = np.uint32((bits_of(four[2]) & mask) >= least), np.uint32((bits_of(four[3]) & mask) >= least)
+    return np.uint32(a | b << np.uint32(1) | c << np.uint32(2) | d << np.uint32(3))
+
+
+@device
+def bits8(tile: DeviceArray, i: int, mask: Any, least: Any) -> Any:
+    """Return a byte of a bit plane: bit j is set if the bits in `mask` of value i + j are at least `least`, not zero."""
+    low, high = bits4(vector_load(tile, i), mask, least), bits4(vector_load(tile, i + 4), mask, least)
+    return np.uint32(low | high << np.uint32(4))
+
+
+@device
+def sign_codes(tile: DeviceArray, count: int, first: int, extra: Any, coded: Any, wide: bool) -> None:
+    tops = cuda.shared.array(SIGNS, np.uint32)
+    totals = cuda.shared.array(SIGNS, np.uint32)
+    for at in range(cuda.threadIdx.x, SIGNS, THREADS):
+        totals[at] = 0
+    block_tops(tile, count, SIGN_BLOCK, tops)
+    place = 8 * cuda.threadIdx.x
+    while place < count:
+        at = place // SIGN_BLOCK
+        _, total = sums8(tile, place, exponent_of(tops[at]), np.uint32(0), np.uint32(0))
+        cuda.atomic.add(totals, at, total)  # 256 numbers of 24 bits fit
+        coded[1][(first + place) >> 3] = bits8(tile, place, SIGN_BIT, SIGN_BIT)
+        place += 8 * cuda.blockDim.x
+    cuda.syncthreads()
+    for at in range(cuda.threadIdx.x, (count + SIGN_BLOCK - 1) // SIGN_BLOCK, THREADS):
+        size, exponent = min(SIGN_BLOCK, count - at * SIGN_BLOCK), np.int64(exponent_of(tops[at]))
+        bits = np.int64(bits_of(float_of_fixed(np.int64(totals[at] // np.uint32(size)), exponent, 0)))
+        pattern = min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F) if tops[at] < INFINITY_KEY else 0
+        coded[0][first // SIGN_BLOCK + at] = pattern
 
 
 @device
@@ -104,93 +118,100 @@ def level_pattern(fixed: int, exponent: int) -> Any:
 
 
 @device
-def two_bit_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
-    own_top = np.uint32(0)
-    for begin in range(number * TILE, min((number + 1) * TILE, size), TWO_BIT_BLOCK):
-        end = min(begin + TWO_BIT_BLOCK, size)
-        count = end - begin
-        top = block_top(values, begin, end)
-        own_top = np.uint32(max(own_top, np.uint32(top)))
-        exponent = max(top >> 23, 1)
-        own = 0
-        for i in range(begin + cuda.threadIdx.x, end, THREADS):
-            own += fixed_of(values[i], exponent, 1)
-        _, scanned = block_scan(np.uint64(own))
-        total = np.int64(scanned)
-        low = total // count
-        high = low
-        threshold = low
-        for _ in range(2):
-            own = 0
-            for i in range(begin + cuda.threadIdx.x, end, THREADS):
-                fixed = fixed_of(values[i], exponent, 1)
-                if fixed > threshold:
-                    own += fixed + (1 << COUNT_SHIFT)
-            _, scanned = block_scan(np.uint64(own))
-            above = np.int64(scanned >> np.uint64(COUNT_SHIFT))
-            above_total = np.int64(scanned) - (above << COUNT_SHIFT)
-            if above > 0:  # else all |x| are equal, and a second round finds the same
-                low = (total - above_total) // (count - above)
-                high = above_total // above
-                threshold = (low + high) // 2
-        both = level_pattern(low, exponent) | (level_pattern(high, exponent) << 12)
-        if top >= INFINITY_KEY:
-            both = 0
-        if cuda.threadIdx.x == 0:
-            place = 3 * (begin // TWO_BIT_BLOCK)
-            coded[0][place] = both & 255
-            coded[0][place + 1] = (both >> 8) & 255
-            coded[0][place + 2] = both >> 16
-        half_low = mul(float_of(np.uint32((both & 0xFFF) << 19)), np.float32(0.5))
-        half_high = mul(float_of(np.uint32((both >> 12) << 19)), np.float32(0.5))
-        pack(values, begin, end, 0, True, coded[1])
-        pack(values, begin, end, np.int64(bits_of(add(half_low, half_high))), False, coded[2])
-    return own_top
+def divided(sums: DeviceArray, at: int, count: int, rounds: int) -> tuple[Any, Any, Any]:
+    """Return (low level, high level, next threshold), uint32, of block `at` of a tile of `count` values, after `rounds`."""
+    total, size = sums[at], np.uint32(min(TWO_BIT_BLOCK, count - at * TWO_BIT_BLOCK))
+    low = np.uint32(total // size)
+    high, threshold = low, low
+    for turn in range(1, rounds):
+        both = (2 * turn - 1) * TWO_BITS + at
+        above, above_total = sums[both], sums[both + TWO_BITS]
+        if above > np.uint32(0):  # else all |x| are equal, and a second round finds the same
+            low = np.uint32(np.uint32(total - above_total) // np.uint32(size - above))
+            high = np.uint32(above_total // above)
+            threshold = np.uint32((low + high) >> np.uint32(1))
+    return low, high, threshold
 
 
 @device
-def minmax_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
-    own_top = np.uint32(0)
+def two_bit_codes(tile: DeviceArray, count: int, first: int, extra: Any, coded: Any, wide: bool) -> None:
+    tops = cuda.shared.array(TWO_BITS, np.uint32)
+    # For each block: the sum of all, then count and sum of those above each threshold. 512 numbers of 23 bits fit.
+    sums = cuda.shared.array(TWO_BIT_SUMS, np.uint32)
+    for at in range(cuda.threadIdx.x, TWO_BIT_SUMS, THREADS):
+        sums[at] = 0
+    block_tops(tile, count, TWO_BIT_BLOCK, tops)
+    for turn in range(ROUNDS):
+        place = 8 * cuda.threadIdx.x
+        while place < count:
+            at = place // TWO_BIT_BLOCK
+            least = np.uint32(0)
+            if turn > 0:
+                least = np.uint32(divided(sums, at, count, turn)[2] + np.uint32(1))
+            above, total = sums8(tile, place, exponent_of(tops[at]), np.uint32(1), least)
+            both = (2 * turn - 1) * TWO_BITS + at
+            if turn > 0:
+                cuda.atomic.add(sums, both, above)
+            cuda.atomic.add(sums, both + TWO_BITS, total)
+            place += 8 * cuda.blockDim.x
+        cuda.syncthreads()
+    place = 8 * cuda.threadIdx.x
+    while place < count:
+        at = place // TWO_BIT_BLOCK
+        low, high, _ = divided(sums, at, count, ROUNDS)
+        exponent = np.int64(exponent_of(tops[at]))
+        both = level_pattern(np.int64(low), exponent) | (level_pattern(np.int64(high), exponent) << 12)
+        if tops[at] >= INFINITY_KEY:
+            both = 0
+        if place == at * TWO_BIT_BLOCK:
+            level = 3 * ((first + place) // TWO_BIT_BLOCK)
+            coded[0][level] = both & 255
+            coded[0][level + 1] = (both >> 8) & 255
+            coded[0][level + 2] = both >> 16
+        half_low = mul(float_of(np.uint32((both & 0xFFF) << 19)), np.float32(0.5))
+        half_high = mul(float_of(np.uint32((both >> 12) << 19)), np.float32(0.5))
+        above = np.uint32(bits_of(add(half_low, half_high)) + np.uint32(1))
+        coded[1][(first + place) >> 3] = bits8(tile, place, SIGN_BIT, SIGN_BIT)
+        coded[2][(first + place) >> 3] = bits8(tile, place, KEY_BITS, above)
+        place += 8 * cuda.blockDim.x
+
+
+@device
+def minmax_codes(tile: DeviceArray, count: int, first: int, extra: Any, coded: Any, wide: bool) -> None:
     # Floats as integers of the same order. -0.0 and 0.0 are both 0, and the CPU's kernel writes 0.0 for both too.
-    extremes = cuda.shared.array(2, np.int64)
+    extremes = cuda.shared.array(2, np.int32)
     half = np.float32(0.5)
-    for begin in range(number * TILE, min((number + 1) * TILE, size), MINMAX_BLOCK):
-        end = min(begin + MINMAX_BLOCK, size)
-        top = block_top(values, begin, end)
-        own_top = np.uint32(max(own_top, np.uint32(top)))
-        if cuda.threadIdx.x == 0:
-            extremes[0] = 1 << 32
-            extremes[1] = -(1 << 32)
-        cuda.syncthreads()
-        lowest, highest = 1 << 32, -(1 << 32)
-        for i in range(begin + cuda.threadIdx.x, end, THREADS):
-            key = np.int64(key_of(values[i]))
-            order = -key if bits_of(values[i]) >> np.uint32(31) else key
-            lowest, highest = min(lowest, order), max(highest, order)
-        cuda.atomic.min(extremes, 0, lowest)
-        cuda.atomic.max(extremes, 1, highest)
-        cuda.syncthreads()
-        lowest, highest = extremes[0], extremes[1]
-        cuda.syncthreads()  # before they are reset for the next block
-        low, high, step = np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        if top < INFINITY_KEY:
-            low = float_of(np.uint32(-lowest | 0x80000000 if lowest < 0 else lowest))
-            high = float_of(np.uint32(-highest | 0x80000000 if highest < 0 else highest))
-            step = np.float32(add(mul(high, half), -mul(low, half)) / np.float32(127.5))
-            while key_of(add(low, mul(np.float32(255.0), step))) >= np.uint32(INFINITY_KEY):
-                step = float_of(np.uint32(bits_of(step) - np.uint32(1)))
-        if cuda.threadIdx.x == 0:
-            coded[0][2 * (begin // MINMAX_BLOCK)] = low
-            coded[0][2 * (begin // MINMAX_BLOCK) + 1] = step
-        half_low, half_step = mul(low, half), mul(step, half)
-        for i in range(begin + cuda.threadIdx.x, end, THREADS):
-            byte = 0
-            if half_step != np.float32(0.0):
-                code = np.float32(add(mul(values[i], half), -half_low) / half_step)
-                code = min(max(code, np.float32(0.0)), np.float32(255.0))
-                byte = np.int64(bits_of(add(np.float32(code), np.float32(12582912.0)))) & 0xFF
-            coded[1][i] = byte
-    return own_top
+    if cuda.threadIdx.x == 0:
+        extremes[0] = 0x7FFFFFFF
+        extremes[1] = -0x7FFFFFFF
+    cuda.syncthreads()
+    least, most = 0x7FFFFFFF, -0x7FFFFFFF
+    for i in range(cuda.threadIdx.x, count, THREADS):
+        key = np.int64(key_of(tile[i]))
+        order = -key if bits_of(tile[i]) >> np.uint32(31) else key
+        least, most = min(least, order), max(most, order)
+    cuda.atomic.min(extremes, 0, np.int32(least))
+    cuda.atomic.max(extremes, 1, np.int32(most))
+    cuda.syncthreads()
+    lowest, highest = np.int64(extremes[0]), np.int64(extremes[1])
+    low, high, step = np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    if max(-lowest, highest) < INFINITY_KEY:
+        low = float_of(np.uint32(-lowest | 0x80000000 if lowest < 0 else lowest))
+        high = float_of(np.uint32(-highest | 0x80000000 if highest < 0 else highest))
+        step = np.float32(add(mul(high, half), -mul(low, half)) / np.float32(127.5))
+        while key_of(add(low, mul(np.float32(255.0), step))) >= np.uint32(INFINITY_KEY):
+            step = float_of(np.uint32(bits_of(step) - np.uint32(1)))
+    if cuda.threadIdx.x == 0:
+        coded[0][2 * (first // MINMAX_BLOCK)] = low
+        coded[0][2 * (first // MINMAX_BLOCK) + 1] = step
+    half_low, half_step = mul(low, half), mul(step, half)
+    for i in range(cuda.threadIdx.x, count, THREADS):
+        byte = 0
+        if half_step != np.float32(0.0):
+            code = np.float32(add(mul(tile[i], half), -half_low) / half_step)
+            code = min(max(code, np.float32(0.0)), np.float32(255.0))
+            byte = np.int64(bits_of(add(np.float32(code), np.float32(12582912.0)))) & 0xFF
+        coded[1][first + i] = byte
 
 
 @device
@@ -261,6 +282,6 @@ def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
     )
 
 
-SIGN = coding("sign", (U16, U8), sign_value, sign_value4, sign_codes, TILE)
-TWO_BIT = coding("2bit", (U8, U8, U8), two_bit_value, two_bit_value4, two_bit_codes, TILE)
-UINT8_MINMAX = coding("uint8minmax", (F32, U8), minmax_value, minmax_value4, minmax_codes, TILE)
+SIGN = coding("sign", (U16, U8), sign_value, sign_value4, sign_codes, SIGN_BLOCK)
+TWO_BIT = coding("2bit", (U8, U8, U8), two_bit_value, two_bit_value4, two_bit_codes, TWO_BIT_BLOCK)
+UINT8_MINMAX = coding("uint8minmax", (F32, U8), minmax_value, minmax_value4, minmax_codes, MINMAX_BLOCK)

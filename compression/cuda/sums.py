@@ -64,9 +64,15 @@ def four_bits(four: Four) -> Four:
 
 
 @device
+def sum4_of(arrays: Any, i: int, wide: bool) -> Four:
+    """Return four sums of the arrays (residual, decay, update, sums). i and wide as in load4."""
+    return _sum4(load4(arrays[0], i, wide), arrays[1], load4(arrays[2], i, wide))
+
+
+@device
 def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
-    """Write four sums of the arrays (residual, decay, update, sums), and return them. i and wide as in load4."""
-    four = _sum4(load4(arrays[0], i, wide), arrays[1], load4(arrays[2], i, wide))
+    """Write four sums, and return them. Arguments as in `sum4_of`."""
+    four = sum4_of(arrays, i, wide)
     store4(arrays[3], i, four, wide)
     return four
 
@@ -87,22 +93,18 @@ def sum_at(arrays: Any, i: int) -> Any:
 
 
 @device
-def sum_range(arrays: Any, begin: int, end: int, wide: bool) -> Any:
-    """Write the sums of [begin, end), by one block; return the largest key that this thread saw.
-
-    begin is a multiple of 4, and end a multiple of 4 or the size of the array.
-    """
-    own = np.uint32(0)
-    for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
-        own = largest_of(sum4_at(arrays, i, wide), own)
-    return own
-
-
-@device
-def take_strided(sums: DeviceArray, phase: int, stride: int, begin: int, end: int, chosen: DeviceArray) -> None:
-    """Set chosen[i] = sums[phase + i * stride] for begin <= i < end, by one block."""
-    for i in range(begin + cuda.threadIdx.x, end, THREADS):
-        chosen[i] = sums[phase + i * stride]
+def take(four: Four, i: int, phase: int, stride: int, first: int, kept: int, chosen: DeviceArray) -> None:
+    """Set chosen[m] = value phase + (first + m) * stride, m < kept, for those that `four`, values i to i + 3, holds."""
+    m = np.int64(np.uint32(i) // np.uint32(stride))
+    ahead = phase + m * stride - i  # of the next value of the turn
+    m -= first
+    if ahead < 0:
+        m, ahead = m + 1, ahead + stride
+    for j in range(4):
+        if j == ahead:
+            if m < kept:
+                chosen[m] = four[j]
+            m, ahead = m + 1, ahead + stride
 
 
 @kernel(SUM, BOOL)
@@ -112,19 +114,14 @@ def sum_into(addends: LastWritten, wide: bool) -> None:
         sum4_at(arrays, i, wide)
 
 
-STRIDED_TILE = 4 * THREADS  # values of a turn that a block takes at a time
-
-
 @kernel(SUM, INT, F32, I64, BOOL)
 def sum_strided_into(addends: LastWritten, stride: int, chosen: Written, record: Written, wide: bool) -> None:
     arrays, phase = arrays_in(addends), addends[0][PHASE]
-    own, size = np.uint32(0), arrays[3].size
-    span = STRIDED_TILE * stride
-    for tile in range(cuda.blockIdx.x, (size + span - 1) // span, cuda.gridDim.x):
-        own = np.uint32(max(own, sum_range(arrays, tile * span, min((tile + 1) * span, size), wide)))
-        cuda.syncthreads()
-        begin = tile * STRIDED_TILE
-        take_strided(arrays[3], phase, stride, begin, min(begin + STRIDED_TILE, chosen.size), chosen)
+    own = np.uint32(0)
+    for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
+        four = sum4_at(arrays, i, wide)
+        take(four, i, phase, stride, 0, chosen.size, chosen)
+        own = largest_of(four, own)
     raise_to(record, LARGEST, own)
 
 
@@ -135,6 +132,5 @@ def sum_of(queue: Queue, addends: Sum) -> None:
 
 def sum_strided(queue: Queue, addends: Sum, phase: int, stride: int, chosen: DeviceArray, record: DeviceArray) -> None:
     """Do `sum_of`, set chosen[i] = sums[phase + i * stride], and raise record[LARGEST] to the largest key of a sum."""
-    size, span = addends.sums.size, STRIDED_TILE * stride
     ref = queue.sum_ref(addends, phase)
-    queue.launch(sum_strided_into, size, span, ref, stride, chosen, record, wide_sum(addends))
+    queue.launch(sum_strided_into, addends.sums.size, 4 * THREADS, ref, stride, chosen, record, wide_sum(addends))

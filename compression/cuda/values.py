@@ -2,8 +2,8 @@
 
 A coding is three device functions: `value` and `value4` decode values, `encode_tile` codes a tile of values. `coding` makes
 six kernels of them: decode, add, scatter_add, and encode of values, of a sum and of a stride of a sum. The kernels are
-fused. Decoded values never go to memory. A sum is made, coded, and reduced by the coded values while it is in a cache.
-Each thread takes four neighbours at a time.
+fused. Decoded values never go to memory. A sum is made, coded, and reduced by the coded values before it leaves a cache.
+Codes are made of a tile of values in shared memory.
 """
 
 import math
@@ -41,19 +41,23 @@ from narrows.compression.cuda.jit import (
     raise_to,
     size_in,
     store4,
+    vector_load,
+    vector_store,
     wide,
 )
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import unit_of
-from narrows.compression.cuda.sums import key_of, largest_of, sum_range, take_strided, wide_sum
+from narrows.compression.cuda.sums import largest_of, sum4_at, sum4_of, take, wide_sum
 from narrows.compression.kernels.record import KEY_HIGH, KEY_LOW, LARGEST, MISSING, PHASE, Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
-LANES = 8  # threads that share a block of values and its scale, so that neighbours in memory are read together
 EXTRA = (INT, I64)  # of `extra`
 TURN = (INT, INT, INT)  # of `turn`
 NO_TURN = (0, 0, 0)
-COPY_TILE = 4 * THREADS  # the tile of codings without blocks
+TILE = 2048  # values that a block of threads codes at a time: whole blocks of each coding
+# The same of a turn: what all blocks of threads have just read and written lies in the second-level cache then (23 to 45 MB
+# of 50 on an H100, for a stride of 7), where they change it again.
+STRIDED_TILE = 1024
 
 
 class Coding(NamedTuple):
@@ -69,8 +73,8 @@ class Coding(NamedTuple):
             turn of Cycle, whose indices follow from it; a stride of 0: `indices` counts.
         encode: (values, extra, coded, record, wide).
         encode_sum: (addends, extra, coded, record, wide): encodes a sum, and subtracts the coded values from it.
-        encode_strided: (addends, stride, chosen, extra, coded, record, wide): does so for every stride-th value.
-        tile: the values that a block of threads codes at a time.
+        encode_strided: (addends, stride, kept, extra, coded, record, wide): does so for `kept` values, every stride-th.
+        strided_tile: the values that a block of threads codes at a time in encode_strided.
     """
 
     decode: Any
@@ -79,7 +83,7 @@ class Coding(NamedTuple):
     encode: Any
     encode_sum: Any
     encode_strided: Any
-    tile: int
+    strided_tile: int
 
 
 @device
@@ -99,7 +103,34 @@ def weighted(old: Four, weight: float, four: Four) -> Four:
     )
 
 
-def coding(name: str, sections: tuple[Any, ...], value: Any, value4: Any, encode_tile: Any, tile: int) -> Coding:
+@device
+def staged(tile: DeviceArray, i: int, four: Four, count: int) -> Four:
+    """Set tile[i : i + 4] = four, i < count, and return that. Those from `count` on are 0.0, up to a multiple of eight."""
+    zero, left = np.float32(0.0), count - i
+    a, b, c, d = four
+    if left < 4:
+        b, c, d = b if left > 1 else zero, c if left > 2 else zero, zero
+    vector_store(tile, i, (a, b, c, d))
+    if left <= 4 and i & 4 == 0:
+        vector_store(tile, i + 4, (zero, zero, zero, zero))
+    return a, b, c, d
+
+
+@device
+def block_tops(tile: DeviceArray, count: int, block: int, tops: DeviceArray) -> None:
+    """Set tops[i] to the largest key of the block i of a tile. The threads meet before that and after it."""
+    for at in range(cuda.threadIdx.x, tops.size, THREADS):
+        tops[at] = 0
+    cuda.syncthreads()
+    place = 8 * cuda.threadIdx.x
+    while place < count:  # here and below: NVVM unrolls loops with a constant step, and keeps an address for each pass
+        top = largest_of(vector_load(tile, place + 4), largest_of(vector_load(tile, place), np.uint32(0)))
+        cuda.atomic.max(tops, place // block, top)
+        place += 8 * cuda.blockDim.x
+    cuda.syncthreads()
+
+
+def coding(name: str, sections: tuple[Any, ...], value: Any, value4: Any, encode_tile: Any, block: int = 1) -> Coding:
     """Make the kernels of a value coding.
 
     Args:
@@ -107,10 +138,12 @@ def coding(name: str, sections: tuple[Any, ...], value: Any, value4: Any, encode
         sections: the type of the array of each section.
         value: (coded, i): returns value i.
         value4: (coded, i, wide): returns values i to i + 3, i a multiple of 4.
-        encode_tile: (values, size, number, extra, coded, wide): a block of threads codes values[number * tile :][:
-            tile] of `size` values in all, and returns the largest key that this thread saw.
-        tile: the values of a tile.
+        encode_tile: (tile, count, first, extra, coded, wide): a block of threads codes tile[:count] as values `first`
+            and following. The tile is in shared memory, at most TILE values, with zeros up to a multiple of eight. The
+            threads have met before, and meet afterwards.
+        block: `first` is a multiple of it, for so many values share a scale.
     """
+    strided_tile = max(STRIDED_TILE, block)
 
     @kernel(sections, F32, BOOL, name=f"{name}.decode")
     def decode(coded: Any, out: Written, wide: bool) -> None:
@@ -150,50 +183,69 @@ def coding(name: str, sections: tuple[Any, ...], value: Any, value4: Any, encode
 
     @kernel(F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode")
     def encode(values: DeviceArray, extra: Any, coded: Written, record: Written, wide: bool) -> None:
+        tile = cuda.shared.array(TILE, np.float32, alignment=16)
         rounding = rounding_in(extra)
         own, size = np.uint32(0), values.size - record[MISSING]
-        for number in range(cuda.blockIdx.x, (size + tile - 1) // tile, cuda.gridDim.x):
-            own = np.uint32(max(own, encode_tile(values, size, number, rounding, coded, wide)))
+        for first in range(cuda.blockIdx.x * TILE, size, cuda.gridDim.x * TILE):
+            count = min(TILE, size - first)
+            i = 4 * cuda.threadIdx.x
+            while i < count:
+                own = largest_of(staged(tile, i, load4(values, first + i, wide), count), own)
+                i += 4 * cuda.blockDim.x
+            cuda.syncthreads()
+            encode_tile(tile, count, first, rounding, coded, wide)
+            cuda.syncthreads()
         raise_to(record, LARGEST, own)
 
     @kernel(SUM, EXTRA, sections, I64, BOOL, name=f"{name}.encode_sum")
     def encode_sum(addends: LastWritten, extra: Any, coded: Written, record: Written, wide: bool) -> None:
+        tile = cuda.shared.array(TILE, np.float32, alignment=16)
         arrays, rounding = arrays_in(addends), rounding_in(extra)
-        own, sums = np.uint32(0), arrays[3]
-        for number in range(cuda.blockIdx.x, (sums.size + tile - 1) // tile, cuda.gridDim.x):
-            begin, end = number * tile, min((number + 1) * tile, sums.size)
-            sum_range(arrays, begin, end, wide)
+        own, sums, t = np.uint32(0), arrays[3], cuda.threadIdx.x
+        for first in range(cuda.blockIdx.x * TILE, sums.size, cuda.gridDim.x * TILE):
+            count = min(TILE, sums.size - first)
+            i = 4 * t
+            while i < count:
+                own = largest_of(staged(tile, i, sum4_of(arrays, first + i, wide), count), own)
+                i += 4 * cuda.blockDim.x
             cuda.syncthreads()
-            own = np.uint32(max(own, encode_tile(sums, sums.size, number, rounding, coded, wide)))
+            encode_tile(tile, count, first, rounding, coded, wide)
             cuda.syncthreads()
-            for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
-                store4(sums, i, weighted(load4(sums, i, wide), np.float32(-1.0), value4(coded, i, wide)), wide)
+            i = 4 * t
+            while i < count:
+                four = weighted(vector_load(tile, i), np.float32(-1.0), value4(coded, first + i, wide))
+                store4(sums, first + i, four, wide)
+                i += 4 * cuda.blockDim.x
+            cuda.syncthreads()  # before the next values are summed
         raise_to(record, LARGEST, own)
 
-    @kernel(SUM, INT, F32, EXTRA, sections, I64, BOOL, name=f"{name}.encode_strided")
+    @kernel(SUM, INT, INT, EXTRA, sections, I64, BOOL, name=f"{name}.encode_strided")
     def encode_strided(
-        addends: LastWritten, stride: int, chosen: Written, extra: Any,
-        coded: Written, record: Written, wide: bool,
-    ) -> None:  # fmt: skip
+        addends: LastWritten, stride: int, kept: int, extra: Any, coded: Written, record: Written, wide: bool
+    ) -> None:
+        tile = cuda.shared.array(strided_tile, np.float32, alignment=16)
         arrays, rounding, phase = arrays_in(addends), rounding_in(extra), addends[0][PHASE]
-        own, sums = np.uint32(0), arrays[3]
-        span = tile * stride
+        own, sums, t = np.uint32(0), arrays[3], cuda.threadIdx.x
+        span = strided_tile * stride
         for number in range(cuda.blockIdx.x, (sums.size + span - 1) // span, cuda.gridDim.x):
-            own = np.uint32(max(own, sum_range(arrays, number * span, min((number + 1) * span, sums.size), wide)))
+            first = number * strided_tile
+            count = max(min(strided_tile, kept - first), 0)
+            for i in range(number * span + 4 * t, min((number + 1) * span, sums.size), 4 * THREADS):
+                four = sum4_at(arrays, i, wide)
+                take(four, i, phase, stride, first, count, tile)
+                own = largest_of(four, own)
+            for i in range(count + t, (count + 7) & ~7, THREADS):
+                tile[i] = np.float32(0.0)
             cuda.syncthreads()
-            begin, end = number * tile, min((number + 1) * tile, chosen.size)
-            take_strided(sums, phase, stride, begin, end, chosen)
-            cuda.syncthreads()
-            if begin < end:  # the same in all threads of the block
-                encode_tile(chosen, chosen.size, number, rounding, coded, wide)
+            if count > 0:  # the same in all threads of the block
+                encode_tile(tile, count, first, rounding, coded, wide)
                 cuda.syncthreads()
-            for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
-                four = weighted(load4(chosen, i, wide), np.float32(-1.0), value4(coded, i, wide))
-                for j in range(min(4, end - i)):
-                    sums[phase + (i + j) * stride] = four[j]
+            for i in range(t, count, THREADS):
+                sums[phase + (first + i) * stride] = add(tile[i], mul(np.float32(-1.0), value(coded, first + i)))
+            cuda.syncthreads()  # before the next values are taken
         raise_to(record, LARGEST, own)
 
-    return Coding(decode, add_to, scatter_add_to, encode, encode_sum, encode_strided, tile)
+    return Coding(decode, add_to, scatter_add_to, encode, encode_sum, encode_strided, strided_tile)
 
 
 @device
@@ -309,14 +361,12 @@ def fp32_code(value: float) -> Any:
 
 def _copier(code: Any) -> Any:
     @device
-    def encode_tile(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
-        own = np.uint32(0)
-        for i in range(number * COPY_TILE + 4 * cuda.threadIdx.x, min((number + 1) * COPY_TILE, size), 4 * THREADS):
-            four = load4(values, i, wide)
-            for j in range(min(4, size - i)):  # without the repeated values beyond the end
-                own = np.uint32(max(own, key_of(four[j])))
-            store4(coded[0], i, (code(four[0]), code(four[1]), code(four[2]), code(four[3])), wide)
-        return own
+    def encode_tile(tile: DeviceArray, count: int, first: int, extra: Any, coded: Any, wide: bool) -> None:
+        i = 4 * cuda.threadIdx.x
+        while i < count:
+            four = vector_load(tile, i)
+            store4(coded[0], first + i, (code(four[0]), code(four[1]), code(four[2]), code(four[3])), wide)
+            i += 4 * cuda.blockDim.x
 
     return encode_tile
 
@@ -348,55 +398,39 @@ def store_int4(nibbles: DeviceArray, i: int, four: Four, wide: bool) -> None:
 
 
 def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[Any, int]:
-    """Return `encode_tile` of codes with a bf16 scale per `block` values, and its tile. LANES threads code a block."""
-    limit = np.float32(code_max)
-    in_hand = THREADS // LANES
+    """Return `encode_tile` of codes with a bf16 scale per `block` values, and `block`."""
+    limit, blocks = np.float32(code_max), TILE // block
 
     @device
-    def encode_tile(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
-        tops = cuda.shared.array(in_hand, np.uint32)
-        local, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        place = number * in_hand + local
-        begin = place * block + 4 * lane
-        end = min((place + 1) * block, size)
-        if lane == 0:
-            tops[local] = 0
-        cuda.syncthreads()
-        top = np.uint32(0)
-        for i in range(begin, end, 4 * LANES):
-            four = load4(values, i, wide)
-            for j in range(min(4, end - i)):
-                top = np.uint32(max(top, key_of(four[j])))
-        cuda.atomic.max(tops, local, top)
-        cuda.syncthreads()
-        top = tops[local]
-        cuda.syncthreads()  # before tops is zeroed for the next tile
-        exact = np.int64(bits_of(np.float32(float_of(top) / limit)))
-        pattern = min((exact + 0xFFFF) >> 16, scale_max)
-        if lane == 0 and begin < size:
-            coded[0][place] = pattern
-        scale = float_of_bf16(pattern)
-        zeros = pattern == 0 or top >= np.uint32(INFINITY_KEY)
-        for i in range(begin, end, 4 * LANES):
+    def encode_tile(tile: DeviceArray, count: int, first: int, extra: Any, coded: Any, wide: bool) -> None:
+        tops = cuda.shared.array(blocks, np.uint32)
+        block_tops(tile, count, block, tops)
+        i = 4 * cuda.threadIdx.x
+        while i < count:
+            top, word = tops[i // block], first + i
+            exact = np.int64(bits_of(np.float32(float_of(top) / limit)))
+            pattern = min((exact + 0xFFFF) >> 16, scale_max)
+            if i % block == 0:
+                coded[0][word // block] = pattern
             a, b, c, d = 0, 0, 0, 0
-            if not zeros:
-                four = load4(values, i, wide)
-                a = code_of(four[0], scale, limit, extra, i)
-                if i + 1 < end:
-                    b = code_of(four[1], scale, limit, extra, i + 1)
-                if i + 2 < end:
-                    c = code_of(four[2], scale, limit, extra, i + 2)
-                if i + 3 < end:
-                    d = code_of(four[3], scale, limit, extra, i + 3)
-            store(coded[1], i, (a, b, c, d), wide)
-        return top
+            if pattern != 0 and top < np.uint32(INFINITY_KEY):
+                four, scale = vector_load(tile, i), float_of_bf16(pattern)
+                a = code_of(four[0], scale, limit, extra, word)
+                if i + 1 < count:
+                    b = code_of(four[1], scale, limit, extra, word + 1)
+                if i + 2 < count:
+                    c = code_of(four[2], scale, limit, extra, word + 2)
+                if i + 3 < count:
+                    d = code_of(four[3], scale, limit, extra, word + 3)
+            store(coded[1], word, (a, b, c, d), wide)
+            i += 4 * cuda.blockDim.x
 
-    return encode_tile, in_hand * block
+    return encode_tile, block
 
 
-FP32 = coding("fp32", (F32,), fp32_value, fp32_value4, _copier(fp32_code), COPY_TILE)
-FP16 = coding("fp16", (U16,), fp16_value, fp16_value4, _copier(fp16_code), COPY_TILE)
-BF16 = coding("bf16", (U16,), bf16_value, bf16_value4, _copier(bf16_code), COPY_TILE)
+FP32 = coding("fp32", (F32,), fp32_value, fp32_value4, _copier(fp32_code))
+FP16 = coding("fp16", (U16,), fp16_value, fp16_value4, _copier(fp16_code))
+BF16 = coding("bf16", (U16,), bf16_value, bf16_value4, _copier(bf16_code))
 INT8 = coding("int8", (U16, I8), int8_value, int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
 INT4 = coding("int4", (U16, U8), int4_value, int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
 
@@ -420,9 +454,7 @@ def encode_with(
     queue: Queue, coding: Coding, values: DeviceArray, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
 ) -> None:
     """Encode values. The last record[MISSING] of them are unused."""
-    queue.launch(
-        coding.encode, values.size, coding.tile, values, queue.rounding(extra), coded, record, wide(values, *coded)
-    )
+    queue.launch(coding.encode, values.size, TILE, values, queue.rounding(extra), coded, record, wide(values, *coded))
 
 
 def encode_sum_with(
@@ -430,17 +462,17 @@ def encode_sum_with(
 ) -> None:
     is_wide = wide_sum(addends) and wide(*coded)
     ref, rounding = queue.sum_ref(addends), queue.rounding(extra)
-    queue.launch(coding.encode_sum, addends.sums.size, coding.tile, ref, rounding, coded, record, is_wide)
+    queue.launch(coding.encode_sum, addends.sums.size, TILE, ref, rounding, coded, record, is_wide)
 
 
 def encode_strided_with(
-    queue: Queue, coding: Coding, addends: Sum, phase: int, stride: int, chosen: DeviceArray, extra: Any,
+    queue: Queue, coding: Coding, addends: Sum, phase: int, stride: int, kept: int, extra: Any,
     coded: tuple[DeviceArray, ...], record: DeviceArray,
 ) -> None:  # fmt: skip
-    is_wide = wide_sum(addends) and wide(chosen, *coded)
+    is_wide = wide_sum(addends) and wide(*coded)
     queue.launch(
-        coding.encode_strided, addends.sums.size, coding.tile * stride,
-        queue.sum_ref(addends, phase), stride, chosen, queue.rounding(extra), coded, record, is_wide,
+        coding.encode_strided, addends.sums.size, coding.strided_tile * stride,
+        queue.sum_ref(addends, phase), stride, kept, queue.rounding(extra), coded, record, is_wide,
     )  # fmt: skip
 
 

@@ -372,8 +372,7 @@ class DeviceErrorFeedback:
 
         def launches() -> tuple[DeviceArray, Arena]:
             record, sections = kernels.record(), self._arena(kept)
-            chosen = kernels.scratch("strided", kept, np.float32)
-            kernels.encode_strided_as(self._name, addends, phase, stride, chosen, self._extra, sections.parts, record)
+            kernels.encode_strided_as(self._name, addends, phase, stride, kept, self._extra, sections.parts, record)
             return record, sections
 
         record, sections = self._captured("strided", sampled, kept, launches)

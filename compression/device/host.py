@@ -293,16 +293,17 @@ class HostKernels:
         addends: Sum,
         phase: int,
         stride: int,
-        chosen: HostArray,
+        kept: int,
         extra: Any,
         coded: Coded,
         record: HostArray,
     ) -> None:
+        chosen = np.empty(kept, np.float32).view(HostArray)
         self.sum_strided(addends, phase, stride, chosen, record)
-        if chosen.size:
+        if kept:
             self.encode_as(name, chosen, extra, coded, record)
             self.add_as(name, coded, np.float32(-1.0), chosen)
-            addends.sums[phase : phase + stride * chosen.size : stride] = chosen
+            addends.sums[phase : phase + stride * kept : stride] = chosen
 
     def decode_as(self, name: str, coded: Coded, out: HostArray) -> None:
         if name == "fp32":

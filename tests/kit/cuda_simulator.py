@@ -27,7 +27,7 @@ _modules: list[dict[str, Any]] = []  # of kernels: their names
 _order = random.Random(0)
 
 
-def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
+def shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
     """Return the shared array of this line, which begins with garbage.
 
     It replaces the simulator's function, with which two threads that come first at once get two arrays.
