@@ -70,6 +70,22 @@ class Landing(Protocol):
         """Wait until the copy is complete."""
 
 
+class DeviceFigures(NamedTuple):
+    """What a home has done on its device. All are 0 on the host.
+
+    Attributes:
+        launches: kernels, those of replayed graphs too.
+        replays: of CUDA graphs.
+        graphs: CUDA graphs that are kept now.
+        scratch_bytes: bytes of the scratch memory of kernels.
+    """
+
+    launches: int = 0
+    replays: int = 0
+    graphs: int = 0
+    scratch_bytes: int = 0
+
+
 class Home(Protocol[A]):
     """Computes on arrays of type A where they live. An array is float32[count]; slices of it are views.
 
@@ -78,6 +94,9 @@ class Home(Protocol[A]):
     """
 
     name: str  # the name of the device
+
+    def figures(self) -> DeviceFigures:
+        """Return what this home has done on its device so far. No other thread may use the home meanwhile."""
 
     def zeros(self, count: int) -> A:
         """Return a new array of zeros."""
@@ -178,6 +197,9 @@ class HostHome:
     """The home of NumPy's arrays. `Home` documents the methods."""
 
     name = "cpu"
+
+    def figures(self) -> DeviceFigures:
+        return DeviceFigures()
 
     def zeros(self, count: int) -> FloatArray:
         return np.zeros(count, np.float32)

@@ -77,6 +77,11 @@ class GraphCache:
         result = graph.result
         return result
 
+    @property
+    def kept(self) -> int:
+        """The number of graphs that are kept, at most GRAPHS_MAX."""
+        return sum(graph is not None for graph in self._graphs.values())
+
     def drop(self) -> None:
         """Forget all graphs. They are captured again when they are needed."""
         while self._graphs:

@@ -206,6 +206,14 @@ class Queue:
         self.zero(array)
         return array
 
+    @property
+    def scratch_bytes(self) -> int:
+        return self.memory.scratch_bytes
+
+    @property
+    def graphs_kept(self) -> int:
+        return self.graphs.kept
+
     def scratch(self, name: str, count: int, dtype: Any) -> DeviceArray:
         """Return scratch memory, dtype[count] with any content, valid until the next call with this name and dtype."""
         return self.memory.scratch(name, count, dtype)

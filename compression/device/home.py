@@ -19,7 +19,7 @@ from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.stages import DevicePool, Staging
-from narrows.compression.home import Cuts, Feedback, Landing, Sample
+from narrows.compression.home import Cuts, DeviceFigures, Feedback, Landing, Sample
 from narrows.compression.kernels.record import Sum
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
@@ -57,6 +57,10 @@ class DeviceHome(Generic[A]):
         self.kernels, self.zeros, self.name = kernels, zeros, name
         self.staging, self.pool = Staging(kernels), DevicePool(kernels)
         self._coding: DeviceErrorFeedback | None = None  # encodes for `code`, with decay 0: its residual never counts
+
+    def figures(self) -> DeviceFigures:
+        counts = self.kernels.counts
+        return DeviceFigures(counts["launches"], counts["graphs"], self.kernels.graphs_kept, self.kernels.scratch_bytes)
 
     def empty(self, count: int) -> A:
         return self.zeros(count)

@@ -125,6 +125,14 @@ class HostKernels:
             array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
         return cast(HostArray, array[:count])
 
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(array.nbytes for array in self._scratch.values())
+
+    @property
+    def graphs_kept(self) -> int:
+        return 0
+
     def begin(self, addends: Sum, phase: int = 0, seed: int = 0, key: tuple[int, int] = (0, 0)) -> Sum:
         """Return the arrays. Kernels of the host take the numbers as arguments."""
         return addends

@@ -56,6 +56,10 @@ class Summary:
     skipped: int = 0  # counter: steps left out because their gradient was not finite
     hidden: int = 0  # members below this one whose rows had no room in the heartbeat
     lost: int = 0  # counter: of a cluster, its own members that left before they were done
+    launches: int = 0  # counter: kernels launched on the worker's GPU, those of replayed graphs too; 0 without one
+    replays: int = 0  # counter: CUDA graphs replayed there
+    graphs: int = 0  # CUDA graphs that the worker keeps
+    scratch_bytes: int = 0  # scratch memory of kernels on the GPU
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """Return `stale` with one more step of this staleness."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
@@ -50,6 +51,7 @@ PARTED = {  # by how a member below a cluster left: the words for one member, an
     "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
+FIGURES = asdict(Summary())  # of a row of an older record, which lacks the newest figures
 SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures: no text
 REPEATED = (
     "checkpoint",
@@ -165,7 +167,7 @@ class RunHistory:
         for path, row in rows_by_path.items():
             if path in self.lanes or len(self.lanes) < LANES_MAX:
                 lane = self.lanes.setdefault(path, MemberTimeline(path))
-                lane.hear(row, self.seconds, self.width)
+                lane.hear({**FIGURES, **row}, self.seconds, self.width)
                 if lane.lost_loss:
                     self._not_finite(lane)
                 if lane.begins_to_skip():
@@ -369,6 +371,7 @@ class RunHistory:
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
             "dropped": lane.total["dropped"],
             "skipped": lane.total["skipped"],
+            "gpu": [lane.total["launches"], lane.total["replays"], newest["graphs"], newest["scratch_bytes"]],
             "strip": strip,
         }
 

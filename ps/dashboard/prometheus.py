@@ -84,6 +84,8 @@ class _Collector:
                 "Length of the residual, in updates",
                 lambda lane: lane.newest["held_back"],
             ),
+            "narrows_gpu_graphs": ("CUDA graphs that a worker keeps", lambda lane: lane.newest["graphs"]),
+            "narrows_gpu_scratch_bytes": ("Scratch memory of kernels", lambda lane: lane.newest["scratch_bytes"]),
             "narrows_link_rtt_seconds": ("Round trip", lambda lane: lane.newest["round_trip_seconds"]),
         }
         for name, (about, value) in gauges.items():
@@ -91,10 +93,16 @@ class _Collector:
             for lane in self.history.lanes.values():
                 family.add_metric(_peer(lane), value(lane))
             yield family
-        dropped = CounterMetricFamily("narrows_dropped_messages", "Messages that found no room", labels=PEER)
-        for lane in self.history.lanes.values():
-            dropped.add_metric(_peer(lane), lane.total["dropped"])
-        yield dropped
+        counters = {
+            "narrows_dropped_messages": ("Messages that found no room", "dropped"),
+            "narrows_gpu_launches": ("Kernels launched on a worker's GPU", "launches"),
+            "narrows_gpu_graph_replays": ("CUDA graphs replayed there", "replays"),
+        }
+        for name, (about, figure) in counters.items():
+            counter = CounterMetricFamily(name, about, labels=PEER)
+            for lane in self.history.lanes.values():
+                counter.add_metric(_peer(lane), lane.total[figure])
+            yield counter
 
     def _of_links(self) -> Iterator[Metric]:
         moved = CounterMetricFamily("narrows_link_bytes", "Bytes between a member and its server", labels=LINK)

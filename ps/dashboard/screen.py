@@ -39,6 +39,7 @@ def screen(frame: dict[str, Any]) -> Group:
     ]
     hidden = len(frame["members"]) - MEMBERS
     more = [Text(f"and {hidden} more", style="dim")] if hidden > 0 else []
+    more += [Text(_gpu(member), style="dim") for member in frame["members"][:MEMBERS] if member["gpu"][0]]
     events = [
         Text(f"{seconds:8.1f} s  {printable(text)}", style="dim") for seconds, _, text in frame["events"][-EVENTS:]
     ]
@@ -86,6 +87,14 @@ def _name(member: dict[str, Any]) -> str:
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
     skipped = f"({member['skipped']:.0f} skipped)" if member["skipped"] else ""
     return " ".join(filter(None, (name, member["how"], skipped)))
+
+
+def _gpu(member: dict[str, Any]) -> str:
+    rank, (launches, replays, graphs, scratch) = ".".join(map(str, member["path"])), member["gpu"]
+    shown = (
+        f"{graphs} graphs kept, {replays:.0f} replayed; {launches:.0f} kernels launched; scratch memory {size(scratch)}"
+    )
+    return f"GPU of rank {rank}: {shown}"
 
 
 def _figures(member: dict[str, Any]) -> dict[str, str]:

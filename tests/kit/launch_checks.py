@@ -26,6 +26,7 @@ from narrows.compression.cuda.jit import THREADS, Cubin
 from narrows.compression.cuda.queue import Queue, driver_of
 from narrows.compression.cuda.staging import PIECE_BYTES
 from narrows.compression.device import DeviceErrorFeedback
+from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.host import HostKernels
 
 CAPTURED = (
@@ -112,6 +113,8 @@ def scratch_that_grows_between_two_replays_drops_the_graphs() -> None:
         small.encode(update)
         assert launched() == wanted and fake.calls("cuGraphLaunch") == graphs
     assert kernels.counts["graphs"] == 3 * 2 + 2 * 2
+    launches, replays, kept, scratch = DeviceHome(kernels, lambda count: None, "GPU").figures()
+    assert (replays, kept) == (3 * 2 + 2 * 2, 2) and launches >= 8 * len(wanted) and scratch > 4 * COUNT // 8
 
 
 def scratch_that_grows_while_it_is_captured_is_launched() -> None:
@@ -137,6 +140,7 @@ def graphs_are_bounded() -> None:
         for number in range(GRAPHS_MAX + 6):
             for _ in range(3):
                 kernels.captured(number, lambda: kernels.zero(record))
+        assert kernels.graphs_kept == GRAPHS_MAX
         assert fake.calls("cuGraphInstantiateWithFlags") == GRAPHS_MAX + 6 and fake.calls("cuGraphExecDestroy") == 6
         kernels.captured(10, lambda: kernels.zero(record))  # it was used just now, so another one goes
         kernels.captured(GRAPHS_MAX + 6, lambda: kernels.zero(record))

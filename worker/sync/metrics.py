@@ -42,6 +42,7 @@ class WorkerMetrics:
         self.spent = (0.0, 0.0)  # seconds of waiting and of encoding, from the first step to the newest one
         self.began_s = self.stepped_s = time.monotonic()
         self.parts = dict(engine.trace.seconds)
+        self.device = engine.home.figures()  # at the newest step: the main thread alone may ask
 
     def stepped(self, batch: int) -> dict[str, float]:
         """Count one step.
@@ -61,7 +62,7 @@ class WorkerMetrics:
         self.clock, self.merging = sync.clock, sync.merging
         self.staleness = max(0, sync.staleness)
         self.stale[sum(self.staleness > end for end in STALE)] += 1
-        self.stepped_s, self.parts = now_s, parts
+        self.stepped_s, self.parts, self.device = now_s, parts, self.engine.home.figures()
         took = {"step": now_s - before_s} | {name: parts[name] - before[name] for name in PARTS}
         self.spent = self.spent[0] + took["wait"], self.spent[1] + took["encode"]
         rest = parts["step"] - before["step"]  # messages, checks of the weights, module buffers
@@ -109,5 +110,6 @@ class WorkerMetrics:
             loss=self.shown.get("loss"),
             left_steps=self.left_steps,
             skipped=self.engine.skips.steps,
+            **self.device._asdict(),
         )
         return (SummaryRow((), "", "", summary),)

@@ -97,6 +97,10 @@ function rowOf(path) {
   return rows.get(key);
 }
 
+function gpu(launches, replays, graphs, scratch) {
+  return `GPU: ${graphs} graphs kept, ${replays} replayed; ${launches} kernels launched; scratch memory ${bytes(scratch)}`;
+}
+
 function showMember(member, frame) {
   const cell = rowOf(member.path), { row } = cell;
   const step = member.step_seconds.reduce((a, b) => a + b, 0);
@@ -105,6 +109,7 @@ function showMember(member, frame) {
   row.firstChild.dataset.how = member.how;
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
     member.skipped && `${member.skipped} steps skipped: gradient not finite`,
+    member.gpu[0] && gpu(...member.gpu),
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);
   put(cell.host, member.host);

@@ -276,6 +276,24 @@ def test_skipped_steps_are_an_event_and_a_figure(tmp_path: Path) -> None:
     assert read.history.frame()["members"][0]["skipped"] == 1
 
 
+def test_what_a_gpu_did_is_shown_of_each_life_of_its_worker() -> None:
+    """A worker without a GPU shows nothing. A row of an older record has no such figures."""
+    gpu: dict[str, Any] = {"launches": 4000, "replays": 300, "graphs": 8, "scratch_bytes": 12_000_000}
+    live = history_of(*beats(20, 0, 10), *beats(20, 1, 10), summary(25.0, 0, 250, **gpu))
+    live.take(summary(40.0, 0, 10, life_s=1.0, **gpu | {"launches": 40, "replays": 3, "graphs": 2}))
+    older = summary(41.0, 1, 260)
+    for row in older["rows"]:
+        for name in gpu:
+            del row[name]
+    live.take(older)
+    assert [member["gpu"] for member in live.frame()["members"]] == [[4040, 303, 2, 12_000_000], [0, 0, 0, 0]]
+    (line,) = [each for each in shown(live.frame()).splitlines() if "GPU" in each]
+    assert line.strip() == "GPU of rank 0: 2 graphs kept, 303 replayed; 4040 kernels launched; scratch memory 12.00 MB"
+    told = prometheus.text(live, 0.0).decode()
+    for text in ("gpu_launches_total", "gpu_graph_replays_total", "gpu_graphs", "gpu_scratch_bytes"):
+        assert f'narrows_{text}{{level="1",peer="0"}}' in told
+
+
 def test_a_rate_does_not_jump_where_a_heartbeat_sees_one_step_or_two() -> None:
     """A step of 0.6 s, and a heartbeat once a second: a summary counts one step more than the one before, or two."""
     history, seen = history_of(), []
