@@ -135,6 +135,12 @@ def test_no_range_is_made_while_no_profiler_records(monkeypatch: pytest.MonkeyPa
         spans.encode.__enter__()
 
 
+def test_a_torch_that_does_not_say_whether_it_profiles_gets_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(trace.profiler, "_is_profiler_enabled")
+    monkeypatch.setattr(trace, "record_function", Refused)
+    test_a_second_counts_for_the_innermost_span(monkeypatch)
+
+
 def test_a_second_counts_for_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
     monkeypatch.setattr(trace, "monotonic", lambda: next(now))

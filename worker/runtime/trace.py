@@ -71,7 +71,8 @@ class StepTrace:
             self.seconds[opened[-1].name] += now - self.since
         self.since = now
         opened.append(span)
-        if profiler._is_profiler_enabled:  # of any thread; True under emit_nvtx too. torch has no public name for it
+        # Of any thread; True under emit_nvtx too. torch has no public name for it; without it a trace has no ranges.
+        if getattr(profiler, "_is_profiler_enabled", False):
             marked = record_function(span.label)
             marked.__enter__()
             self.ranges.append((len(opened), marked))
