@@ -374,6 +374,25 @@ def read(
     return arrays, facts
 
 
+def weights_at(path: Path) -> tuple[int, int, int]:
+    """Return where a checkpoint has the weights x: the first byte, the end, and the CRC-32 of the bytes.
+
+    Raises:
+        IncompatibleError: the file is missing, damaged or no checkpoint.
+    """
+    try:
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > os.fstat(file.fileno()).st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(size))
+        begin, end = header["x"]["data_offsets"]
+        crc = json.loads(header["__metadata__"]["narrows"])["crc32"]["x"]
+        return 8 + size + int(begin), 8 + size + int(end), int(crc)
+    except (OSError, struct.error, KeyError, TypeError, ValueError) as error:
+        raise IncompatibleError(f"{path} is damaged or no checkpoint of Narrows ({error})") from None
+
+
 def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
     """Read all of a shard's checkpoint. Raises IncompatibleError as `read`, and if x or p has not the shard's size."""
     arrays, facts = read(folder, shard, clock)

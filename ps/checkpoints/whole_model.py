@@ -2,14 +2,17 @@
 
 DIR/model.safetensors     what a plain model loads: its parameters under each of their names, in the dtype of the
                           workers, and its buffers. Frozen parameters, which no worker trains, are not in it.
+
+The model is copied block by block, and is never in memory as a whole.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,24 @@ from safetensors import SafetensorError, safe_open
 from narrows.compression.rows import first_values
 from narrows.protocols.config.checkpoint_names import MODEL
 from narrows.protocols.config.embedding_spec import TableSpec
+from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray, unpack_arrays
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.runtime.cli.output import set_aside
-from narrows.ps.checkpoints.checkpoint_files import NamedBlocks, clocks, named, path_of, read, shards_of, write_file
+from narrows.ps.checkpoints.checkpoint_files import (
+    NamedBlocks,
+    clocks,
+    named,
+    path_of,
+    read,
+    shards_of,
+    weights_at,
+    write_file,
+)
 from narrows.ps.store import embedding_rows
 
 NAME = MODEL
+BLOCK = 1 << 20  # values that are in memory at a time
 
 
 class CheckpointBlocks:
@@ -72,6 +86,63 @@ class CheckpointBlocks:
                     raise IncompatibleError(f"{path} is damaged: table {spec.name!r} differs from what was written")
 
 
+class ShardValues:
+    """The weights x in one shard's checkpoint, float32[size], read block by block.
+
+    Args:
+        path: of the file, which is read until `close`.
+
+    Raises:
+        IncompatibleError: the file is missing, damaged or no checkpoint, or the weights are not what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        begin, end, crc = weights_at(path)
+        self.path, self.begin, self.size = path, begin, (end - begin) // 4
+        self.file = open(path, "rb")  # noqa: SIM115  `close` closes it
+        found = 0
+        for block in self.blocks(0, self.size):
+            found = zlib.crc32(block.view(np.uint8).data, found)
+        if found != crc:
+            self.close()
+            raise IncompatibleError(f"{path} is damaged: x differs from what was written")
+
+    def close(self) -> None:
+        self.file.close()
+
+    def blocks(self, begin: int, end: int) -> Iterator[npt.NDArray[np.float32]]:
+        """Yield values [begin, end), float32[at most BLOCK] each, valid until the next."""
+        block = np.empty(min(BLOCK, end - begin), np.float32)
+        self.file.seek(self.begin + 4 * begin)
+        for low in range(begin, end, BLOCK):
+            values = block[: end - low]
+            if self.file.readinto(values.view(np.uint8).data) != values.nbytes:
+                raise IncompatibleError(f"{self.path} is damaged: it ends within x")
+            yield values
+
+
+class TensorBlocks:
+    """The bytes of one tensor of the model, from the files of all shards, in the dtype of the workers.
+
+    Args:
+        shards: the weights of each shard, and their keys [begin, end).
+        keys: of the tensor, [begin, end).
+        dtype: of the tensor on the workers.
+    """
+
+    def __init__(self, shards: Sequence[tuple[ShardValues, Keys]], keys: Keys, dtype: str) -> None:
+        self.shards, self.keys, self.dtype = shards, keys, dtype
+
+    def __len__(self) -> int:
+        return (self.keys[1] - self.keys[0]) * len(_as_on_workers(np.zeros(1, np.float32), self.dtype))
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for values, (begin, end) in self.shards:
+            low, high = max(self.keys[0], begin), min(self.keys[1], end)
+            for block in values.blocks(low - begin, high - begin) if low < high else ():
+                yield memoryview(_as_on_workers(block, self.dtype))
+
+
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """The upper 16 bits of each float32, rounded to nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
@@ -79,14 +150,21 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
-    """A tensor of the model in the dtype of the workers. complex128 becomes complex64: no file has complex128."""
+def _as_on_workers(values: npt.NDArray[np.float32], dtype: str) -> bytes:
+    """Return values of the model in the dtype of the workers. A complex number is two values."""
     if dtype == "bfloat16":
-        return dtype, shape, _bfloat16(values).tobytes()
+        return _bfloat16(values).tobytes()
     if dtype in ("float16", "float64"):
         with np.errstate(over="ignore"):
-            return dtype, shape, values.astype(dtype).tobytes()
-    return "complex64" if DTYPES[dtype].keys > 1 else "float32", shape, values.tobytes()
+            return values.astype(dtype).tobytes()
+    return values.tobytes()
+
+
+def _file_dtype(dtype: str) -> str:
+    """Return the dtype in the file: complex128 becomes complex64, since no file has complex128."""
+    if dtype in ("bfloat16", "float16", "float64"):
+        return dtype
+    return "complex64" if DTYPES[dtype].keys > 1 else "float32"
 
 
 def _ours(path: Path) -> bool:
@@ -134,28 +212,29 @@ def merge(
     Raises:
         IncompatibleError: a checkpoint is damaged, or not of this model.
     """
-    flat = []
-    facts: dict[str, Any] = {}
     shards = shards_of(folder, clock)
     for shard in range(shards):
-        arrays, facts = read(folder, shard, clock, only=("x",))
-        flat.append(arrays["x"])
-    whole = np.concatenate(flat)
+        facts = read(folder, shard, clock, only=())[1]
     plan = ModelSpec.unpacked(facts["plan"])
-    if whole.size != plan.size:
-        raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
-    offsets = plan.offsets()
     tensors: dict[str, NamedArray | NamedBlocks] = dict(buffers)
-    for i, tensor in enumerate(plan.tensors):
-        tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
-    tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
-    for number, spec in enumerate(plan.tables):
-        blocks = CheckpointBlocks(folder, clock, shards, number, spec)
-        tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
     path = folder / NAME
-    if not _ours(path) and (kept := set_aside(path)):
-        said(f"{path} was not written by narrows, and is kept as {kept}")
-    write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})})
+    with ExitStack() as stack:
+        found = [stack.enter_context(closing(ShardValues(path_of(folder, shard, clock)))) for shard in range(shards)]
+        ends = [*accumulate((values.size for values in found), initial=0)]
+        if ends[-1] != plan.size:
+            raise IncompatibleError(
+                f"the checkpoints of clock {clock} in {folder} have {ends[-1]} keys, not {plan.size}"
+            )
+        each = list(zip(found, pairwise(ends), strict=True))
+        for tensor, keys in zip(plan.tensors, pairwise(plan.offsets()), strict=True):
+            tensors[tensor.name] = _file_dtype(tensor.dtype), tensor.shape, TensorBlocks(each, keys, tensor.dtype)
+        tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
+        for number, spec in enumerate(plan.tables):
+            rows = CheckpointBlocks(folder, clock, shards, number, spec)
+            tensors[spec.name] = "float32", (spec.rows, spec.dim), rows
+        if not _ours(path) and (kept := set_aside(path)):
+            said(f"{path} was not written by narrows, and is kept as {kept}")
+        write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})})
     return path
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, UsageError
@@ -121,6 +123,40 @@ def test_a_run_that_begins_anew_does_not_drop_its_own_for_those_of_an_older_one(
         write(tmp_path, 0, number, store_of(), FACTS)
     assert write(tmp_path, 0, 10, store_of(seed=9), FACTS) == (10,)
     assert newest(tmp_path, 1) == 10
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_the_model_is_whole_whatever_the_number_of_shards_and_the_size_of_a_block(
+    shards: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_file, "BLOCK", block)
+    whole = values(PLAN.size)
+    for shard, (begin, end) in enumerate(split(PLAN.size, shards)):
+        part = {"x": whole[begin:end], "p": whole[begin:end]}
+        write(tmp_path, shard, 3, part, FACTS | {"shards": shards})
+    found = load_file(merge(tmp_path, 3, {}))
+    want = torch.from_numpy(whole)
+    assert torch.equal(found["a"], want[:6].view(2, 3)) and torch.equal(found["tied"], found["a"])
+    assert torch.equal(found["half"], want[6:11].bfloat16()) and torch.equal(found["scalar"], want[11].half())
+    assert found["none"].shape == (0, 4)
+
+
+def test_the_model_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    plan = ModelSpec(
+        tuple(TensorSpec(str(i), (1 << 20,), "float32") for i in range(8)), "", (tuple(range(8)),), 0.0, ()
+    )
+    whole = np.zeros(plan.size, np.float32)
+    for shard, (begin, end) in enumerate(split(plan.size, 3)):
+        part = {"x": whole[begin:end], "p": whole[begin:end]}
+        write(tmp_path, shard, 3, part, FACTS | {"shards": 3, "plan": plan.packed()})
+    tracemalloc.start()
+    try:
+        merge(tmp_path, 3, {})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 4 * model_file.BLOCK <= whole.nbytes / 2
 
 
 def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
