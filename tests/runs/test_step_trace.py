@@ -136,7 +136,7 @@ def test_no_range_is_made_while_no_profiler_records(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_torch_that_does_not_say_whether_it_profiles_gets_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(trace.profiler, "_is_profiler_enabled")
+    monkeypatch.delattr("torch.autograd.profiler._is_profiler_enabled")
     monkeypatch.setattr(trace, "record_function", Refused)
     test_a_second_counts_for_the_innermost_span(monkeypatch)
 
