@@ -40,7 +40,10 @@ class EncodeInputs:
         residual, decay, update, sums = addends
         places = residual.address, update.address, sums.address
         self.aligned = not (places[0] | places[1] | places[2]) % WIDE_BYTES
-        self.tell(dict(enumerate((*places, phase, seed, *key))))  # in the order of the slots
+        numbers = [*places, phase, seed, *key]  # in the order of the slots
+        if numbers != self._told:
+            self._told = numbers
+            self._copy()
         return Sum(InputArray(residual, RESIDUAL), decay, InputArray(update, UPDATE), InputArray(sums, SUMS))
 
     def tell(self, numbers: dict[int, int]) -> DeviceArray:
@@ -49,11 +52,11 @@ class EncodeInputs:
         if any(told[slot] != number for slot, number in numbers.items()):
             for slot, number in numbers.items():
                 told[slot] = number
-            assert not self.graphs.capturing, "the inputs of an encode are told before its launches are captured"
-            self.counts["inputs"] += 1
             self._copy()
         return self.array
 
     def _copy(self) -> None:
+        assert not self.graphs.capturing, "the inputs of an encode are told before its launches are captured"
+        self.counts["inputs"] += 1
         self._host[:] = self._told
         self.streams.driver.copy_up(self._host, self.array, self.streams.present)

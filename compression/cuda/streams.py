@@ -37,6 +37,7 @@ class QueueLanding:
 
     def __init__(self, streams: "Streams", event: Any) -> None:
         self.streams, self.event = streams, event
+        self.waited = False  # by the host, or by later work
 
     def done(self) -> bool:
         """Return whether the copies are complete, without waiting."""
@@ -45,6 +46,13 @@ class QueueLanding:
     def wait(self) -> None:
         """Wait until the copies are complete. Other threads of this process run meanwhile."""
         self.streams.driver.wait(self.event)
+        self.waited = True
+
+    def before(self, stream: Any) -> None:
+        """Let the later work of a stream wait for the copies, unless something has waited for them."""
+        if not self.waited:
+            self.streams.driver.wait_for(self.event, stream)
+            self.waited = True
 
     def __del__(self) -> None:
         self.streams.give_back(self.event)  # what it waited for is older than what it will wait for next
@@ -68,8 +76,7 @@ class Streams:
         self._known: dict[int, Any] = {0: self.present}
         self._own: dict[str, Any] = {}
         self._events: list[Any] = []
-        self._landed: Any = None  # the event after the newest work of `beside`
-        self._lands = False  # no later work has waited for it
+        self._newest: QueueLanding | None = None  # of `beside`: those before it end before it
         self._done: Any = None  # the event after the queue's newest work on the caller's stream; None: nothing is aside
         self._folded: Any = None  # the event after the newest work of `aside`, until the caller's stream waits for it
         self._caller: Any = None  # the caller's stream, within `aside`
@@ -167,14 +174,10 @@ class Streams:
         self._events.append(ready)
         self.on(landing, work)
         driver.record(landed, landing)
-        if self._landed is None:
-            self._landed = self.event()
-        driver.record(self._landed, landing)
-        self._lands = True
-        return QueueLanding(self, landed)
+        self._newest = QueueLanding(self, landed)
+        return self._newest
 
     def after_landings(self) -> None:
         """Let the later work of the present stream wait for what runs beside it."""
-        if self._lands:
-            self.driver.wait_for(self._landed, self.present)
-            self._lands = False
+        if self._newest is not None:
+            self._newest.before(self.present)

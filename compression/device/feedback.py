@@ -232,8 +232,8 @@ class DeviceErrorFeedback:
 
     def _encode(self, update: Any) -> memoryview:
         update = self._checked(update)
-        begun, wanted = self._begun, (_address_of(update), self.memory.step)
-        if begun is None or (begun.update, begun.step) != wanted or self.compressor.lossless:
+        begun = self._begun
+        if begun is not None and (begun.update, begun.step) != (_address_of(update), self.memory.step):
             self._drop_begun()
         begun, self._begun = self._begun, None
         self.coded = None
@@ -528,14 +528,15 @@ class DeviceErrorFeedback:
         self, sections: Arena, places: DeviceArray | None = None, turn: tuple[int, int] | None = None
     ) -> DeviceCodes:
         """Begin to copy the coded values, and their indices, out of the scratch memory. `turn` as in `DeviceCodes`."""
-        kernels, values, size = self.kernels, len(self._sections), 0
+        values, copy = len(self._sections), self.kernels.copy
         end = sections.begins[values] if values < len(sections.begins) else sections.whole.size
-        if places is not None:
-            size = places.nbytes
-        buffer = self.pool.lend(end + size)
-        kernels.copy(sections.whole[:end], buffer[:end])
-        if places is not None:
-            kernels.copy(places.view(np.uint8), buffer[end : end + size])
+        if places is None:
+            buffer = self.pool.lend(end)
+            copy(sections.whole[:end], buffer[:end])
+        else:
+            buffer = self.pool.lend(end + places.nbytes)
+            copy(sections.whole[:end], buffer[:end])
+            copy(places.view(np.uint8), buffer[end : end + places.nbytes])
         return DeviceCodes(self.pool, buffer, self._name, sections, end, places is not None, turn)
 
     def _told(self, way: PendingEncode) -> Told:

@@ -263,10 +263,10 @@ class DevicePool:
 
     def lend(self, size: int) -> DeviceArray:
         """Return uint8[size] with any content."""
-        fitting = [i for i, buffer in enumerate(self.free) if buffer.size >= size]
-        if fitting:  # other threads only append to the list
-            return self.free.pop(min(fitting, key=lambda i: self.free[i].size))
-        del self.free[:1]  # this buffer is too small: the new one takes its place
+        for i, buffer in enumerate(self.free):  # other threads only append to the list
+            if size <= buffer.size <= 2 * size + 4096:
+                return self.free.pop(i)
+        del self.free[:1]  # this buffer does not fit: the new one takes its place
         return self.kernels.empty(size + size // 8, np.uint8)
 
     def take_back(self, buffer: DeviceArray) -> None:

@@ -230,7 +230,7 @@ def a_fold_aside_is_on_a_stream_of_its_own() -> None:
     assert aside and fake.calls("cuStreamWaitEvent") == 1 and not fake.calls("cuMemAlloc")
     fake.reset()
     feedback.encode(update)
-    assert fake.calls("cuStreamWaitEvent") == 3  # for the fold, for the last payload, and the payload for its codes
+    assert fake.calls("cuStreamWaitEvent") == 2  # for the fold, and the payload for its codes
     streams = {fake.launch(i).stream for i in range(fake.launches())}
     assert aside not in streams and len(streams) == 2  # the caller's, and that of payloads
 
@@ -246,6 +246,9 @@ def encodes_of_shards_are_launched_before_the_host_waits() -> None:
         for feedback in shards:
             feedback.start_encode(update)
         launches = fake.launches()
+        assert (
+            fake.calls("cuStreamWaitEvent") == 3
+        )  # each payload for its codes, the second encode for the first payload
         assert launches and not fake.calls("cuEventSynchronize") and not fake.calls("cuStreamSynchronize")
         for feedback in shards:
             feedback.encode(update)
