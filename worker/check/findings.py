@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrows.compression import ladder, predict
+from narrows.compression.ladder import Codecs
+from narrows.protocols.config.memory import ArrayFacts, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
@@ -367,10 +369,29 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
     if ways:
         parts = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
         lines.append(f"a push       {parts}; {_bytes(coded['dense'][0])} as fp32")
+    lines += _memory(workers, model["trainable"], settings)
     seconds = _compute_s(workers)
     if seconds is not None:
         lines.append(f"computing    {_ms(seconds)} a step, of the slower of {len(workers)} workers on this machine")
     return lines
+
+
+def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
+    """Return a line on the arrays of a worker that have the size of the model; none if no worker came to its end."""
+    done = next((worker.done for worker in workers if worker.done), None)
+    if done is None or not trained:
+        return []
+    codecs, moments = Codecs.of(settings.compress, settings.compress_down), done["kept_values"] / trained
+    private = settings.dp_clip > 0
+    facts = ArrayFacts(
+        codecs.up.lossless, codecs.down.lossless, settings.quorum, private, done["rounded"], round(moments, 2)
+    )
+    arrays = worker_arrays(settings.mode(), facts)
+    each = ", ".join(f"{array.name} {array.models:g}" for array in arrays)
+    whole = sum(array.models for array in arrays)
+    return (
+        [f"memory       of a worker {whole:g} times {_bytes(4 * trained)}: {each}; and activations"] if arrays else []
+    )
 
 
 def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]) -> list[str]:

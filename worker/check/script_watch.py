@@ -211,9 +211,15 @@ class ScriptWatch:
             late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
             done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
             done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
+            done |= {"kept_values": sum(map(_kept, self.parts)), "rounded": self._rounded()}
             self._report("done", encoded=self._encoded(), **done)
             raise CheckedScript(0)
         self.lost_s, self.loss = 0.0, None
+
+    def _rounded(self) -> bool:
+        """Return whether a parameter of the run is not float32."""
+        engine = getattr(self.wrapper, "_engine", None)
+        return engine is not None and any(p.dtype != torch.float32 for p in engine.flat.parameters)
 
     def _scheduled(self) -> bool:
         """Return whether a torch scheduler was made on an optimizer of the run: a scheduler wraps step()."""
@@ -306,6 +312,12 @@ def _generators() -> str:
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of values that an optimizer keeps, without those of its counters."""
+    each = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.numel() for value in each if isinstance(value, torch.Tensor) and value.ndim)
 
 
 def _sample(flat: FlatModel) -> FloatArray:

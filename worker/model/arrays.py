@@ -38,23 +38,9 @@ from narrows.compression.home import HOST, Feedback, Home
 from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.compression.sampling import sample_of
 from narrows.protocols.config.key_ranges import CodedPiece, Keys, parts
-from narrows.protocols.config.modes import Mode
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
-
-SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
-
-
-def buffers_of(mode: Mode, quorum: int) -> int:
-    """Return the number of buffers that raw updates need.
-
-    Args:
-        mode: of the run. A mode that merges has each fragment in flight once at most, so one buffer holds all.
-        quorum: of the run; -1: none. With one a round may close while the link still reads this worker's late update.
-    """
-    return 1 if mode.merges and quorum < 0 else mode.window + SPARE
-
 
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 # A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].

@@ -30,6 +30,7 @@ import torch
 
 from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
+from narrows.protocols.config.memory import in_place, update_buffers
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import START_LIMIT_S
@@ -37,7 +38,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
-from narrows.worker.model.arrays import WorkerArrays, buffers_of
+from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.device_placement import home_of
 from narrows.worker.model.flat import Array, FlatModel, FloatArray
 from narrows.worker.model.model_slices import ModelCut, ModelSlice
@@ -203,13 +204,13 @@ class Engine:
     def _sync(self, overlap: int) -> SyncStep:
         """Make the `SyncStep` of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
-        rounds = buffers_of(mode, self.settings.quorum)
+        rounds = update_buffers(mode, self.settings.quorum)
         if rule is FoldRule.MIX:
             if overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return GossipStep(self)
         if rule is FoldRule.OPTIMIZER:
-            direct = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless
+            direct = in_place(mode, self.tuning.down_lossless, not self.flat.plain)
             direct = direct and self.home is HOST and self.slice is None
             lends = self.privacy is None and self.slice is None  # else gradients change where they lie
             arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)

@@ -30,12 +30,13 @@ from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import CodedPiece, fragment
+from narrows.protocols.config.memory import update_buffers
 from narrows.protocols.config.modes import Mode
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.group.group import Group, GroupEndedError
-from narrows.worker.model.arrays import LazyUpdate, WorkerArrays, buffers_of
+from narrows.worker.model.arrays import LazyUpdate, WorkerArrays
 from narrows.worker.model.flat import Array
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.tuning import CodecTuning
@@ -136,7 +137,7 @@ class ShardExchanges:
         before, first = self.replicas, not self.count
         if self.plan != self.tuning.plan:
             self.plan, self.mode = self.tuning.plan, self.tuning.mode
-            self.arrays.fit_rounds(buffers_of(self.mode, self.tuning.quorum))
+            self.arrays.fit_rounds(update_buffers(self.mode, self.tuning.quorum))
         kept = None if self.group is None or first else self.arrays.residual(before)
         self.ours, self.count = self.arrays.fit(event.ranges), len(event.ranges)
         self.replicas = [
