@@ -53,7 +53,7 @@ class ChunkedUpdate(Protocol):
     sample: FloatArray
 
     def chunks(self) -> Iterator[tuple[int, FloatArray]]:
-        """Yield (begin, values) for each chunk in order: float32[at most CHUNK], valid until the next chunk."""
+        """Yield (begin, values) for each chunk in order: float32[CHUNK], or all of a small update; valid until the next."""
 
 
 def chunks_of(update: "FloatArray | ChunkedUpdate") -> Iterator[tuple[int, FloatArray]]:

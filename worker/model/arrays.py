@@ -42,6 +42,9 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
+READ_ONCE = (
+    1 << 20
+)  # values of an update that is not read in chunks: its 4 MiB are dear for no model, and its reads are
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 # A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].
 SharedWeights: TypeAlias = "Iterator[CodedPiece] | Array"
@@ -60,17 +63,28 @@ class LazyUpdate:
         self.begin, self.size, self.read, self.start = keys[0], keys[1] - keys[0], read, start
         self.places = sample_of(self.size)
         self.sample = np.zeros(self.places.size, np.float32)
+        self.whole: FloatArray | None = None  # a small update is read once
 
     def chunks(self) -> Iterator[tuple[int, FloatArray]]:
-        scratch = np.empty(min(CHUNK, self.size), np.float32)
+        if self.size <= READ_ONCE:
+            if self.whole is None:
+                self.whole = np.empty(self.size, np.float32)
+                self._fill(0, self.whole)
+            yield 0, self.whole
+            return
+        scratch = np.empty(CHUNK, np.float32)
         for low in range(0, self.size, CHUNK):
             values = scratch[: self.size - low]
-            self.read(self.begin + low, values)
-            if self.start is not None:
-                values -= self.start[low : low + values.size]
-            first, last = np.searchsorted(self.places, (low, low + values.size))
-            self.sample[first:last] = values[self.places[first:last] - low]
+            self._fill(low, values)
             yield low, values
+
+    def _fill(self, low: int, values: FloatArray) -> None:
+        """Compute the values from index `low` on, and take their part of the sample."""
+        self.read(self.begin + low, values)
+        if self.start is not None:
+            values -= self.start[low : low + values.size]
+        first, last = np.searchsorted(self.places, (low, low + values.size))
+        self.sample[first:last] = values[self.places[first:last] - low]
 
 
 class InPlaceArrays(HostReplica):
