@@ -186,7 +186,7 @@ def checks(bench: Bench) -> None:
 
 
 def told_by(bench: Bench, table: str, names: tuple[str, ...], before: list[str], wanted: str) -> None:
-    """Run the checks of these names beside each other, each below the command `before`."""
+    """Run the named checks at the same time. `before`: the command that starts each, such as compute-sanitizer."""
     env = bench.environment() | {"PYTHONPATH": str(launch.ROOT / "tests")}
     if bench.simulated:
         env["NUMBA_ENABLE_CUDASIM"] = "1"

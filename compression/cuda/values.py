@@ -3,7 +3,7 @@
 A coding is three device functions: `value` and `value4` decode values, `encode_tile` codes a tile of values. `coding` makes
 six kernels of them: decode, add, scatter_add, and encode of values, of a sum and of a stride of a sum. The kernels are
 fused. Decoded values never go to memory. A sum is made, coded, and reduced by the coded values before it leaves a cache.
-Codes are made of a tile of values in shared memory.
+A block codes one tile of values at a time, from shared memory.
 """
 
 import math

@@ -402,6 +402,27 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_the_first() -> None:
     assert _same(found[0, 0], found[0, 1]) and not found[0, 1]["1.running_mean"].any()
 
 
+def test_each_rank_has_its_replica_again_after_the_shared_model() -> None:
+    settings = Settings(workers=1, shards=2, sync="ssp", compress="topk:0.05+int8").validated()
+
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["adamw"](model), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, own, 2).backward()
+            optimizer.step()
+        before = flat(model)
+        with optimizer.shared():
+            shown = flat(model)
+        assert not np.array_equal(shown, before), "the residual is in the replica alone"
+        np.testing.assert_array_equal(flat(model), before)
+        optimizer.finish()
+
+    with groups(settings, [2]) as started:
+        started.together(script)
+
+
 def test_ranks_with_different_models_are_refused() -> None:
     def script(member: int, own: int) -> None:
         model = nn.Linear(4, 4 + own)

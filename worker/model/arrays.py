@@ -42,9 +42,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
-READ_ONCE = (
-    1 << 20
-)  # values of an update that is not read in chunks: its 4 MiB are dear for no model, and its reads are
+READ_ONCE = 1 << 20  # values; an update of more is read twice, in chunks, to save its array
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 # A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].
 SharedWeights: TypeAlias = "Iterator[CodedPiece] | Array"

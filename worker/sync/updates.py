@@ -319,6 +319,8 @@ class UpdateStep:
 
     @property
     def unmoved(self) -> bool:
+        if self.engine.slice is not None:  # these arrays have a part of the module only
+            return False
         composed = self.composed == self.shards.epoch and not self.moved and not self.arrays.shared
         return composed and not self.mode.streams and not self.engine.flat.overwritten()
 
