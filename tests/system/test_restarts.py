@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +42,8 @@ from narrows.ps.checkpoints import checkpoint_files, whole_model
 from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
 from narrows.ps.command.restart_policy import RESTARTS_MAX
 from narrows.ps.process.main import first_line
+
+TRIES_MAX = 10  # of stopping a fork server before it forks again, 2 s each
 
 
 def stepped(worker: Worker, done: Callable[[], bool]) -> Callable[[], bool]:
@@ -185,8 +188,7 @@ def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> 
         forker = parent(pid)
         assert forker != command.pid
         try:
-            os.kill(forker, signal.SIGSTOP)
-            until(lambda: listens(port), "shard 0 to listen")
+            stopped_once(forker, lambda: listens(port))
             joins = pool.submit(Worker, address)
             until(lambda: connected(port), "the worker to dial shard 0")
             assert not joins.done() and "shard 1" not in command.out
@@ -198,6 +200,18 @@ def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> 
         worker.train(5)
         worker.close()
         assert command.wait() == 0, command
+
+
+def stopped_once(forker: int, done: Callable[[], bool]) -> None:
+    """Stop the fork server once it has told ps-serve of shard 0: until then, no config comes to that shard."""
+    for _ in range(TRIES_MAX):
+        os.kill(forker, signal.SIGSTOP)
+        with suppress(AssertionError):
+            until(done, "shard 0 to listen", 2.0)
+            return
+        os.kill(forker, signal.SIGCONT)  # for less time than shard 0 takes to listen and ps-serve to ask for shard 1
+        time.sleep(0.002)
+    raise AssertionError("shard 0 does not listen")
 
 
 def connected(port: int) -> bool:

@@ -115,6 +115,44 @@ class StartedChild:
             self.stdin = -1
 
 
+class ChildPipes:
+    """The pipes between a command and one child that begins."""
+
+    def __init__(self, listens: Mapping[int | str, str], stdin: bool, passed: Mapping[str, int]) -> None:
+        """Make them; the arguments are those of `ChildProcesses.start`."""
+        self.standard = [os.open(os.devnull, os.O_RDWR), 1, 2]  # the child's stdin, stdout and stderr
+        self.handed = dict(passed)  # variable that names it -> further descriptor of the child
+        self.ours: list[tuple[str, int]] = []  # kind of the events, and the end to read them from
+        self.theirs = self.standard[:1]  # ends that are the child's alone
+        self.to_child = -1  # the command's end of the child's stdin; -1: it has none
+        for where, kind in listens.items():
+            ours, end = os.pipe()
+            self.ours.append((kind, ours))
+            self.theirs.append(end)
+            if isinstance(where, int):
+                self.standard[where] = end
+            else:
+                self.handed[where] = end
+        if stdin:
+            self.standard[0], self.to_child = os.pipe()
+            self.theirs.append(self.standard[0])
+
+    def close_theirs(self) -> None:
+        for fd in self.theirs:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close both ends. A child that has its ends nevertheless reads the end of stdin, and writes to nobody."""
+        self.close_theirs()
+        for _, fd in self.ours:
+            os.close(fd)
+        if self.to_child >= 0:
+            os.close(self.to_child)
+
+
+Begun = tuple[StartedChild, Callable[[], int | None]]  # a child, and the function that waits for its exit code
+
+
 class ChildProcesses:
     """Starts children, and collects their events."""
 
@@ -214,63 +252,42 @@ class ChildProcesses:
             name: of the process, as `top` shows it, if it is forked.
             nests: the child is a command, and has children of its own.
         """
-        standard, handed = [os.open(os.devnull, os.O_RDWR), 1, 2], dict(passed or {})
-        pipes: list[tuple[str, int]] = []
-        theirs = standard[:1]  # ends that are the child's alone
-        for where, kind in listens.items():
-            ours, end = os.pipe()
-            pipes.append((kind, ours))
-            theirs.append(end)
-            if isinstance(where, int):
-                standard[where] = end
-            else:
-                handed[where] = end
-        to_child = -1
-        if stdin:
-            standard[0], to_child = os.pipe()
-            theirs.append(standard[0])
-        forked = self._fork(words, env, name, nests, standard, handed) if self.forks else None
-        child, wait = forked or self._spawn(words, env, standard, handed)
-        for fd in theirs:
-            os.close(fd)
-        child.write_to(to_child)
-        readers = [threading.Thread(target=self._read, args=(index, *pipe), daemon=True) for pipe in pipes]
+        pipes, begun = ChildPipes(listens, stdin, passed or {}), None
+        if self.forks and (begun := self._fork(words, env, pipes, name, nests)) is None:
+            pipes.close()
+            pipes = ChildPipes(listens, stdin, passed or {})  # the fork server may fork a child with those, too late
+        child, wait = begun or self._spawn(words, env, pipes)
+        pipes.close_theirs()
+        child.write_to(pipes.to_child)
+        readers = [threading.Thread(target=self._read, args=(index, *pipe), daemon=True) for pipe in pipes.ours]
         for reader in readers:
             reader.start()
         threading.Thread(target=self._wait, args=(index, child, wait, readers), daemon=True).start()
         return child
 
-    def _spawn(
-        self, words: Sequence[str], env: Mapping[str, str], standard: Sequence[int], handed: Mapping[str, int]
-    ) -> tuple[StartedChild, Callable[[], int | None]]:
+    def _spawn(self, words: Sequence[str], env: Mapping[str, str], pipes: ChildPipes) -> Begun:
         process = subprocess.Popen(
             [sys.executable, *words],
-            env={**env, STARTED_BY: str(os.getpid()), **{name: str(fd) for name, fd in handed.items()}},
-            stdin=standard[0],
-            stdout=standard[1],
-            stderr=standard[2],
-            pass_fds=tuple(handed.values()),
+            env={**env, STARTED_BY: str(os.getpid()), **{name: str(fd) for name, fd in pipes.handed.items()}},
+            stdin=pipes.standard[0],
+            stdout=pipes.standard[1],
+            stderr=pipes.standard[2],
+            pass_fds=tuple(pipes.handed.values()),
             start_new_session=True,
         )
         return StartedChild(process.pid), process.wait
 
     def _fork(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str],
-        name: str,
-        nests: bool,
-        standard: Sequence[int],
-        handed: Mapping[str, int],
-    ) -> tuple[StartedChild, Callable[[], int | None]] | None:
-        """Have the fork server fork a child. Returns the child and a function that waits for it; None: no fork."""
+        self, words: Sequence[str], env: Mapping[str, str], pipes: ChildPipes, name: str, nests: bool
+    ) -> Begun | None:
+        """Have the fork server fork a child. None: it did not, and "ready" says why."""
         # The child ignores the signals that this process ignores, as after exec.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
         assert self.forker is not None
         own = {**env, STARTED_BY: f"{self.forker.pid},{os.getpid()}"}
-        request = fork_server.ForkRequest([*words], own, os.getcwd(), name, [*handed], ignored, nests)
+        request = fork_server.ForkRequest([*words], own, os.getcwd(), name, [*pipes.handed], ignored, nests)
         try:
-            request.send(self.port, [*standard, *handed.values()])
+            request.send(self.port, [*pipes.standard, *pipes.handed.values()])
             answer = self.answers.get(timeout=FORK_S)
         except (OSError, queue.Empty) as error:
             answer = str(error) or f"no answer came within {FORK_S:.0f} s"

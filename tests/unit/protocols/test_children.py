@@ -121,6 +121,32 @@ def test_who_keeps_the_pipes_of_a_child_holds_up_its_end_for_a_while_only(start:
         child.kill()
 
 
+def test_a_child_forked_too_late_has_nothing_of_the_one_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrows.protocols.runtime.processes.children.FORK_S", 0.1)
+    (tmp_path / "script.py").write_text("import sys\nif line := sys.stdin.readline():\n    print(line)")
+    children = ChildProcesses()
+    children.prepare(ENV, [])
+    assert children.next(GONE_S) == (FORKER, "ready", {"why": ""})
+    forker = children.forker
+    assert forker is not None
+    os.kill(forker.pid, signal.SIGSTOP)  # the request waits in its socket, with the descriptors of the first try
+    try:
+        child = children.start(7, [str(tmp_path / "script.py")], ENV, listens={1: "out"}, stdin=True)
+        assert children.next(GONE_S) == (FORKER, "ready", {"why": "no answer came within 0 s"})
+        child.write("for one reader")
+        assert everything(children) == [(7, "out", "for one reader"), (7, "out", ""), (7, "exit", 0)]
+        with pytest.raises(BrokenPipeError):
+            os.write(child.stdin, b"for nobody\n")
+    finally:
+        os.kill(forker.pid, signal.SIGCONT)
+    late = children.answers.get(timeout=GONE_S)
+    assert isinstance(late, StartedChild)
+    assert late.wait(GONE_S) in {0, -signal.SIGKILL}, "it is killed, or has read the end of its stdin before"
+    children.close()
+
+
 def test_nothing_comes_where_nothing_is_said() -> None:
     children = ChildProcesses()
     assert children.next(0.01) is None and children.next(-1.0) is None
