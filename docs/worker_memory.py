@@ -26,20 +26,44 @@ RUNS: dict[str, dict[str, Any]] = {
     "`local`": {"sync": "local"},
     "`local --compress int4`": {"sync": "local", "compress": "int4"},
 }
+GOSSIP: dict[str, dict[str, Any]] = {
+    "`gossip`, 2 workers": {"sync": "gossip", "workers": 2},
+    "`gossip --compress int8`, 2 workers": {"sync": "gossip", "workers": 2, "compress": "int8"},
+    "`gossip --compress int8`, 8 workers": {"sync": "gossip", "workers": 8, "compress": "int8"},
+    "`gossip --compress int8 --topology ring`, 8 workers": {
+        "sync": "gossip",
+        "workers": 8,
+        "compress": "int8",
+        "topology": "ring",
+    },
+    "`gossip --local-steps 10 --compress int8`, 2 workers": {
+        "sync": "gossip",
+        "workers": 2,
+        "compress": "int8",
+        "local_steps": 10,
+    },
+}
 MOMENTS = 2.0  # of AdamW
-NAMES = ("parameters", "gradients", "optimizer's state", "pulled state", "replica", "residual", "raw updates")
+
+
+def arrays_of(runs: dict[str, dict[str, Any]]) -> str:
+    """Return a table with a row for each run, and a column for each array that any of them has."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, flags in runs.items():
+        settings = Settings(**flags).validated()
+        codecs = Codecs.of(settings.compress, settings.compress_down)
+        facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, MOMENTS, rounded=False)
+        rows[name] = {array.name: array.models for array in worker_arrays(settings.mode(), facts)}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [f"| | {' | '.join(columns)} | in all |", f"|---{'|---' * len(columns)}|---|"]
+    for name, models in rows.items():
+        cells = [f"{models[column]:g}" if column in models else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} | {sum(models.values()):g} |")
+    return "\n".join(lines)
 
 
 def table() -> str:
-    lines = [f"| | {' | '.join(NAMES)} | in all |", f"|---{'|---' * len(NAMES)}|---|"]
-    for name, flags in RUNS.items():
-        settings = Settings(**flags).validated()
-        codecs = Codecs.of(settings.compress, settings.compress_down)
-        facts = ArrayFacts(codecs.up.lossless, codecs.down.lossless, moments=MOMENTS)
-        models = {array.name: array.models for array in worker_arrays(settings.mode(), facts)}
-        cells = [f"{models[column]:g}" if column in models else "" for column in NAMES]
-        lines.append(f"| {name} | {' | '.join(cells)} | {sum(models.values()):g} |")
-    return "\n".join(lines)
+    return f"{arrays_of(RUNS)}\n\n{arrays_of(GOSSIP)}"
 
 
 TABLE = MarkedTable("worker_memory", Path(__file__).parent / "modes.md", table)

@@ -1,15 +1,17 @@
 """The arrays of a worker that have the size of the model: which there are, by mode and flags. Pure.
 
 An array of one model holds each trained value as float32. `ps-worker --check` prints these arrays for the user's script.
-Activations, PyTorch itself and payloads on their way are not among them. Under gossip other arrays take their place
-(protocols/gossip/mixing.py), of which there is no account yet.
+Activations, PyTorch itself and coded payloads on their way are not among them. Under gossip the arrays are those of
+protocols/gossip/mixing.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from narrows.protocols.config.modes import FoldRule, Mode
+from narrows.protocols.config.modes import WINDOW, FoldRule, Mode
+from narrows.protocols.config.settings import Settings
+from narrows.protocols.config.topology import RANDOM, partners
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 
@@ -38,6 +40,9 @@ class ArrayFacts(NamedTuple):
         private: --dp-clip is given.
         rounded: a parameter is not float32.
         moments: values that the script's optimizer keeps for each parameter, such as 2 for AdamW.
+        workers: of the run. This and what follows counts under gossip.
+        topology: a key of TOPOLOGIES, or RANDOM.
+        outer: rounds have an outer step with momentum.
     """
 
     lossless: bool
@@ -46,6 +51,25 @@ class ArrayFacts(NamedTuple):
     private: bool = False
     rounded: bool = False
     moments: float = 0.0
+    workers: int = 1
+    topology: str = ""
+    outer: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, lossless: bool, down_lossless: bool, moments: float, rounded: bool) -> ArrayFacts:
+        """Return the facts of a run with these settings; the other arguments are as the attributes."""
+        outer = (settings.outer_lr, settings.outer_momentum) != (1.0, 0.0)
+        private, gossip = settings.dp_clip > 0, (settings.workers, settings.topology, outer)
+        return cls(lossless, down_lossless, settings.quorum, private, rounded, moments, *gossip)
+
+
+def gossip_partners(topology: str, workers: int) -> tuple[int, int]:
+    """Return the most partners of worker 0 in a round, and its partners of all rounds."""
+    if topology == RANDOM:
+        return min(WINDOW, workers - 1), workers - 1
+    members = tuple(range(workers))
+    rounds = [{peer for peer, _ in partners(topology, number, members, 0)} for number in range(8 * workers)]
+    return max(map(len, rounds)), len(set().union(*rounds))
 
 
 def update_buffers(mode: Mode, quorum: int) -> int:
@@ -66,27 +90,33 @@ def in_place(mode: Mode, down_lossless: bool, rounded: bool) -> bool:
 
 
 def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
-    """Return the arrays that a worker holds while it trains, on the host; none under gossip.
+    """Return the arrays that a worker holds while it trains, on the host.
 
     Args:
         mode: the resolved mode.
         facts: the flags and the script's part.
     """
-    if mode.rule is FoldRule.MIX:
-        return []
+    gossip = mode.rule is FoldRule.MIX
+    each, ever = gossip_partners(facts.topology, facts.workers) if gossip else (0, 0)
+    raw_rounds = max(1, mode.bound or 0) if gossip and facts.lossless else 0
     steps_here, direct = mode.rule is not FoldRule.OPTIMIZER, in_place(mode, facts.down_lossless, facts.rounded)
-    raw = facts.lossless or facts.private
+    raw, coded = facts.lossless or facts.private, not facts.lossless
     rows = (
         (True, ModelArray("parameters", 1, "the script's")),
         (True, ModelArray("gradients", 1, "the script's")),
         (steps_here, ModelArray("optimizer's state", facts.moments, "the script's: the worker's optimizer steps")),
-        (not direct, ModelArray("pulled state", 1, "the newest state of the shards")),
+        (gossip, ModelArray("model", 1, "this worker's own, which it mixes")),
+        (not direct and not gossip, ModelArray("pulled state", 1, "the newest state of the shards")),
         (steps_here, ModelArray("replica", 1, "updates are measured from it")),
         (steps_here and facts.rounded, ModelArray("rounded replica", 1, "as the parameters' dtype holds it")),
-        (not facts.lossless, ModelArray("residual", 1, "what the SPEC leaves out")),
+        (coded and not gossip, ModelArray("residual", 1, "what the SPEC leaves out")),
         (
-            raw,
+            raw and not gossip,
             ModelArray("raw updates", update_buffers(mode, facts.quorum), "in flight, to be filled, or with the link"),
         ),
+        (coded and gossip, ModelArray("references", 1 + ever, "of each partner, and the first weights")),
+        (facts.outer and gossip, ModelArray("outer momentum", 1, "of this worker's rounds")),
+        (gossip, ModelArray("raw offers", (1 + each) * raw_rounds, "this worker's, and those of its partners")),
+        (gossip, ModelArray("scratch", 1 + facts.outer, "an update, a mix, or a difference to be coded")),
     )
     return [row for there, row in rows if there and row.models]

@@ -102,7 +102,7 @@ class GossipDriver:
     # Beginning.
 
     def begin_as_founder(self, weights: Array, model: Array | None = None) -> None:
-        """Begin with the first weights of the run.
+        """Begin with the first weights of the run. No other code may change the arrays from now on.
 
         Args:
             weights: float32[size], the same on all founders.
@@ -112,7 +112,7 @@ class GossipDriver:
         self._go("has a model")
 
     def keep(self, model: Array) -> None:
-        """Begin with the model that this node had at its earlier place in the run."""
+        """Begin with the model that this node had at its earlier place in the run; no other code may change it."""
         self.mixing.start(model)
         self._go("has a model")
 

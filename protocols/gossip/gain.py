@@ -72,7 +72,7 @@ class GossipGain:
         """Return an own update, scaled by the gain, and add it to the open window.
 
         Args:
-            moved: the update, float32[size].
+            moved: the update, float32[size]; its memory is used.
             members: number of workers of the run.
             sample: the values of `moved` at the keys `at`, float64[n].
         """
@@ -85,7 +85,9 @@ class GossipGain:
                 self.whole, self.rounds = self.total, 0
                 self.total = np.zeros(self.at.size, np.float32)
                 self.sent_whole.clear()
-            return moved if factor == 1 else moved * factor
+            if factor != 1:
+                moved *= factor
+            return moved
 
     def tell(self, peer: int) -> bytes:
         """Return the newest closed window for a peer, float32[n] as bytes; b"" if there is none that the peer lacks."""

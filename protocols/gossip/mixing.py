@@ -80,6 +80,7 @@ class Mixing:
         self.references: dict[int, Array] = {}  # peer -> c; the same on both sides between two exchanges
         self.memories: dict[int, Any] = {}  # peer -> memory of the compressor
         self.sent: dict[int, tuple[bool, Sequence[CodedPiece]]] = {}  # peer -> own offer: True if the model; its parts
+        self.raw: Sequence[CodedPiece] | None = None  # the model in raw parts, once offered, until the model changes
 
     def copied(self, values: Array) -> Array:
         copy = self.home.empty(len(values))
@@ -91,16 +92,16 @@ class Mixing:
         return self.home.finite(self.model)
 
     def start(self, weights: Array, model: Array | None = None) -> None:
-        """Begin with these weights, float32[end - begin].
+        """Begin with these weights, float32[end - begin]. No other code may change the arrays from now on.
 
         Args:
             weights: the weights, the same on all founders.
             model: this node's own model, if it has moved on from `weights` since.
         """
-        self.model = self.copied(weights)
-        self.first = self.copied(weights) if self.compressor is not None else self.model
-        if model is not None:
-            self.model = self.copied(model)
+        self.first, self.raw = weights, None
+        if model is None:
+            model = weights if self.compressor is None else self.copied(weights)
+        self.model = model
 
     def forget(self, peer: int) -> None:
         """Drop all state of a peer that is lost: the open exchange with it never completes."""
@@ -111,13 +112,14 @@ class Mixing:
         """Add an own update to the model.
 
         Args:
-            moved: the update, float32[end - begin].
+            moved: the update, float32[end - begin]; its memory is used.
             members: number of workers of the run.
             whole: the update of a whole round; False: of a part of one, without an outer step.
         """
         if self.gain is not None:
             moved = self.gain.scaled(moved, members, self.home.sampled(moved, self.places))
-        self.model = self.model + (self.outer.step(moved) if whole and self.outer is not None else moved)
+        self.model += self.outer.step(moved) if whole and self.outer is not None else moved
+        self.raw = None
 
     # One exchange.
 
@@ -153,8 +155,10 @@ class Mixing:
         return b"" if self.gain is None else self.gain.tell(peer)
 
     def whole(self) -> Sequence[CodedPiece]:
-        """Return a copy of the model in raw parts. The model may change while they are sent."""
-        return self.home.raw_pieces(self.copied(self.model), self.begin, parts(self.begin, self.end))
+        """Return a copy of the model in raw parts, one for all peers. The model may change while they are sent."""
+        if self.raw is None:
+            self.raw = self.home.raw_pieces(self.copied(self.model), self.begin, parts(self.begin, self.end))
+        return self.raw
 
     def check(self, offers: tuple[m.Offer, ...]) -> None:
         """Raise RemoteProtocolError unless `offers` have finite values for all keys, each key exactly once."""
@@ -192,6 +196,7 @@ class Mixing:
         self._add(offers, weight, moved)
         self._add(mine, -weight, moved)
         self.model += moved
+        self.raw = None
         if self.gain is not None:
             self.gain.heard(offers[0].sample)
         if self.compressor is None:
@@ -216,7 +221,7 @@ class Mixing:
         mean = self.home.zeros(self.end - self.begin)
         for _, pieces in sorted([(worker, mine), *last.items()], key=lambda each: each[0]):
             self._add(pieces, 1 / (len(last) + 1), mean)
-        self.model = mean
+        self.model, self.raw = mean, None
         self.sent.clear()
 
     def take(self, offers: tuple[m.Offer, ...]) -> None:

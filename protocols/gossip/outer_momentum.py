@@ -25,8 +25,15 @@ class OuterMomentum:
     def step(self, moved: Any) -> Any:
         """Return the value to add to the model for a round that changed it by `moved`; both are float32[size]."""
         with np.errstate(over="ignore", invalid="ignore"):  # a model that is not finite ends the run, in its own words
-            self.velocity = moved * 1.0 if self.velocity is None else self.momentum * self.velocity + moved
-            return self.rate * (moved + self.momentum * self.velocity)
+            if self.velocity is None:
+                self.velocity = moved * 1.0
+            else:
+                self.velocity *= self.momentum
+                self.velocity += moved
+            step = self.velocity * self.momentum
+            step += moved
+            step *= self.rate
+            return step
 
 
 def outer(settings: Settings) -> OuterMomentum | None:

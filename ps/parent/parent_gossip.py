@@ -132,7 +132,7 @@ class ParentGossip:
                 continue
             effects += self.seat.take(event, now_ns)
             if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
-                self.driver.begin_as_founder(self.seat.replica.pulled, self.before)
+                self.driver.begin_as_founder(self.seat.replica.pulled.copy(), self.before)
                 self.seat.keep(model=None)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)
         return effects

@@ -212,13 +212,13 @@ class Node:
 
     def begin(self, weights: Array, model: Array | None = None) -> None:
         """With the first weights; it waits for the first roster. `model`: its own, where it has come on since."""
-        self.driver.begin_as_founder(weights, model)
+        self.driver.begin_as_founder(weights.copy(), None if model is None else model.copy())
         self.came(np.float32(0), self.mixing.model, self.mixing.model)
 
     def resume(self, before: Node) -> None:
         """With the model and the round that it had under another number."""
         self.driver.round = before.number
-        self.driver.keep(before.mixing.model)
+        self.driver.keep(before.mixing.model.copy())
         self.mixing.outer, self.velocity = before.mixing.outer, before.velocity
         self.came(np.float32(0), self.mixing.model, self.mixing.model)
 

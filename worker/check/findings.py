@@ -382,16 +382,11 @@ def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
     if done is None or not trained:
         return []
     codecs, moments = Codecs.of(settings.compress, settings.compress_down), done["kept_values"] / trained
-    private = settings.dp_clip > 0
-    facts = ArrayFacts(
-        codecs.up.lossless, codecs.down.lossless, settings.quorum, private, done["rounded"], round(moments, 2)
-    )
+    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, round(moments, 2), done["rounded"])
     arrays = worker_arrays(settings.mode(), facts)
     each = ", ".join(f"{array.name} {array.models:g}" for array in arrays)
     whole = sum(array.models for array in arrays)
-    return (
-        [f"memory       of a worker {whole:g} times {_bytes(4 * trained)}: {each}; and activations"] if arrays else []
-    )
+    return [f"memory       of a worker {whole:g} times {_bytes(4 * trained)}: {each}; and activations"]
 
 
 def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]) -> list[str]:

@@ -150,10 +150,13 @@ class GossipStep:
         """Take a place in the run. After a rejoin all pairs begin anew, and the model stays."""
         before, self.driver = self.driver, self._driver(event.worker, self.driver.round)
         self.shards.begin(event, follow=event.clock == 0)
+        kept = (
+            before.mixing.copied(before.mixing.model) if before.has_model else None
+        )  # a push may still read the model
         if event.clock == 0:
-            self.kept = before.mixing.model if before.has_model else None
-        elif before.has_model:
-            self.driver.keep(before.mixing.model)
+            self.kept = kept
+        elif kept is not None:
+            self.driver.keep(kept)
         else:
             self._carry_out(self.driver.late(self._now()))
 
@@ -168,11 +171,14 @@ class GossipStep:
             self._push(self._with_steps(), m.HandOver.STOPPED)
         if isinstance(event, e.GiveWeights) and event.round >= 0:
             self._give_weights(event)
-        else:
+        elif not (
+            self.driver.has_model and isinstance(event, (e.StatePart, e.StateArrived))
+        ):  # pulled is Mixing's then
             self.shards.handle(event)
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
         if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY and here:
             self.driver.begin_as_founder(self.arrays.pulled, self.kept)
+            self.kept = None
         self._carry_out(self.driver.hear(event, self._now()))
 
     def _tell(self, text: str) -> None:
@@ -312,11 +318,12 @@ class GossipStep:
 
     def _with_steps(self) -> Array:
         """Return a copy of this worker's model, with the local steps since the last round."""
-        model = self.engine.home.empty(self.engine.flat.size)
-        self.engine.home.copy(self.driver.mixing.model, model)
-        if self.driver.may_step and not self.finishing:  # else the model has these steps already
-            model += self._moved()
-        return model
+        mixing = self.driver.mixing
+        if not self.driver.may_step or self.finishing:  # the model has these steps already
+            return mixing.copied(mixing.model)
+        moved = self._moved()
+        moved += mixing.model
+        return moved
 
     def stopped(self) -> None:
         """Send the server the model of a worker that a signal stops before its last step. No other process has it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,16 @@ import pytest
 import torch
 from kit.scripts import build, loss_of, run
 
+from narrows.compression import Memory
+from narrows.compression.home import HOST
+from narrows.compression.ladder import Codecs
+from narrows.protocols import messages as m
 from narrows.protocols.config.memory import ArrayFacts, worker_arrays
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.outer_momentum import outer
 from narrows.worker import DistributedOptimizer
+from narrows.worker.sync.gossip import GossipStep
 from narrows.worker.sync.updates import UpdateStep
 
 STEPS = 6
@@ -77,4 +86,95 @@ def test_bf16_and_clipping_take_arrays_of_their_own() -> None:
     more = worker_arrays(mode, ArrayFacts(False, False, private=True, rounded=True))
     names = {array.name for array in more} - {array.name for array in plain}
     assert names == {"rounded replica", "raw updates"}
-    assert worker_arrays(Settings(sync="gossip").validated().mode(), ArrayFacts(False, False)) == []
+
+
+@pytest.mark.parametrize("compress", ["dense", "int8", "topk:0.5+int8"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"workers": 2},
+        {"workers": 3, "topology": "ring", "staleness": 0},
+        {"workers": 2, "local_steps": 8},
+    ],
+    ids=lambda flags: " ".join(map(str, flags.values())),
+)
+def test_the_account_names_the_arrays_of_gossip(flags: dict[str, Any], compress: str) -> None:
+    settings = Settings(sync="gossip", compress=compress, **flags).validated()
+
+    def script(worker: int) -> tuple[dict[str, float], dict[str, float]]:
+        net = build()
+        optimizer = DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1), net)
+        for step in range(settings.local_steps * STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step, worker, settings.workers).backward()
+            optimizer.step()
+        engine = optimizer._engine
+        assert engine is not None and isinstance(engine.sync, GossipStep)
+        arrays, mixing, size = engine.sync.arrays, engine.sync.driver.mixing, engine.flat.size
+        own = {id(pieces): pieces for whole, pieces in mixing.sent.values() if whole}
+        offers = [*own.values(), *([mixing.raw] if mixing.raw is not None and id(mixing.raw) not in own else [])]
+        assert not any(
+            x.residuals and any(touched(kept) for *_, kept in x.residuals) for x in engine.sync.shards.replicas
+        )
+        assert mixing.first is arrays.pulled and (mixing.compressor is not None or mixing.model is arrays.pulled)
+        found = {
+            "model": float(mixing.model.size),
+            "replica": float(arrays.base.size) if arrays.base is not arrays.pulled and touched(arrays.base) else 0.0,
+            "references": float(sum(each.size for each in mixing.references.values()))
+            + (mixing.first.size if mixing.first is not mixing.model else 0.0),
+            "outer momentum": float(mixing.outer.velocity.size) if mixing.outer is not None else 0.0,
+        }
+        assert sum(len(piece.payload) for pieces in offers for piece in pieces) <= 4 * size, "one copy for all peers"
+        codecs = engine.tuning.codecs
+        facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, 2.0, rounded=False)
+        account = {array.name: array.models * size for array in worker_arrays(settings.mode(), facts)}
+        assert account.pop("parameters") == account.pop("gradients") == account.pop("optimizer's state") / 2 == size
+        assert account.pop("raw offers", 0) == (settings.compress == "dense") * size * settings.workers
+        assert account.pop("scratch") == size * (1 + (mixing.outer is not None))
+        optimizer.finish()
+        return {name: models for name, models in found.items() if models}, account
+
+    with run(settings) as started:
+        for found, account in started.together(script):
+            assert found == account
+
+
+@pytest.mark.parametrize("compress", ["dense", "topk:0.5+int8"])
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_a_round_of_gossip_takes_the_scratch_of_the_account(compress: str, momentum: float) -> None:
+    size, settings = 1 << 20, Settings(sync="gossip", workers=2, outer_lr=1.0, outer_momentum=momentum).validated()
+    compressor = Codecs.of(compress, "dense").up.mixer()
+    pair = [Mixing(0, size, compressor, HOST, lambda: Memory(seed=1), None, outer(settings)) for _ in range(2)]
+    weights = np.random.default_rng(1).normal(size=size).astype(np.float32)
+
+    def exchange(number: int) -> None:
+        sides = []
+        for each in pair:
+            whole, pieces = each.offer(1 - pair.index(each), number, False, False)
+            count = len(pieces)
+            sides.append(
+                tuple(
+                    m.Offer(
+                        pair.index(each), 0, 1, 1, number, i, count, p.begin, p.end, 0.5, whole, p.codec, p.payload, b""
+                    )
+                    for i, p in enumerate(pieces)
+                )
+            )
+        for mine, each in enumerate(pair):
+            each.mix(mine, 1 - mine, 0.5, sides[1 - mine])
+
+    for each in pair:
+        each.start(weights.copy())
+        each.absorb(weights * 0.1, 2)
+    exchange(0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for each in pair:
+            each.absorb(np.full(size, 0.1, np.float32), 2)
+        exchange(1)
+        peak = tracemalloc.get_traced_memory()[1] / 4 / size
+    finally:
+        tracemalloc.stop()
+    raw = 2 if compressor is None else 0.6  # each side's offer, of which an int8 of half the values is 1 / 8
+    assert peak <= raw + 1 + (momentum > 0) + 0.1, "scratch of one, or of two with an outer step"
