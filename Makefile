@@ -54,7 +54,7 @@ check: $(DEVELOPED) build/mypy/narrows
 		narrows/protocols narrows/compression narrows/ps narrows/worker narrows/tests narrows/bench narrows/docs
 	.venv/bin/python docs/states.py --check
 	.venv/bin/python docs/capabilities.py --check
-	.venv/bin/python docs/worker_memory.py --check
+	.venv/bin/python docs/memory_table.py --check
 	.venv/bin/python -m bench.report --check
 	.venv/bin/python docs/sizes.py
 

@@ -261,9 +261,9 @@ def test_links_out_of_docs_are_pages_of_the_site() -> None:
 
 
 def test_the_table_of_a_workers_memory_is_that_of_the_account() -> None:
-    table = script_of_docs("worker_memory").TABLE
+    table = script_of_docs("memory_table").TABLE
     page = (ROOT / "docs/modes.md").read_text("utf-8")
-    assert table.rewritten(page) == page, "python docs/worker_memory.py"
+    assert table.rewritten(page) == page, "python docs/memory_table.py"
 
 
 def test_each_capability_is_refused_with_a_sentence_or_has_a_test_that_runs_it() -> None:

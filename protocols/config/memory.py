@@ -1,6 +1,7 @@
-"""The arrays of a worker that have the size of the model: which there are, by mode and flags. Pure.
+"""The arrays of workers and servers that have the size of the model: which there are, by mode and flags. Pure.
 
-An array of one model holds each trained value as float32. `ps-worker --check` prints these arrays for the user's script.
+An array of one model holds each trained value as float32. `ps-worker --check` prints these arrays for the user's script,
+and `ps-plan` plans with them. A server's figures are those of all shards together.
 Activations, PyTorch itself and coded payloads on their way are not among them. Under gossip the arrays are those of
 protocols/gossip/mixing.py.
 """
@@ -12,8 +13,13 @@ from typing import NamedTuple
 from narrows.protocols.config.modes import WINDOW, FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.topology import RANDOM, partners
+from narrows.protocols.messages.state import CREDIT_MAX
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
+DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
+# Arrays that a checkpoint has, and scratch of a shard's fold by the rule of the mode.
+SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
+SCRATCH = {FoldRule.OPTIMIZER: 0, FoldRule.ADD: 0, FoldRule.OUTER: 2, FoldRule.MIX: 0}
 
 
 class ModelArray(NamedTuple):
@@ -120,3 +126,102 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
         (gossip, ModelArray("scratch", 1 + facts.outer, "an update, a mix, or a difference to be coded")),
     )
     return [row for there, row in rows if there and row.models]
+
+
+class ShardFacts(NamedTuple):
+    """What the arrays of the shards depend on, beside the mode.
+
+    Attributes:
+        workers: children of the shards.
+        up, down: the bytes of an update and of a state of all keys, over those of the model as float32.
+        down_lossless: the SPEC of states leaves nothing out.
+        fixed: the SPEC of states cannot change; False under `auto`.
+        moments: values that the script's optimizer keeps for each parameter.
+        journal: each shard has a journal.
+        checkpoints: the shards write checkpoints, if only for the end of the run.
+        standby: each shard has a standby. The rows count the standbys too.
+        parent: of a cluster: the mode of its parent's run, and the facts of the cluster as a worker there.
+    """
+
+    workers: int
+    up: float
+    down: float
+    down_lossless: bool
+    fixed: bool = True
+    moments: float = 0.0
+    journal: bool = True
+    checkpoints: bool = False
+    standby: bool = False
+    parent: tuple[Mode, ArrayFacts] | None = None
+
+
+def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
+    """Return the arrays that the machines of all shards keep. A journal, a checkpoint or a standby copies them."""
+    steps_here, averages = mode.rule is FoldRule.OPTIMIZER, mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)
+    gossip = mode.rule is FoldRule.MIX
+    shared = gossip or (mode.barrier and facts.down_lossless and facts.fixed)
+    each = facts.down / mode.fragments
+    kept = 0.0 if facts.down_lossless else each * max(1, min(CREDIT_MAX, DELTA_BYTES_RATIO // each))
+    rows = (
+        (True, ModelArray("weights", 1, "the master copy")),
+        (not shared, ModelArray("published weights", 1, "as all children have them")),
+        (steps_here, ModelArray("optimizer's state", facts.moments, "the script's: the shards step")),
+        (mode.rule is FoldRule.OUTER, ModelArray("outer momentum", 1, "of the outer optimizer")),
+        (averages, ModelArray("mean", 1, "of the updates of a clock")),
+        (True, ModelArray("kept differences", kept, "of late publications, for children that are behind")),
+        (
+            not gossip,
+            ModelArray("pushes", facts.workers * facts.up / mode.fragments, "that wait for others, or for parts"),
+        ),
+        *((True, row) for row in parent_arrays(facts)),
+    )
+    return [row for there, row in rows if there and row.models]
+
+
+def parent_arrays(facts: ShardFacts) -> list[ModelArray]:
+    """Return the arrays of a cluster's shards toward the parent's; none without a parent."""
+    if facts.parent is None:
+        return []
+    mode, child = facts.parent
+    if mode.rule is FoldRule.MIX:
+        names = ("model", "references", "outer momentum", "raw offers")
+        kept = [row for row in worker_arrays(mode, child) if row.name in names]
+    else:
+        raw = ModelArray("raw updates", mode.window, "in flight to the parent, or part of its state here")
+        left = ModelArray("residual", 1, "what the parent's SPEC leaves out")
+        kept = [raw if child.lossless else left]
+    first = (ModelArray("state", 1, "the parent's, as pulled"), ModelArray("base", 1, "updates are measured from it"))
+    return [row._replace(name=f"parent's {row.name}") for row in (*first, *kept)]
+
+
+def journal_arrays(machine: float) -> list[ModelArray]:
+    """Return what the journals of all shards take at most, in models; `machine`: the same of the machines."""
+    return [
+        ModelArray("journal's copy", machine, "of the machine"),
+        ModelArray("journal's events", machine, "since that copy, at most"),
+        ModelArray("journal's next copy", machine, "while it is written"),
+    ]
+
+
+def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
+    """Return the most that the shards of a server hold while the run goes on, all shards together.
+
+    Args:
+        mode: the resolved mode.
+        facts: the flags and the script's part.
+    """
+    kept = machine_arrays(mode, facts)
+    machine = sum(row.models for row in kept)
+    saved = sum(row.models for row in kept if row.name in SAVED) + (facts.parent is not None)  # what it owes the parent
+    coding = 0.0 if facts.down_lossless else 1 + 2 * facts.down  # the difference, its payload, and a copy of that
+    scratch = max(SCRATCH[mode.rule], coding) / mode.fragments
+    lent = facts.down_lossless and mode.rule is not FoldRule.MIX
+    rows = (
+        (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
+        (True, ModelArray("scratch", scratch, "of a fold, or a difference to be coded")),
+        *((facts.journal, row) for row in journal_arrays(machine)),
+        (facts.checkpoints, ModelArray("checkpoint", saved, "the copy that a thread writes")),
+        (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
+        (facts.standby, ModelArray("standby", 2 * machine, "its machine, and the copy that it is made of")),
+    )
+    return [*kept, *(row for there, row in rows if there and row.models)]

@@ -140,7 +140,7 @@ class ModelShard:
         self.store = store = Store(
             begin,
             end,
-            barrier=mode.barrier,
+            barrier=mode.barrier or mode.rule is FoldRule.MIX,
             codings=down,
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
             optimizer=resources.optimizer(plan, begin, end)

@@ -38,6 +38,7 @@ import numpy.typing as npt
 from narrows.compression import Ladder, Memory, NonFiniteError, accumulate, codecs, ladder
 from narrows.protocols.config.checkpoint_names import OPTIMIZER
 from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.memory import DELTA_BYTES_RATIO
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.store.changes import (
     Change,
@@ -57,7 +58,6 @@ from narrows.ps.store.reduction import TrimmedMean, WeightedMean
 from narrows.ps.store.update_gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept coded; a child further behind gets the whole state
-DELTA_BYTES_RATIO = 1.0  # the kept differences have at most this share of the bytes of the whole state
 
 
 class ServerOptimizer(Protocol):

@@ -1,19 +1,20 @@
-"""Writes the table of a worker's arrays in docs/modes.md, from protocols/config/memory.py.
+"""Writes the tables of the arrays of workers and servers in docs/modes.md, from protocols/config/memory.py.
 
-`python docs/worker_memory.py` rewrites it. `python docs/worker_memory.py --check` exits with 1, and one sentence, where the
+`python docs/memory_table.py` rewrites it. `python docs/memory_table.py --check` exits with 1, and one sentence, where the
 page is stale.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from marked_tables import MarkedTable
 
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, ModelArray, ShardFacts, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -43,30 +44,41 @@ GOSSIP: dict[str, dict[str, Any]] = {
         "local_steps": 10,
     },
 }
-MOMENTS = 2.0  # of AdamW
+MOMENTS, WORKERS = 2.0, 2  # of AdamW; children of the servers
+SERVERS = "The same of all shards of a run together, with two workers and a journal:"
 
 
-def arrays_of(runs: dict[str, dict[str, Any]]) -> str:
+def of_worker(settings: Settings) -> list[ModelArray]:
+    codecs = Codecs.of(settings.compress, settings.compress_down)
+    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, MOMENTS, rounded=False)
+    return worker_arrays(settings.mode(), facts)
+
+
+def of_shards(settings: Settings) -> list[ModelArray]:
+    codecs = Codecs.of(settings.compress, settings.compress_down)
+    up, down = codecs.up.rungs[0].share, codecs.down.rungs[0].share
+    return shard_arrays(settings.mode(), ShardFacts(WORKERS, up, down, codecs.down.lossless, moments=MOMENTS))
+
+
+def arrays_of(runs: dict[str, dict[str, Any]], arrays: Callable[[Settings], list[ModelArray]]) -> str:
     """Return a table with a row for each run, and a column for each array that any of them has."""
     rows: dict[str, dict[str, float]] = {}
     for name, flags in runs.items():
-        settings = Settings(**flags).validated()
-        codecs = Codecs.of(settings.compress, settings.compress_down)
-        facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, MOMENTS, rounded=False)
-        rows[name] = {array.name: array.models for array in worker_arrays(settings.mode(), facts)}
+        rows[name] = {array.name: array.models for array in arrays(Settings(**flags).validated())}
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [f"| | {' | '.join(columns)} | in all |", f"|---{'|---' * len(columns)}|---|"]
     for name, models in rows.items():
-        cells = [f"{models[column]:g}" if column in models else "" for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} | {sum(models.values()):g} |")
+        cells = [f"{models[column]:.3g}" if column in models else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} | {sum(models.values()):.3g} |")
     return "\n".join(lines)
 
 
 def table() -> str:
-    return f"{arrays_of(RUNS)}\n\n{arrays_of(GOSSIP)}"
+    workers = f"{arrays_of(RUNS, of_worker)}\n\n{arrays_of(GOSSIP, of_worker)}"
+    return f"{workers}\n\n{SERVERS}\n\n{arrays_of(RUNS, of_shards)}"
 
 
-TABLE = MarkedTable("worker_memory", Path(__file__).parent / "modes.md", table)
+TABLE = MarkedTable("memory_table", Path(__file__).parent / "modes.md", table)
 
 if __name__ == "__main__":
     sys.exit(TABLE.main(sys.argv[1:]))
