@@ -310,6 +310,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._engine is not None:
             self._engine.meet("load_state_dict()")
+            self._engine.settle()
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             found = before(self, state)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from kit.groups import groups
 from kit.on_disk import OnDisk
 from kit.scripts import build, loss_of, run
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
-from narrows.worker import DistributedOptimizer, step_count
+from narrows.worker import DistributedOptimizer, saved_state, step_count
 from narrows.worker.checkpoint import optimizer_state
 from narrows.worker.checkpoint.optimizer_state import AHEAD, OptimizerStateFile
 
@@ -276,3 +280,116 @@ def test_what_the_user_has_in_the_folder_and_what_an_earlier_run_left_are_kept(f
         started.sessions[1].keep()
     assert b"another program's" in [each.read_bytes() for each in folder.glob(f"{path.name}.*")]
     assert {name: (folder / name).read_bytes() for name in theirs} == theirs
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event, list[int]]]:
+    """Hold torch.save until the second event; the first one says that it was called, the list where tensors were."""
+    called, go, places, save = threading.Event(), threading.Event(), list[int](), torch.save
+
+    def late(content: Any, path: Path) -> None:
+        places.extend(each.data_ptr() for each in tree_leaves(content["state"]) if isinstance(each, torch.Tensor))
+        called.set()
+        assert go.wait(10.0)
+        save(content, path)
+
+    monkeypatch.setattr(torch, "save", late)
+    try:
+        yield called, go, places
+    finally:
+        go.set()
+
+
+def places_of(optimizer: DistributedOptimizer) -> set[int]:
+    return {each.data_ptr() for state in optimizer.state.values() for each in state.values()}
+
+
+def test_a_file_is_written_from_the_optimizers_memory_and_is_of_one_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run(Settings(sync="async", checkpoint_clocks=2)) as started, held(monkeypatch) as (called, go, places):
+        net, optimizer = wrapped(adamw)
+        kept = started.sessions[0].moments
+        assert kept is not None
+        waits, wait = threading.Event(), kept.settled.wait
+
+        def noted(limit_s: float) -> bool:
+            waits.set()
+            return wait(limit_s)
+
+        stepped(net, optimizer, 2)
+        assert called.wait(10.0) and {*places} == places_of(optimizer), "no tensor is copied"
+        before = states(optimizer)
+        monkeypatch.setattr(kept.settled, "wait", noted)
+        thread = started.aside(lambda: stepped(net, optimizer, 1))
+        assert waits.wait(10.0) and states(optimizer) == before
+        go.set()
+        thread.join(10.0)
+        assert kept.idle.wait(10.0) and states(optimizer) != before
+        found = torch.load(kept.path, weights_only=True)["state"].values()
+        assert [{k: v.tolist() for k, v in state.items()} for state in found] == before
+
+
+def test_a_step_does_not_wait_for_a_disk_that_takes_no_file(
+    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_state, "SETTLE_S", 0.0)
+    with run(Settings(sync="async", checkpoint_clocks=2)) as started, held(monkeypatch) as (called, go, _):
+        net, optimizer = wrapped(adamw)
+        kept = started.sessions[0].moments
+        assert kept is not None
+        stepped(net, optimizer, 2)
+        assert called.wait(10.0)
+        stepped(net, optimizer, 1)
+        go.set()
+        assert kept.idle.wait(10.0) and not list(folder.iterdir()), "it would have parts of two steps"
+        assert [text.partition(": ")[2].partition(";")[0] for text in said] == [
+            "the disk took more than 0 s for it, and the next step did not wait"
+        ]
+        monkeypatch.setattr(optimizer_state, "SETTLE_S", 10.0)
+        stepped(net, optimizer, 1)
+        assert kept.idle.wait(10.0) and torch.load(kept.path)["clock"] == 4
+
+
+def test_what_changes_between_two_steps_and_views_are_copied() -> None:
+    whole = torch.zeros(8)
+    changing = {whole.untyped_storage().data_ptr()}
+    of_step = optimizer_state._on_host
+    assert of_step(whole, set()).data_ptr() == whole.data_ptr()
+    assert of_step(whole, changing).data_ptr() != whole.data_ptr()
+    assert of_step(whole[:4], set()).untyped_storage().nbytes() == 16, "else a file has all of a view's memory"
+    assert of_step(torch.zeros(1).expand(8), set()).untyped_storage().nbytes() == 32
+    assert of_step(3, set()) == 3
+
+
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[int]]]:
+    """Return a list that has of each call of torch.load whether the file is mapped, and where its tensors are."""
+    calls, load = list[tuple[bool, set[int]]](), torch.load
+
+    def noted(*arguments: Any, mmap: bool = False, **named: Any) -> Any:
+        content = load(*arguments, mmap=mmap, **named)
+        tensors = (each for each in tree_leaves(content["state"]) if isinstance(each, torch.Tensor))
+        calls.append((mmap, {each.data_ptr() for each in tensors}))
+        return content
+
+    monkeypatch.setattr(torch, "load", noted)
+    return calls
+
+
+def test_a_state_is_read_once_into_the_optimizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of other ranks are mapped, to choose one. The tensors of the one that is read become the optimizer's."""
+    with run(Settings(sync="async")) as started:
+        net, optimizer = wrapped(adamw)
+        stepped(net, optimizer, 9)
+        started.sessions[0].keep()
+        for rank in (1, 2):
+            shutil.copy(folder / "narrows-optimizer-0.pt", folder / f"narrows-optimizer-{rank}.pt")
+        calls = loads(monkeypatch)
+        started.expire(-1)
+        started.join()
+        net, optimizer = wrapped(adamw)
+        assert [mapped for mapped, _ in calls] == [True, True, True, False]
+        assert calls[-1][1] == places_of(optimizer)
+        calls.clear()
+        found = saved_state(folder, adamw(net), net)["state"]
+        assert [mapped for mapped, _ in calls] == [True, True, True, False] and len(found) == len(optimizer.state)

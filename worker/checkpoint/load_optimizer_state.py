@@ -89,24 +89,38 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
     first = file_of(0)
     plan = ModelSpec.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
     files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
-    known, values = list[Any](), dict[str, FloatArray]()
+    known, places = list[Any](), dict[tuple[int, str], list[tuple[Any, str, int, int]]]()
     for file, keys in zip(files, split(plan.size, len(files)), strict=True):
         pieces = plan.pieces(*keys)
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             if key.startswith(OPTIMIZER):
                 group, piece, name = key.removeprefix(OPTIMIZER).split(".", 2)
                 tensor, begin, end = pieces[int(group)][int(piece)]
-                value = file.get_tensor(key)
-                known.append([tensor, name, None if value.ndim else float(value)])
-                if value.ndim:
-                    values.setdefault(name, np.zeros(plan.size, np.float32))[begin:end] = value
-    states = put_together(known, values, plan.tensors)
+                scalar = not file.get_slice(key).get_shape()
+                known.append([tensor, name, float(file.get_tensor(key)) if scalar else None])
+                if not scalar:
+                    places.setdefault((tensor, name), []).append((file, key, begin, end))
+    offsets = plan.offsets()
+
+    def read(tensor: int, name: str) -> FloatArray:
+        values, first = np.zeros(plan.tensors[tensor].key_count, np.float32), offsets[tensor]
+        for file, key, begin, end in places[tensor, name]:
+            values[begin - first : end - first] = file.get_tensor(key)
+        return values
+
+    states = put_together(known, read, plan.tensors)
     return (clock, {plan.tensors[tensor].name: state for tensor, state in states.items()}) if states else None
 
 
 def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
     """Return clock and states of the worker with the newest file (optimizer_state.py); None if there is no file."""
     paths = [path for path in folder.glob("*") if STATE.fullmatch(path.name)]
-    found = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-    newest = max(found, key=lambda each: int(each["clock"]), default=None)
-    return (newest["clock"], newest["state"]) if newest is not None else None
+
+    def clock(path: Path) -> int:
+        return int(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["clock"])
+
+    newest = max(paths, key=clock, default=None)
+    if newest is None:
+        return None
+    found = torch.load(newest, map_location="cpu", weights_only=True)
+    return found["clock"], found["state"]

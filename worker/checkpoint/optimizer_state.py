@@ -6,9 +6,10 @@ and no optimizer steps, such as a teacher.
 How it works
 1. `OptimizerStateFile.of` looks for the file of this rank. In a run at clock 0 it renames the files of earlier runs.
 2. In a run under way it loads this rank's file, or the newest of another rank: replicas have nearly the same moments.
-3. After each step `stepped` checks whether a copy is due, by the rule of checkpoints. The main thread makes the copy,
-   and a thread of this class writes it.
-4. At the end `end` writes the last state, if END_S is enough.
+3. After each step `stepped` checks whether a file is due, by the rule of checkpoints. A thread of this class writes it,
+   tensor by tensor, from the memory of the optimizer: forward and backward pass change nothing there.
+4. Before the optimizer steps again, `settle` waits until the thread has read all tensors. So a file is of one step.
+5. At the end `end` writes the last state, if END_S is enough.
 
 Rules
 - A rank has one file, complete or absent. A new file replaces it.
@@ -19,7 +20,10 @@ Rules
   chooses.
 - Only the state is loaded. Learning rates and all other entries of the groups are those of the script. Residuals of
   compression are lost.
-- There is at most one copy at a time.
+- No tensor on the host is copied, but for views, parameters of the script, and tensors that share memory with parameters
+  or gradients. A state on a GPU is copied to the host at once.
+- A disk that takes no file within SETTLE_S delays training no longer: the optimizer steps, and the file is dropped.
+- There is at most one file at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,7 +56,9 @@ from narrows.worker.runtime.launcher_pipe import say
 from narrows.worker.runtime.member_link import LinkCommands
 
 OWNED = "owned"  # the entry of a file with parameters that the script changes
+SETTLE_S = 60.0  # how long a step waits for a file that is being written
 END_S = 8.0  # limit for writing the last file; ps-worker waits longer, also if leaving takes its time
+MINMAX = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # torch.aminmax takes these
 AHEAD = 1000  # a file this many clocks, plus the run's clock, ahead is of another run: no run goes back by more
 
 
@@ -79,11 +85,30 @@ class StatefulWorker(Protocol):
     def link(self) -> LinkCommands: ...
 
 
-def write_whole(path: Path, content: Any) -> None:
-    """Write a file that torch.load reads. A reader finds the complete file or none."""
+class SteppedWorker(StatefulWorker, Protocol):
+    """A `StatefulWorker` that calls `before_step` before its optimizer changes its state."""
+
+    @property
+    def before_step(self) -> list[Callable[[], object]]: ...
+
+
+def write_whole(path: Path, content: Any, check: Callable[[], object] = bool) -> None:
+    """Write a file that torch.load reads. A reader finds the complete file or none.
+
+    Args:
+        path: of the file.
+        content: what torch.save takes. Tensors on the host are written from where they are.
+        check: is called once all of the content is written. If it raises an error, there is no file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    torch.save(content, new)
+    try:
+        torch.save(content, new)
+        check()
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)  # a full disk needs the space
+        raise
     new.replace(path)
 
 
@@ -92,7 +117,7 @@ class OptimizerStateFile:
 
     @staticmethod
     def of(
-        worker: StatefulWorker,
+        worker: SteppedWorker,
         owned: OwnedTensor,
         clock: Callable[[], int],
         rank: int,
@@ -119,18 +144,21 @@ class OptimizerStateFile:
         return moments
 
     def __init__(
-        self, worker: StatefulWorker, owned: OwnedTensor, now: Callable[[], int], folder: Path, rank: int
+        self, worker: SteppedWorker, owned: OwnedTensor, now: Callable[[], int], folder: Path, rank: int
     ) -> None:
         self.worker, self.owned, self.now = worker, owned, now
         self.folder, self.path = folder, folder / state_file(rank)
         self.steps = _has_moments(worker)  # False: only the script's own tensors are kept
         owned.keep_in(str(folder))
-        self.at_ns, self.took_ns = time.monotonic_ns(), 0  # time of the newest copy, and its cost with writing
-        self.clock = now()  # the clock of the newest copy
-        self.kept = True  # no step was taken since the newest copy
-        self.failed = False  # the newest copy was not written, and the user was told
-        self.idle = threading.Event()
+        self.at_ns, self.took_ns = time.monotonic_ns(), 0  # when the newest file was begun, and how long it took
+        self.clock = now()  # the clock of the newest file
+        self.kept = True  # no step was taken since the newest file was begun
+        self.failed = False  # the newest file was not written, and the user was told
+        self.torn = False  # the state has changed while it was read
+        self.idle, self.settled = threading.Event(), threading.Event()  # no file is written; no tensor is read for one
         self.idle.set()
+        self.settled.set()
+        worker.before_step.append(self.settle)
         self.todo: queue.Queue[dict[str, Any]] = queue.Queue(1)
         threading.Thread(target=self._main, name="narrows-moments", daemon=True).start()  # none starts at exit
 
@@ -168,19 +196,27 @@ class OptimizerStateFile:
 
         Replicas have nearly the same moments, so another rank's file serves too.
         """
-        usable, why = list[tuple[bool, int, dict[str, Any]]](), ""
-        for path in files:
+        usable, why = list[tuple[bool, int, Path]](), ""
+
+        def read(path: Path, mapped: bool) -> tuple[dict[str, Any] | None, str]:
             try:
-                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                text, clock = self._why_not(content), int(content["clock"])
+                content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+                text = self._why_not(content)
             except Exception as error:  # what a file holds may be anything, and so is what torch raises
-                text = f"is no state of an optimizer ({type(error).__name__})"
-            if text:
-                why = why or f"{path} {text}"
-            else:
-                usable.append((path == self.path and 2 * clock >= self.clock, clock, content))
-        best = max(usable, key=lambda each: each[:2], default=None)
-        return best and best[2], why or f"{self.folder} has no state of it"
+                content, text = None, f"is no state of an optimizer ({type(error).__name__})"
+            return content if not text else None, text and f"{path} {text}"
+
+        for path in files:
+            content, text = read(path, mapped=True)
+            why = why or text
+            if content is not None:
+                clock = int(content["clock"])
+                usable.append((path == self.path and 2 * clock >= self.clock, clock, path))
+        best = max(usable, default=None)
+        if best is None:
+            return None, why or f"{self.folder} has no state of it"
+        # On the host the tensors of the file become those of the optimizer. For a GPU each is read when it is copied.
+        return read(best[2], mapped=any(p.device.type != "cpu" for _, p in self._tensors()))
 
     def _why_not(self, content: dict[str, Any]) -> str:
         """Return why this content of a file cannot be loaded; "" if it can."""
@@ -210,21 +246,26 @@ class OptimizerStateFile:
                 if name in states:
                     inner.state[ours] = {
                         key: tree_map(lambda value, key=key: _back(key, value, ours, groups[id(ours)]), values)  # noqa: B023
-                        for key, values in states[name].items()
+                        for key, values in states.pop(name).items()
                     }
 
     # Keeping.
 
     def stepped(self) -> None:
-        """Copy the state after a step of the script, if a copy is due and no other is being written."""
+        """Begin to write the state after a step of the script, if a file is due and no other is being written."""
         self.kept = False
         if self.idle.is_set() and self._due(time.monotonic_ns()):
-            self._copy()
+            self._begin_file()
+
+    def settle(self) -> None:
+        """Wait until no tensor is read for a file, before a step changes the state; after SETTLE_S give the file up."""
+        if not self.torn and not self.settled.wait(SETTLE_S):
+            self.torn = True
 
     def _due(self, now_ns: int) -> bool:
-        """Return whether a copy is due, by the rule of checkpoints (ps/coordinator/checkpoint_schedule.py).
+        """Return whether a file is due, by the rule of checkpoints (ps/coordinator/checkpoint_schedule.py).
 
-        A copy is due at multiples of the flag's clocks, after the flag's time, or after a time that follows from its
+        A file is due at multiples of the flag's clocks, after the flag's time, or after a time that follows from its
         cost.
         """
         settings = self.worker.settings
@@ -234,28 +275,47 @@ class OptimizerStateFile:
         every_ns = told_ns if told_ns >= 0 else max(CHECKPOINT_LEAST_NS, CHECKPOINT_COST_TIMES * self.took_ns)
         return every_ns > 0 and now_ns - self.at_ns >= every_ns
 
-    def _copy(self) -> None:
+    def _begin_file(self) -> None:
         self.at_ns, self.clock, self.kept = time.monotonic_ns(), self.now(), True
-        state = self.worker.inner.state if self.steps else {}
-        found = {name: tree_map(_host, dict(state[ours])) for name, ours in self._tensors() if ours in state}
+        state, changing = self.worker.inner.state if self.steps else {}, self._changing()
+        found = {
+            name: tree_map(lambda value: _on_host(value, changing), dict(state[ours]))
+            for name, ours in self._tensors()
+            if ours in state
+        }
         owned = self.owned.state()
         if self.steps or owned:
+            self.torn = False
             self.idle.clear()
+            self.settled.clear()
             self.todo.put_nowait({"of": self._of(), "clock": self.clock, "state": found, OWNED: owned})
+
+    def _changing(self) -> set[int]:
+        """Return where the memory begins of parameters and gradients, which change between two steps."""
+        tensors = [each for _, p in self._tensors() for each in (p, p.grad) if each is not None]
+        strided = (local_part(each) for each in tensors if each.layout == torch.strided)
+        return {each.untyped_storage().data_ptr() for each in strided}
 
     def _main(self) -> None:
         while True:
             content = self.todo.get()
             try:
-                kept = tree_leaves((content["state"], content[OWNED]))
-                if all(map(_finite, kept)):  # else a worker that loads the file would fail at once
-                    write_whole(self.path, content)
+                # Else a worker that loads the file would fail at once.
+                if all(map(_finite, tree_leaves((content["state"], content[OWNED])))):
+                    write_whole(self.path, content, self._read)
                 self.failed = False
             except Exception as error:  # torch raises RuntimeError for a full disk, any error for a wrong value
                 self._warn(error)
             del content
             self.took_ns = time.monotonic_ns() - self.at_ns
+            self.settled.set()
             self.idle.set()
+
+    def _read(self) -> None:
+        """Let the next step begin: all tensors are read. Raises TimeoutError if a step has not waited for it."""
+        if self.torn:
+            raise TimeoutError(f"the disk took more than {SETTLE_S:.0f} s for it, and the next step did not wait")
+        self.settled.set()
 
     def _warn(self, error: Exception) -> None:
         """Tell the user that a file was not written, once until one is written again."""
@@ -269,7 +329,7 @@ class OptimizerStateFile:
         stop_by = time.monotonic() + END_S
         if not self.kept and self.idle.wait(END_S):
             try:
-                self._copy()
+                self._begin_file()
             except RuntimeError as error:  # of a GPU that has failed
                 self._warn(error)
         self.idle.wait(max(0.0, stop_by - time.monotonic()))
@@ -281,16 +341,28 @@ def _has_moments(worker: StatefulWorker) -> bool:
     return worker.mode.rule is not FoldRule.OPTIMIZER and not holds_weights
 
 
-def _host(value: Any) -> Any:
-    """Return a copy on the host."""
-    return local_part(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _on_host(value: Any, changing: Collection[int]) -> Any:
+    """Return a tensor on the host whose memory nothing changes between two steps: the value itself, or a copy.
+
+    Args:
+        value: of an optimizer's state.
+        changing: where memory begins that does change between two steps.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = local_part(value).detach()
+    if type(local) is torch.Tensor and local.layout == torch.strided and local.device.type == "cpu":
+        storage = local.untyped_storage()  # a file has all of it
+        if storage.nbytes() == local.nbytes and storage.data_ptr() not in changing:
+            return local
+    return local.to("cpu", copy=True)
 
 
 def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
-    """Return a copy on the optimizer's device, sharded like `ours` if it has the same size."""
+    """Return a value of a file on the optimizer's device, sharded like `ours` if it has the same size."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = placed(name, value.clone(), ours, group)
+    value = placed(name, value, ours, group)
     if hasattr(ours, "to_local") and value.dim() and value.shape == local_part(ours).shape:
         from torch.distributed.tensor import DTensor
 
@@ -300,5 +372,10 @@ def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> A
 
 
 def _finite(value: Any) -> bool:
-    numbers = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return not numbers or bool(torch.isfinite(value).all())
+    """Return whether a tensor has finite values only. On the host no array of its size is made."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return True
+    values = torch.view_as_real(value) if value.is_complex() else value
+    if values.dtype in MINMAX and values.numel():
+        return all(map(math.isfinite, map(float, torch.aminmax(values))))  # NaN is the least and the greatest
+    return bool(torch.isfinite(values).all())

@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -151,8 +151,10 @@ class ServerOptimizerState:
         if self.engine.group is not None:
             known = [row for each in self.engine.group.told(pack(known)) for row in unpack_rows(each, tensors)]
         names = sorted({name for _, name, value in known if value is None})
-        whole = {name: flat.whole(values[name] if name in values else flat.zeros()) for name in names}
-        states = put_together(known, whole, self.engine.flat.specs)
+        whole = {name: flat.whole(values.pop(name) if name in values else flat.zeros()) for name in names}
+        specs = self.engine.flat.specs
+        offsets = [0, *accumulate(spec.key_count for spec in specs)]
+        states = put_together(known, lambda tensor, name: whole[name][offsets[tensor] : offsets[tensor + 1]], specs)
         return {id(self.engine.flat.parameters[tensor]): state for tensor, state in states.items()}
 
     def _all(
@@ -214,26 +216,25 @@ def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
 
 
 def put_together(
-    known: Iterable[Any], values: Mapping[str, FloatArray], specs: Sequence[TensorSpec]
+    known: Iterable[Any], read: Callable[[int, str], FloatArray], specs: Sequence[TensorSpec]
 ) -> dict[int, State]:
     """Join the states of pieces to the state of each tensor.
 
     Args:
         known: rows [tensor, name, value], as in a `MomentsAnswer` message.
-        values: for each name, float32[keys of the model].
+        read: returns the values of a tensor and a name, float32[keys of the tensor]. The state has their memory.
         specs: the tensors of the model.
 
     Returns:
         The state by the number of the tensor.
     """
     states: dict[int, State] = {}
-    offsets = [0, *accumulate(spec.key_count for spec in specs)]
     for tensor, name, value in sorted(known, key=lambda row: row[:2]):
-        if value is None:
-            part = values[name][offsets[tensor] : offsets[tensor + 1]]
-            states.setdefault(tensor, {})[name] = as_parameter(torch.from_numpy(part.copy()), specs[tensor])
-        else:
-            states.setdefault(tensor, {})[name] = torch.tensor(value)
+        state = states.setdefault(tensor, {})
+        if value is not None:
+            state[name] = torch.tensor(value)
+        elif name not in state:
+            state[name] = as_parameter(torch.from_numpy(read(tensor, name)), specs[tensor])
     return states
 
 

@@ -159,6 +159,7 @@ class Engine:
         self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.trace)
         self.finished = self.left = self._started = False
         self.steps = 0
+        self.before_step: list[Callable[[], object]] = []  # called before the script's optimizer changes its state
         self.agreeing = Agreement(self)
         self.changes = WeightEditCheck(self.flat, self.tables.weights, settings)
         self.shared = SharedModel(self)
@@ -291,8 +292,14 @@ class Engine:
         Returns:
             The closure's loss; None without a closure.
         """
+        self.settle()
         with self.trace.script:
             return self._optimize(closure)
+
+    def settle(self) -> None:
+        """Wait until no other thread reads the state of the script's optimizer."""
+        for each in self.before_step:
+            each()
 
     def _optimize(self, closure: Callable[[], Any] | None) -> Any:
         if self.slice is not None:
