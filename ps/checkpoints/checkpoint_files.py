@@ -9,31 +9,34 @@ How it works
    absent. Then `tidy` drops later files, of an earlier run, and all but the newest KEPT.
 3. `sound` reads the files of a shard again and returns the clocks whose files hold what was written. `newest` is the
    newest clock that is sound for all shards; the run goes back to it, or resumes from it.
-4. `read_for` reads what a shard begins from. If another number of shards wrote the checkpoint, it reads the files that
-   have keys of this shard, and cuts the arrays anew.
+4. `read_for` reads what a shard begins from. If another number of shards wrote the checkpoint, it maps the files that
+   have keys of this shard, and copies its parts of their arrays.
 
 Rules
 - All files of a clock are of one number of shards, which each file names. Any other number of shards can begin from
   them.
+- A file is checked READ_BYTES at a time. `read` makes the arrays that it returns, and nothing else of their size.
 - A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
 from narrows.protocols.config.key_ranges import overlaps, split
@@ -45,7 +48,11 @@ from narrows.ps.store.reshard_arrays import recut
 
 # The newest, which some shards may not have yet; the one that all shards have; one more, if that one is damaged.
 KEPT = 3
+READ_BYTES = 1 << 22  # bytes of a file that are read and checked at a time
 DEFAULT = "checkpoints"  # the folder in which a run makes its own folder, without --checkpoint-dir
+
+
+FILE_DTYPES = {dtype.file: name for name, dtype in DTYPES.items() if dtype.file}
 
 
 class StreamedFile(Protocol):
@@ -151,9 +158,9 @@ def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[
     whole, sentences, own = [], [], clocks(folder, shard)
     for clock in sorted({*own, *clocks(folder, 0)}):
         try:
-            count = int(read(folder, shard if clock in own else 0, clock)[1].get("shards", shards))
+            count = int(check(folder, shard if clock in own else 0, clock).get("shards", shards))
             for index in range(count) if count != shards else ():
-                read(folder, index, clock)
+                check(folder, index, clock)
         except IncompatibleError as error:
             sentences += [str(error)] if clock in own else []
             continue
@@ -316,7 +323,7 @@ def whole(folder: Path) -> list[int]:
     for clock in clocks(folder, 0):
         with suppress(IncompatibleError):
             for shard in range(shards_of(folder, clock)):
-                read(folder, shard, clock)
+                check(folder, shard, clock)
             found.append(clock)
     return found
 
@@ -326,6 +333,88 @@ def drop_all_after(folder: Path, clock: int) -> None:
     for path in folder.glob("shard-*.safetensors"):
         if (match := SHARD.fullmatch(path.name)) and int(match[2]) > clock:
             path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a file has a tensor: its bytes [begin, end), and its form."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _places(file: BinaryIO) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
+    """Read the header of a checkpoint: what it says of itself, and the place of each tensor.
+
+    Raises what Python raises on a header that is none: ValueError, TypeError, KeyError or struct.error.
+    """
+    whole = os.fstat(file.fileno()).st_size
+    (size,) = struct.unpack("<Q", file.read(8))
+    if size > whole - 8:
+        raise ValueError("its header is longer than the file")
+    header = json.loads(file.read(size))
+    facts = json.loads(header.pop("__metadata__")["narrows"])
+    at, places = 8 + size, dict[str, TensorPlace]()
+    for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, end) = FILE_DTYPES[told["dtype"]], tuple(told["shape"]), told["data_offsets"]
+        if 8 + size + begin != at or end - begin != prod(shape) * DTYPES[dtype].bytes or min(shape, default=0) < 0:
+            raise ValueError(f"{name} has another place than its header says")
+        at += end - begin
+        places[name] = TensorPlace(dtype, shape, at - (end - begin), at)
+    if at != whole:
+        raise ValueError(f"it has {whole} bytes, and by its header {at}")
+    return facts, places
+
+
+def _copied(file: BinaryIO, place: TensorPlace, into: npt.NDArray[Any] | None) -> int:
+    """Read the bytes of a tensor into an array of its form, or nowhere. Returns their CRC-32."""
+    found, left = 0, place.end - place.begin
+    room = np.empty(min(READ_BYTES, left), np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+    file.seek(place.begin)
+    while left:
+        block = room[:READ_BYTES] if into is None else room[len(room) - left :][:READ_BYTES]
+        read = file.readinto(block[:left].data)  # type: ignore[attr-defined]  # BinaryIO lacks it
+        if not read:
+            raise ValueError("it ends within a tensor")
+        found, left = zlib.crc32(block[:read].data, found), left - read
+    return found
+
+
+def _read(
+    folder: Path, shard: int, clock: int, wanted: Callable[[str], bool], keep: bool
+) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """Read and check the wanted arrays of a shard's checkpoint, and all facts. Keep the arrays, or none of them."""
+    path = path_of(folder, shard, clock)
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
+    try:
+        with open(path, "rb", buffering=0) as file:
+            facts, places = _places(file)
+            sums = facts.pop("crc32")
+            for name in sums:
+                place, fact = places[name], name.startswith(BYTES)
+                if not (fact or wanted(name)):
+                    continue
+                into = np.empty(place.shape, place.dtype) if keep or fact else None
+                if _copied(file, place, into) != sums[name]:
+                    raise ValueError(f"{name} differs from what was written")
+                if fact and into is not None:
+                    facts[name.removeprefix(BYTES)] = into.tobytes()
+                elif place.dtype != embedding_rows.dtype_of(name) or (name in ("x", "p") and len(place.shape) != 1):
+                    raise ValueError(f"{name} is {place.dtype} with {len(place.shape)} dimensions")
+                elif into is not None:
+                    arrays[name] = into
+            missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)
+            if missing or facts["clock"] != clock:
+                raise ValueError(f"it lacks {', '.join(sorted(missing)) or f'clock {clock}'}")
+    except FileNotFoundError:
+        raise IncompatibleError(f"{path} is missing: the other shards have a checkpoint of clock {clock}") from None
+    except (OSError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"{path} is damaged or no checkpoint of Narrows ({error}): only one before it can be gone on from"
+        ) from None
+    return arrays, facts
 
 
 def read(
@@ -345,33 +434,25 @@ def read(
     Raises:
         IncompatibleError: the file is missing, damaged or no checkpoint.
     """
-    path = path_of(folder, shard, clock)
-    arrays: dict[str, npt.NDArray[np.float32]] = {}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            facts = json.loads((file.metadata() or {})["narrows"])
-            sums = facts.pop("crc32")
-            for name in sums:
-                if only is None or name in only or name.startswith(BYTES):
-                    array = file.get_tensor(name)
-                    if zlib.crc32(named(array)[2]) != sums[name]:
-                        raise ValueError(f"{name} differs from what was written")
-                    if name.startswith(BYTES):
-                        facts[name.removeprefix(BYTES)] = array.tobytes()
-                    elif array.dtype != embedding_rows.dtype_of(name) or (name in ("x", "p") and array.ndim != 1):
-                        raise ValueError(f"{name} is {array.dtype} with {array.ndim} dimensions")
-                    else:
-                        arrays[name] = array
-            missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)
-            if missing or facts["clock"] != clock:
-                raise ValueError(f"it lacks {', '.join(sorted(missing)) or f'clock {clock}'}")
-    except FileNotFoundError:
-        raise IncompatibleError(f"{path} is missing: the other shards have a checkpoint of clock {clock}") from None
-    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise IncompatibleError(
-            f"{path} is damaged or no checkpoint of Narrows ({error}): only one before it can be gone on from"
-        ) from None
-    return arrays, facts
+    return _read(folder, shard, clock, lambda name: only is None or name in only, keep=True)
+
+
+def check(folder: Path, shard: int, clock: int) -> dict[str, Any]:
+    """Check all of a shard's checkpoint, and return its facts. Raises IncompatibleError as `read`."""
+    return _read(folder, shard, clock, lambda name: True, keep=False)[1]
+
+
+def _mapped(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """Check a shard's checkpoint, and return its arrays, read from the disk where they are used, and its facts."""
+    facts = check(folder, shard, clock)
+    with open(path_of(folder, shard, clock), "rb", buffering=0) as file:
+        _, places = _places(file)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {
+        name: np.frombuffer(data, place.dtype, prod(place.shape), place.begin).reshape(place.shape)
+        for name, place in places.items()
+        if not name.startswith(BYTES)
+    }, facts
 
 
 def weights_at(path: Path) -> tuple[int, int, int]:
@@ -382,20 +463,17 @@ def weights_at(path: Path) -> tuple[int, int, int]:
     """
     try:
         with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > os.fstat(file.fileno()).st_size:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(size))
-        begin, end = header["x"]["data_offsets"]
-        crc = json.loads(header["__metadata__"]["narrows"])["crc32"]["x"]
-        return 8 + size + int(begin), 8 + size + int(end), int(crc)
-    except (OSError, struct.error, KeyError, TypeError, ValueError) as error:
+            facts, places = _places(file)
+        return places["x"].begin, places["x"].end, int(facts["crc32"]["x"])
+    except (OSError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(f"{path} is damaged or no checkpoint of Narrows ({error})") from None
 
 
-def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """Read all of a shard's checkpoint. Raises IncompatibleError as `read`, and if x or p has not the shard's size."""
-    arrays, facts = read(folder, shard, clock)
+def _check_sizes(
+    folder: Path, shard: int, clock: int, found: tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the arrays of a file. Raises IncompatibleError if x or p has not the size of the shard."""
+    arrays, facts = found
     begin, end = split(ModelSpec.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
     for name in ("x", "p"):
         if (size := arrays[name].size) != end - begin:
@@ -403,7 +481,7 @@ def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDA
                 f"{path_of(folder, shard, clock)} has {size} values of {name}, and by its plan its shard has {end - begin}: "
                 "only one before it can be gone on from"
             )
-    return arrays, facts
+    return arrays
 
 
 def facts_of(folder: Path, clock: int) -> dict[str, Any]:
@@ -438,8 +516,8 @@ def read_for(
     count = int(facts.get("shards", 1))
     if count == shards:
         fetch(shard)
-        arrays, facts = _read_whole(folder, shard, clock)
-        return LoadArrays(arrays, int(facts["publication"])), False
+        arrays, facts = read(folder, shard, clock)
+        return LoadArrays(_check_sizes(folder, shard, clock, (arrays, facts)), int(facts["publication"])), False
     plan = ModelSpec.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
     # Rows of tables go to the shards in turn, so a shard needs rows from the file of every other shard.
@@ -447,7 +525,8 @@ def read_for(
     for index in needed:
         fetch(index)
     before = [
-        (keys, _read_whole(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)
+        (keys, _check_sizes(folder, index, clock, _mapped(folder, index, clock)) if index in needed else {})
+        for index, keys in enumerate(ranges)
     ]
     arrays = recut(plan, before, (begin, end))
     if plan.tables:

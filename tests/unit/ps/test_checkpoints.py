@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -150,13 +151,34 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     for shard, (begin, end) in enumerate(split(plan.size, 3)):
         part = {"x": whole[begin:end], "p": whole[begin:end]}
         write(tmp_path, shard, 3, part, FACTS | {"shards": 3, "plan": plan.packed()})
+    assert peak_of(lambda: merge(tmp_path, 3, {})) < 4 * 4 * model_file.BLOCK <= whole.nbytes / 2
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Return the most bytes that Python and NumPy have had at a time during a call, beyond those before it."""
     tracemalloc.start()
     try:
-        merge(tmp_path, 3, {})
-        _, peak = tracemalloc.get_traced_memory()
+        call()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 4 * 4 * model_file.BLOCK <= whole.nbytes / 2
+
+
+def test_a_checkpoint_is_checked_by_blocks_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 1 << 16)
+    plan = ModelSpec((TensorSpec("a", (1 << 20,), "float32"),), "", ((0,),), 0.0, ())
+    whole, facts = values(plan.size), FACTS | {"shards": 2, "plan": plan.packed()}
+    for shard, (begin, end) in enumerate(split(plan.size, 2)):
+        write(tmp_path, shard, 3, {"x": whole[begin:end], "p": whole[begin:end]}, facts)
+    half, few = whole.nbytes // 2, 1 << 18
+    for shards in (2, 3):
+        assert peak_of(partial(checkpoint_files.sound, tmp_path, 0, shards)) < few
+    assert peak_of(lambda: checkpoint_files.whole(tmp_path)) < few
+    for shards, own in ((2, 2 * half), (4, half)):
+        load = partial(checkpoint_files.read_for, tmp_path, 1, shards, 3, checkpoint_files.facts_of(tmp_path, 3))
+        assert peak_of(load) < own + few, "x and p of the shard, and a block"
+        begin, end = split(plan.size, shards)[1]
+        assert np.array_equal(load()[0].arrays["p"], whole[begin:end])
 
 
 def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
