@@ -510,6 +510,7 @@ SPECS_RESOLVED = {
     "ps/process/machine_factory.py": {"machine"},
     "ps/planner/step_prices.py": {"coded"},
     "ps/planner/modes_and_specs.py": {"inside"},
+    "ps/planner/host_memory.py": {"_resolved"},
     "worker/check/findings.py": {"specs", "_memory"},
     "worker/check/script_watch.py": {"_encoded"},
 }

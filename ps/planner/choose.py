@@ -42,6 +42,7 @@ from narrows.ps.planner.candidate_prices import (
     partitions,
     undominated,
 )
+from narrows.ps.planner.host_memory import VALUE_BYTES, server_models, worker_models
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Array, Network, named
 from narrows.ps.planner.step_prices import (
@@ -441,7 +442,12 @@ def simplicity(plan: DeploymentChoice) -> tuple[int, int]:
 
 
 def for_stage(
-    network: Network, hosts: list[int], parameters: float, own_s: float, coded: Mapping[str, CodecCost]
+    network: Network,
+    hosts: list[int],
+    parameters: float,
+    own_s: float,
+    coded: Mapping[str, CodecCost],
+    fitting: bool = False,
 ) -> tuple[int, ModeAndSpec, float]:
     """Choose the server and the way of one stage of a pipeline.
 
@@ -451,6 +457,7 @@ def for_stage(
         parameters: the number of the stage's parameters.
         own_s: seconds of a step of the stage before its replicas exchange updates.
         coded: the cost of each SPEC.
+        fitting: take a way and a host for which the memory is enough, if there is one.
 
     Returns:
         The host of the server, the mode and SPEC, and the seconds of a step.
@@ -459,6 +466,20 @@ def for_stage(
         return hosts[0], WAYS[0], own_s
     stage = network.of(hosts).alike()
     chooser = Chooser(stage, TrainingWork(parameters, own_s * float(stage.compute[0]), coded))
-    first, *others = (chooser.priced(chooser.alone, way, BELOW[0], chooser.prices.hosts) for way in WAYS)
+    roots = dict.fromkeys(WAYS, chooser.prices.hosts)
+    if fitting:
+        roots = _roomy(stage, parameters) or roots
+    first, *others = (chooser.priced(chooser.alone, way, BELOW[0], hosts) for way, hosts in roots.items())
     plan = cheapest(first, others)
     return hosts[plan.root], plan.above, plan.step_s
+
+
+def _roomy(stage: Network, parameters: float) -> dict[ModeAndSpec, Indices]:
+    """Return the hosts that have room for a stage's server, for each way whose workers have room on all hosts."""
+    found = {}
+    for way in WAYS:
+        left = stage.memory_bytes - VALUE_BYTES * parameters * worker_models(way)
+        roots = np.flatnonzero(left >= VALUE_BYTES * parameters * server_models(way, len(stage.hosts)))
+        if (left >= 0).all() and len(roots):
+            found[way] = roots
+    return found

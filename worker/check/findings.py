@@ -28,7 +28,7 @@ from typing import Any
 
 from narrows.compression import ladder, predict
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, ShardFacts, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
@@ -377,16 +377,26 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
 
 
 def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
-    """Return a line on the arrays of a worker that have the size of the model; none if no worker came to its end."""
+    """Return lines on the arrays of a worker and of the servers that have the size of the model.
+
+    There are none if no worker came to its end.
+    """
     done = next((worker.done for worker in workers if worker.done), None)
     if done is None or not trained:
         return []
     codecs, moments = Codecs.of(settings.compress, settings.compress_down), done["kept_values"] / trained
-    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, round(moments, 2), done["rounded"])
-    arrays = worker_arrays(settings.mode(), facts)
-    each = ", ".join(f"{array.name} {array.models:g}" for array in arrays)
-    whole = sum(array.models for array in arrays)
-    return [f"memory       of a worker {whole:g} times {_bytes(4 * trained)}: {each}; and activations"]
+    mode, moments = settings.mode(), round(moments, 2)
+    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, moments, done["rounded"])
+    shares = codecs.up.rungs[0].share, codecs.down.rungs[0].share
+    shards = ShardFacts(settings.workers, *shares, codecs.down.lossless, not codecs.down.auto, moments)
+    lines = []
+    for whose, arrays, more in (
+        ("memory       of a worker", worker_arrays(mode, facts), "; and activations"),
+        ("servers      together at most", shard_arrays(mode, shards), ""),
+    ):
+        each = ", ".join(f"{array.name} {array.models:.3g}" for array in arrays)
+        lines.append(f"{whose} {sum(array.models for array in arrays):.3g} times {_bytes(4 * trained)}: {each}{more}")
+    return lines
 
 
 def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]) -> list[str]:

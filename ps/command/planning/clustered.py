@@ -12,6 +12,7 @@ from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.choose import NEAR_MAX, Chooser, DeploymentChoice, simplest_first
+from narrows.ps.planner.host_memory import MemoryNeed, check, of_level
 from narrows.ps.planner.host_subsets import ChosenHosts, keep, restricted
 from narrows.ps.planner.network import Network, named
 from narrows.ps.planner.step_prices import TrainingWork, coded
@@ -57,7 +58,10 @@ def planned(
     network, work = restricted(everybody, whole, kept.hosts)
     places = replace(places, network=network)
     chooser = Chooser(network, work)
-    plan, *others = simplest_first(kept.plans)
+    fitting, notes, refused = fits(network, kept.plans, parameters)
+    if not fitting:
+        raise refused[0]
+    plan, *others = simplest_first(fitting)
     layout = plan_writer.clustered(places, plan, work, shards, insecure, keys)
     names = network.hosts
     children = len(plan.groups)
@@ -89,11 +93,37 @@ def planned(
         lines.append(
             f"next: {text}, predicted {step_ms(other)} ms a step, and {other.cost / other.step_s:.2f} times bsp's steps"
         )
-    lines += left_out(everybody, kept, bool(batch))
+    lines += [notes[plan], *left_out(everybody, kept, bool(batch))]
     if batch:
         shared = zip(names, work.samples(network), strict=True)
         lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
     return layout, lines
+
+
+def fits(
+    network: Network, plans: Sequence[DeploymentChoice], parameters: float
+) -> tuple[list[DeploymentChoice], dict[DeploymentChoice, str], list[UsageError]]:
+    """Return the plans for which each host has memory, a sentence on each of them, and why the others have too little."""
+    fitting, notes, refused = [], {}, []
+    for plan in plans:
+        try:
+            notes[plan] = check(network, needs(plan, parameters))
+            fitting.append(plan)
+        except UsageError as error:
+            refused.append(error)
+    return fitting, notes, refused
+
+
+def needs(plan: DeploymentChoice, parameters: float) -> list[MemoryNeed]:
+    """Return what the workers and the servers of each level need."""
+    workers = [group[0] for group in plan.groups if len(group) == 1]
+    servers, clusters = plan.spread or (plan.root,), plan.clusters
+    found = of_level(
+        plan.above, parameters, workers, servers, "the root's server", len(plan.groups), updates=bool(clusters)
+    )
+    for server, group in clusters:
+        found += of_level(plan.below, parameters, group, [server], "a cluster's server", len(group), parent=plan.above)
+    return found
 
 
 def described(names: Sequence[str], plan: DeploymentChoice) -> str:

@@ -112,7 +112,8 @@ class NumberOption(click.FloatRange):
               help="coding of tensors between stages; auto: dense on each direction of an edge that is fast enough, "
               "else int8")  # fmt: skip
 @click.option("--layer-memory", type=NumberOption(0, 1e18),
-              help="memory of a host for training one layer, in bytes [52 a parameter]")  # fmt: skip
+              help="memory of a host for one layer and its part of the stage's server, in bytes "
+              "[by the account of memory, with AdamW]")  # fmt: skip
 @click.option("--money", type=NumberOption(0, 1e18), default=0.0,
               help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
               "[0: the cost is only shown]")  # fmt: skip

@@ -22,13 +22,13 @@ from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.protocols.runtime.network.key_files import public_key
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.choose import SMALL
+from narrows.ps.planner.host_memory import ALONE_MODELS, MemoryNeed, check, of_level
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Job
 from narrows.ps.planner.pipelines.cost import Layout as Arrangement
 from narrows.ps.planner.pipelines.search import plan
 from narrows.ps.planner.pipelines.staged_planner import StagedPlan, StagedPlanner
 from narrows.ps.planner.pipelines.stages import (
-    PARAMETER_MEMORY_BYTES,
     PipelineModel,
     carried,
     contiguous,
@@ -75,7 +75,7 @@ def planned(
         activation_bytes: bytes of one micro-batch's float32 values at a cut; None is an error with several stages.
         micro_batches: the number of micro-batches of a step.
         coding: the coding of tensors between stages, or "auto".
-        layer_memory: bytes that a layer needs in training; None: PARAMETER_MEMORY_BYTES a parameter.
+        layer_memory: bytes that a layer needs where it is trained; None: as the account of memory has it.
         money: seconds of a step that a unit of money is worth.
         seed: the seed of the search.
         insecure: the commands go without keys.
@@ -100,9 +100,8 @@ def planned(
         raise UsageError(
             "--money: the network has no price_per_byte, so no byte costs any; write it there, or leave this out"
         )
-    memory = PARAMETER_MEMORY_BYTES * parameters / layers if layer_memory is None else layer_memory
     cut = activation_bytes or 0.0
-    model = PipelineModel(parameters, layers, step_s, micro_batches, cut, memory, carried(), coded(), money)
+    model = PipelineModel(parameters, layers, step_s, micro_batches, cut, layer_memory, carried(), coded(), money)
     most = max(1, len(network.hosts) // stages)
     count, gain = (replicas, 1.0) if replicas else fastest(network, model, stages, most, coding, seed)
     job = model.job(stages, count, coding)
@@ -118,6 +117,7 @@ def planned(
         "",
         f"{tried[0][0]}: {steps(best)}; {decides(network, best)}",
         alone(network, model, job.replicas),
+        *([check(network, needs(model, best))] if layer_memory is None else []),
         *(f"next: {label}: {steps(other)}" for label, other in tried[1:]),
     ]
     if not fits(network, model, contiguous(network, job)):
@@ -256,10 +256,19 @@ def decides(network: Network, plan: StagedPlan) -> str:
     )
 
 
+def needs(model: PipelineModel, plan: StagedPlan) -> list[MemoryNeed]:
+    """Return what the workers and the server of each stage need."""
+    found = []
+    for stage, (hosts, server, way) in enumerate(zip(plan.layout.grid.tolist(), plan.servers, plan.ways, strict=True)):
+        parameters = model.stage_parameters(plan.layout, stage)
+        found += of_level(way, parameters, hosts, [server], f"the server of stage {stage}", len(hosts))
+    return found
+
+
 def alone(network: Network, model: PipelineModel, replicas: int) -> str:
     """Describe the fastest single machine that would compute a whole step."""
     found = soonest_alone(network, model, replicas)
     if found is None:
-        needed = model.layers * model.layer_memory_bytes
+        needed = model.layers * model.memory_bytes(ALONE_MODELS)
         return f"one machine alone: none has the {needed / 1e9:.3g} GB that all layers need"
     return f"one machine alone, {network.hosts[found[0]]}: {seconds(found[1])} a step"

@@ -88,7 +88,12 @@ class StagedPlanner:
         run, alone_s = self.alone(layout, edges)
         found = [
             for_stage(
-                network, [int(host) for host in group], model.stage_parameters(layout, stage), alone_s, model.coded
+                network,
+                [int(host) for host in group],
+                model.stage_parameters(layout, stage),
+                alone_s,
+                model.coded,
+                model.layer_memory_bytes is None,
             )
             for stage, group in enumerate(layout.grid)
         ]

@@ -19,6 +19,7 @@ from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.protocols.config.deployment import StageEdge, even
 from narrows.protocols.errors import UsageError
 from narrows.protocols.pipeline_channels import IN_FLIGHT_MAX
+from narrows.ps.planner.host_memory import ALONE_MODELS, VALUE_BYTES, stage_models
 from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array, Network
 from narrows.ps.planner.pipelines.cost import Job, Layout
@@ -29,9 +30,6 @@ SHARES = (
     1 / 3,
     2 / 3,
 )  # of a micro-batch's seconds, forward and backward: a backward pass computes gradients of inputs and of parameters
-# Bytes a parameter: peak memory of a worker with 25 M parameters under AdamW, minus that of a worker with 100
-# parameters. PyTorch itself takes 16 of them.
-PARAMETER_MEMORY_BYTES = 52.0
 AUTO, EXACT, CODED = "auto", "dense", "int8"  # auto: each direction of an edge is dense or int8
 
 
@@ -53,7 +51,7 @@ class PipelineModel:
     step_s: float  # seconds of one replica's share of a step, all layers on one host of speed 1
     micro_batches: int  # of a step
     cut_bytes: float  # float32 values of one micro-batch at a cut
-    layer_memory_bytes: float  # of a layer in training
+    layer_memory_bytes: float | None  # of a layer in training and at the stage's server, as the user says; None: unsaid
     carried: Mapping[str, tuple[EdgeCost, EdgeCost]]  # by coding of an edge: activations, gradients
     coded: Mapping[str, CodecCost]  # by SPEC of an exchange
     money_s: float = 0.0  # seconds that a unit of money is worth
@@ -72,8 +70,14 @@ class PipelineModel:
             )
         share = self.carried[CODED if coding == AUTO else coding][FORWARD].bytes
         sent = self.micro_batches * self.cut_bytes * share
-        layer = 4 * self.parameters / self.layers, sent, self.step_s / self.layers, self.layer_memory_bytes
+        memory = self.memory_bytes(stage_models(replicas))
+        layer = 4 * self.parameters / self.layers, sent, self.step_s / self.layers, memory
         return Job(stages, replicas, self.layers, *layer, self.micro_batches, self.money_s)
+
+    def memory_bytes(self, models: float) -> float:
+        """Return the bytes of a layer where it takes so many models of float32, unless the user has said them."""
+        given = self.layer_memory_bytes
+        return VALUE_BYTES * models * self.parameters / self.layers if given is None else given
 
     def micro_s(self, network: Network, layout: Layout) -> Array:
         """Return (stages, replicas) seconds of a micro-batch on each host, forward and backward."""
@@ -124,12 +128,13 @@ def contiguous(network: Network, job: Job) -> Layout:
 
 def fits(network: Network, model: PipelineModel, layout: Layout) -> bool:
     """Return True if each host has memory for the layers of its stage."""
-    return bool((layout.depths * model.layer_memory_bytes <= network.memory_bytes[layout.grid].min(1)).all())
+    layer = model.memory_bytes(stage_models(layout.grid.shape[1]))
+    return bool((layout.depths * layer <= network.memory_bytes[layout.grid].min(1)).all())
 
 
 def soonest_alone(network: Network, model: PipelineModel, replicas: int) -> tuple[int, float] | None:
     """Return the fastest host with memory for all layers, and its seconds for a whole step; None if there is none."""
-    able = np.flatnonzero(network.memory_bytes >= model.layers * model.layer_memory_bytes)
+    able = np.flatnonzero(network.memory_bytes >= model.layers * model.memory_bytes(ALONE_MODELS))
     if not able.size:
         return None
     host = int(able[network.compute[able].argmax()])
