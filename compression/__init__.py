@@ -26,7 +26,7 @@ from functools import cache
 import numpy as np
 
 from narrows.compression.buffers import FloatArray
-from narrows.compression.compressor import Compressor
+from narrows.compression.compressor import LAST, Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
 from narrows.compression.kernels.jit import compilations
@@ -82,9 +82,9 @@ def _load_kernels() -> None:
     """Call each kernel once."""
     out = np.zeros(1 << 16, np.float32)
     for spec, update in warm_up_updates(out.size):
-        payload = ErrorFeedback(parse(spec), out.size).encode(update)
-        decode(payload, out)
-        accumulate(payload, 0.5, out)
+        for payload in (ErrorFeedback(parse(spec), out.size).encode(update), LAST.encode(update)):
+            decode(payload, out)
+            accumulate(payload, 0.5, out)
     add_raw(update.data, 0.5, out)
 
 

@@ -8,6 +8,7 @@ difference is exact in float32 for values that a sparsifier leaves out, and for 
 saturates. For 2bit, sign and uint8minmax it is rounded to float32 once.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from narrows.compression.buffers import (
     read_only,
     values_view,
 )
-from narrows.compression.compressor import Compressor
+from narrows.compression.compressor import LAST, Compressor
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import accumulate
@@ -158,8 +159,27 @@ class ErrorFeedback:
             NonFiniteError, TypeError, ValueError: as `encode`; then nothing has changed.
         """
         values = self._sum(update)
-        self.residual = None if self.compressor.lossless else np.zeros(self.count, np.float32)
+        self.forget()
         return values
+
+    def encode_last(self, update: FloatArray | ChunkedUpdate, cuts: Iterable[tuple[int, int]]) -> list[memoryview]:
+        """Encode decay * residual + update with `LAST`, as the last update of the stream.
+
+        The residual is that sum until `forget`, whether the call ends or raises.
+
+        Args:
+            update: as in `encode`.
+            cuts: the values [begin, end) of each payload.
+
+        Raises:
+            NonFiniteError, TypeError, ValueError: as `encode`.
+        """
+        values = self._sum(update)
+        return [LAST.encode(values[begin:end]) for begin, end in cuts]
+
+    def forget(self) -> None:
+        """Set the residual to zero: `encode_last` has sent it."""
+        self.residual = None if self.compressor.lossless else np.zeros(self.count, np.float32)
 
     def _sum(self, update: FloatArray | ChunkedUpdate) -> FloatArray:
         """Return decay * residual + update: in the memory of the residual, or the update itself without a residual."""

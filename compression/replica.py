@@ -99,26 +99,31 @@ class ArrayReplica(Generic[A]):
         """Do nothing: `absorb` writes the piece together with the others."""
 
     def start_encode(self, update: A | ChunkedUpdate, clock: int) -> None:
-        """Launch the encode of an update, if a device computes it; `encode` gets the same next, and `dense` is False."""
+        """Launch the encode of an update, if a device computes it; `encode` gets the same next, and `last` is False."""
         _, feedback = self.turn(clock)
         if feedback.compressor.spec != "dense":
             feedback.memory.go_to(clock)
             feedback.start_encode(update)
 
-    def encode(self, update: A | ChunkedUpdate, clock: int, dense: bool = False) -> list[Piece]:
+    def encode(self, update: A | ChunkedUpdate, clock: int, last: bool = False) -> list[Piece]:
         """Encode update + residual of the fragment whose turn `clock` is.
 
         Args:
             update: float32, the keys of the fragment; on the host also in chunks.
             clock: the clock of the update; also the step of the compressor's random numbers and cycles.
-            dense: send all values and the residual as float32.
+            last: the last update of this fragment. A lossless compressor sends float32 values; `LAST` codes all values
+                and the residual of any other, which keeps the residual until `sent_last`.
 
         Raises:
             NonFiniteError: a value cannot be coded.
         """
         (begin, end), feedback = self.turn(clock)
-        if dense or feedback.compressor.spec == "dense":
+        if feedback.compressor.spec == "dense" or (last and feedback.compressor.lossless):
             return self.home.raw_pieces(feedback.take(update), begin, self.cut(begin, end))
+        if last:
+            cuts = list(self.cut(begin, end))
+            payloads = feedback.encode_last(update, [(low - begin, high - begin) for low, high in cuts])
+            return [coded_piece(payload, *keys) for payload, keys in zip(payloads, cuts, strict=True)]
         feedback.memory.go_to(clock)  # the same step in all workers, whenever they joined
         piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
         at = self.samples[clock % len(self.feedbacks)]
@@ -126,6 +131,10 @@ class ArrayReplica(Generic[A]):
         if feedback.residual is not None:
             self._sampled = self.home.sampling(update, at, 0), self.home.sampling(feedback.residual, at, 1)
         return [piece]
+
+    def sent_last(self, clock: int) -> None:
+        """Forget the residual of a fragment: the pieces of its last update, `clock`, are sent."""
+        self.turn(clock)[1].forget()
 
     @property
     def held_back(self) -> float:

@@ -17,11 +17,21 @@ from narrows.compression.errors import NonFiniteError, PayloadError
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
 from narrows.compression.kernels.random import RANDOM_BLOCK
-from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
+from narrows.compression.kernels.values import (
+    INFINITY_KEY,
+    INT4_BLOCK,
+    INT4_SCALE_MAX,
+    INT8_BLOCK,
+    INT8_SCALE_MAX,
+    INT12_BLOCK,
+    INT12_SCALE_MAX,
+)
 
 CHUNK = 1 << 16  # values decoded at once: with their indices 512 KiB, which stay in a core's own cache
 # Chunks begin at whole blocks of each coding: decoding never begins inside a block.
-assert all(CHUNK % block == 0 for block in (INT8_BLOCK, INT4_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK, MINMAX_BLOCK))
+assert all(
+    CHUNK % block == 0 for block in (INT8_BLOCK, INT4_BLOCK, INT12_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK, MINMAX_BLOCK)
+)
 
 
 class Key(NamedTuple):
@@ -47,6 +57,10 @@ class CodedValues(Protocol):
 
     def largest(self) -> float | None:
         """Return an upper bound on the magnitudes; None if the coding has no scales. There must be values."""
+
+    @property
+    def measured(self) -> bool:
+        """True if a receiver is to measure the norm of the values, and not to bound it."""
 
 
 class ValueCoding(Protocol):
@@ -112,6 +126,7 @@ def non_finite_at(wrong: int, count: int, first: int, value: np.float32) -> NonF
 @dataclass(frozen=True, slots=True)
 class _Fp32Values:
     values: FloatArray
+    measured = False
 
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
         return self.values[begin : begin + scratch.size]
@@ -153,9 +168,11 @@ class Section(NamedTuple):
         return int(np.dtype(self.dtype).itemsize) * self.size(count)
 
     def spare_bits(self, array: Any, count: int) -> bool:
-        """Return whether bits are set after those of the last value, if a byte holds several values."""
-        used = count % self.per
-        return self.items == 1 and self.dtype is np.uint8 and used > 0 and array[-1] >> (8 // self.per * used) > 0
+        """Return whether bits are set after those of the last value, if whole bytes hold several values."""
+        used, bits = count % self.per, 8 * self.items
+        if self.dtype is not np.uint8 or not used or bits < self.per:
+            return False
+        return int.from_bytes(array[-self.items :].tobytes(), "little") >> bits // self.per * used > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +181,7 @@ class _Sections:
     arrays: tuple[Any, ...]
     decode: Callable[..., None]
     bound: Callable[[Any], float] | None
+    measured: bool
 
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
         end = begin + scratch.size
@@ -188,6 +206,9 @@ class Sectioned:
     bound: Callable[[Any], float] | None = None  # the largest magnitude of values with this valid first section
     random: bool = False  # the encode kernel takes (stochastic, key, key, words) after the values
     unbiased: bool = False  # random rounding
+    measured: bool = (
+        False  # `payload.check` measures the values' norm, where other codings have a bound from their scales
+    )
     lossless = False
 
     @property
@@ -216,7 +237,7 @@ class Sectioned:
         if count and self.valid and not self.valid(arrays[0]):
             name = self.spec.partition(":")[0]
             raise PayloadError(f"payload is corrupt: {'an' if name[0] == 'i' else 'a'} {name} scale is out of range")
-        return _Sections(self.sections, tuple(arrays), self.decode_kernel, self.bound)
+        return _Sections(self.sections, tuple(arrays), self.decode_kernel, self.bound, self.measured)
 
 
 def _top_level(levels: ByteArray) -> int:
@@ -279,6 +300,11 @@ INT4 = Sectioned(
     cpu.encode_int4, cpu.decode_int4, _scale_at_most(INT4_SCALE_MAX), _scale_bound(8), random=True,
 )  # fmt: skip
 INT8_STOCHASTIC, INT4_STOCHASTIC = (replace(c, spec=f"{c.spec}:stochastic", unbiased=True) for c in (INT8, INT4))
+# Of a worker's last update (`LAST`, compressor.py), and in no SPEC: a GPU has no kernels for it.
+INT12 = Sectioned(
+    "int12", 8, (Section(np.uint16, 1, INT12_BLOCK), Section(np.uint8, 3, 2)),
+    cpu.encode_int12, cpu.decode_int12, _scale_at_most(INT12_SCALE_MAX), _scale_bound(2048), measured=True,
+)  # fmt: skip
 TWO_BIT = Sectioned(
     "2bit", 5, (Section(np.uint8, 3, TWO_BIT_BLOCK), BIT_PLANE, BIT_PLANE),
     cpu.encode_2bit, cpu.decode_2bit, _valid_levels, _level_bound,
@@ -292,7 +318,7 @@ UINT8_MINMAX = Sectioned(
     cpu.encode_uint8minmax, cpu.decode_uint8minmax, _valid_ranges, _range_bound,
 )  # fmt: skip
 VALUE_CODINGS: dict[int, ValueCoding] = {
-    coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX)
+    coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX, INT12)
 }
 # Codings of an edge between two stages of a pipeline: of activations, and of gradients, which int8 rounds at random.
 EDGE_CODINGS: dict[str, tuple[ValueCoding, ValueCoding]] = {

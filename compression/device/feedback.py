@@ -24,13 +24,13 @@ Rules
 - The module can be imported on any machine; its functions need kernels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from narrows.compression.buffers import Parts, Payload
-from narrows.compression.compressor import Chain, Compressor
+from narrows.compression.buffers import FloatArray, Parts, Payload
+from narrows.compression.compressor import LAST, Chain, Compressor
 from narrows.compression.device.stages import (
     INDEX_READERS,
     Arena,
@@ -73,7 +73,7 @@ from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, CheckedPayload, Header, open_payload, raw_values
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
 from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK, kept_of
-from narrows.compression.value_codings import Section, Sectioned, non_finite_at
+from narrows.compression.value_codings import INT12, Section, Sectioned, non_finite, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 Result = TypeVar("Result")
@@ -258,8 +258,27 @@ class DeviceErrorFeedback:
         """Return decay * residual + update, as `ErrorFeedback.take` does. Raises no NonFiniteError."""
         with self.kernels.active():
             values = self._sum(_device_floats(self.kernels, update, "update"))
-        self.residual = None if self.compressor.lossless else self._zeros()
+        self.forget()
         return values
+
+    def encode_last(self, update: Any, cuts: Iterable[tuple[int, int]]) -> list[memoryview]:
+        """Encode the last update, as `ErrorFeedback.encode_last` does: the host codes the values, piece by piece.
+
+        Raises:
+            NonFiniteError: the update holds NaN or infinity: the residual stays as it was. Or the sum does.
+            TypeError, ValueError: as `encode`.
+        """
+        with self.kernels.active():
+            view = self._checked(update)
+            if view.size and int(self.kernels.largest_key(view)) >= INFINITY_KEY:
+                raise non_finite(self.kernels.read(view))
+            values = self._sum(view)
+            return [LAST.encode(self.kernels.read(values[begin:end])) for begin, end in cuts]
+
+    def forget(self) -> None:
+        """Set the residual to zero: `encode_last` has sent it."""
+        self._drop_begun()
+        self.residual = None if self.compressor.lossless else self._zeros()
 
     def encode_parts(self, update: Any) -> Parts:
         """Encode, and return one part: the payload is a copy in any case."""
@@ -664,8 +683,12 @@ def _decoder_name(decode_kernel: Callable[..., None]) -> str:
 
 
 def _sections_of(opened: CheckedPayload) -> tuple[str, list[UploadPart]]:
-    """Return the name of a payload's value coding and the value sections."""
+    """Return the name of a payload's value coding and the value sections. No device knows int12: the host decodes it."""
     values: Any = opened.values
+    if opened.header.value_coding == INT12.wire_id:
+        decoded: FloatArray = np.empty(opened.header.kept, np.float32)
+        values.decode(*values.arrays, decoded)
+        return "fp32", [decoded]
     if not hasattr(values, "decode"):
         return "fp32", [values.values]
     return _decoder_name(values.decode), [*values.arrays]

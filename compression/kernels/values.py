@@ -1,4 +1,4 @@
-"""The value codings that are casts or multiples of a scale: fp16, bf16, int8, int4; and adding to an accumulator.
+"""The value codings that are casts or multiples of a scale: fp16, bf16, int8, int4, int12; and adding to an accumulator.
 
 fp16 and bf16 are uint16 patterns: Numba has no half on the CPU, and NumPy's cast is 8x slower. Each product and each
 sum is rounded to float32 once. levels.py has the codings of one and two bits.
@@ -15,6 +15,8 @@ INT8_BLOCK = 256  # values that share a scale: 16 bits of scale cost 1/16 bit a 
 INT8_SCALE_MAX = 0x7BFF  # bf16 pattern of 1.992 * 2**120, the largest scale whose every code decodes to a finite value
 INT4_BLOCK = 64  # a quarter bit a value for the scale: with 15 codes the error depends on the range of a block
 INT4_SCALE_MAX = 0x7DFF  # the largest scale whose every code, -8..7, decodes to a finite value
+INT12_BLOCK = 256
+INT12_SCALE_MAX = 0x79FF  # the largest scale whose every code, -2048..2047, decodes to a finite value
 INFINITY_KEY = 0x7F800000  # the key of infinity: keys from here on are not finite
 
 Halves = npt.NDArray[np.uint16]
@@ -199,6 +201,53 @@ def decode_int4(scales: Halves, nibbles: ByteArray, out: FloatArray) -> None:
         if target.size & 1:
             last = np.int32(packed[target.size // 2]) & np.int32(15)
             target[target.size - 1] = np.float32((last ^ np.int32(8)) - np.int32(8)) * scale
+
+
+@kernel
+def encode_int12(values: FloatArray, scales: Halves, triples: ByteArray) -> int:
+    """Do encode_int8, not stochastic, with codes in -2047..2047, two of them in three bytes.
+
+    The 24 bits of a triple, little endian, are value 2j in two's complement and, above it, value 2j + 1.
+    """
+    largest = np.uint32(0)
+    codes = np.empty(INT12_BLOCK, np.uint32)
+    for block in range(scales.size):
+        part = values[block * INT12_BLOCK : (block + 1) * INT12_BLOCK]
+        packed = triples[block * (INT12_BLOCK // 2 * 3) : (block + 1) * (INT12_BLOCK // 2 * 3)]
+        top = np.uint32(0)
+        for i in range(part.size):
+            top = max(top, bits_of(part[i]) & np.uint32(0x7FFFFFFF))
+        largest = max(largest, top)
+        pattern = _scale_pattern(top, np.float32(2047.0), np.uint32(INT12_SCALE_MAX))
+        scales[block] = np.uint16(pattern)
+        scale = float_of(pattern << np.uint32(16))
+        packed[:] = 0
+        if pattern == np.uint32(0) or top >= np.uint32(INFINITY_KEY):
+            continue
+        for i in range(part.size):
+            code = min(max(part[i] / scale, np.float32(-2047.0)), np.float32(2047.0))
+            codes[i] = bits_of(code + np.float32(12582912.0)) & np.uint32(0xFFF)
+        codes[part.size :] = 0
+        for j in range(packed.size // 3):
+            pair = codes[2 * j] | (codes[2 * j + 1] << np.uint32(12))
+            packed[3 * j] = np.uint8(pair & np.uint32(0xFF))
+            packed[3 * j + 1] = np.uint8((pair >> np.uint32(8)) & np.uint32(0xFF))
+            packed[3 * j + 2] = np.uint8(pair >> np.uint32(16))
+    return int(largest)
+
+
+@kernel
+def decode_int12(scales: Halves, triples: ByteArray, out: FloatArray) -> None:
+    """Set out[i] = code * scale of its block, exactly."""
+    for block in range(scales.size):
+        scale = float_of(np.uint32(scales[block]) << np.uint32(16))
+        packed = triples[block * (INT12_BLOCK // 2 * 3) : (block + 1) * (INT12_BLOCK // 2 * 3)]
+        target = out[block * INT12_BLOCK : (block + 1) * INT12_BLOCK]
+        for i in range(target.size):
+            byte = (i >> 1) * 3 + (i & 1)
+            two = np.int32(packed[byte]) | (np.int32(packed[byte + 1]) << np.int32(8))
+            code = (two >> np.int32(4)) if i & 1 else (two & np.int32(0xFFF))
+            target[i] = np.float32((code ^ np.int32(0x800)) - np.int32(0x800)) * scale
 
 
 @kernel

@@ -86,13 +86,13 @@ class Replica(Protocol[A]):
         `update` must not change before that.
         """
 
-    def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[CodedPiece]:
+    def encode(self, update: A, clock: int, last: bool = False) -> Sequence[CodedPiece]:
         """Encode an update plus the residual. What the pieces leave out is the new residual.
 
         Args:
             update: float32, the keys whose turn `clock` is (`Exchange.turn`).
             clock: of the update.
-            dense: True: leave nothing out.
+            last: True: leave out no more than a rounding, which is lost. The residual is not sent before `sent_last`.
 
         Returns:
             The pieces to send.
@@ -100,6 +100,9 @@ class Replica(Protocol[A]):
         Raises:
             ValueError: the values cannot be coded, such as NaN; then nothing has changed.
         """
+
+    def sent_last(self, clock: int) -> None:
+        """Forget the residual: the pieces of the last update, `clock`, are sent."""
 
     def give_back(self, pieces: Iterable[CodedPiece], clock: int) -> None:
         """Add pieces to the residual again: those of the last `encode`, which were not sent."""

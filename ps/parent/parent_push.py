@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from narrows.compression import ErrorFeedback, parse
-from narrows.compression.codecs import coded_piece
+from narrows.compression.codecs import coded_piece, raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -93,17 +93,20 @@ class ParentPush:
             return [], False
         return self._push(x, now_ns), True
 
-    def _push(self, x: FloatArray, now_ns: int, dense: bool = False) -> Asks:
-        """Push x - start with the residual, and make x the new start. `dense`: leave nothing to the residual."""
+    def _push(self, x: FloatArray, now_ns: int, last: bool = False) -> Asks:
+        """Push x - start with the residual, and make x the new start. `last`: leave nothing to the residual."""
         update, feedback, clock = x - self.seat.start, self.feedback, self.seat.exchange.clock
+        replica = self.seat.replica
         if not update.any() and (feedback.residual is None or not feedback.residual.any()):
-            pieces = [coded_piece(NOTHING.encode(update), self.seat.replica.begin, self.seat.replica.end)]
+            pieces = [coded_piece(NOTHING.encode(update), replica.begin, replica.end)]
         else:
             try:
-                pieces = self.seat.replica.encode(update, clock, dense)
+                pieces = replica.encode(update, clock, last)
+                if last:
+                    replica.sent_last(clock)
             except ValueError:
                 # An update that is not finite is sent as it is: the parent logs it, or the workers there see it.
-                pieces = self.seat.replica.encode(update, clock, dense=True)
+                pieces = raw_pieces(update, replica.begin, parts(replica.begin, replica.end))
         self.seat.keep(start=x.copy(), feedback=feedback)
         samples = min(max(1, self.seat.begin_round()), m.CLOCK_MAX)
         return self.seat.send(self.seat.exchange.push(pieces, samples), now_ns)
@@ -132,7 +135,7 @@ class ParentPush:
         return self.seat.move_onto(self._base()) if self.seat.due and self.seat.exchange.may_compute else []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, dense, and ask for the model that the run ends with.
+        """Push all that is left, and ask for the model that the run ends with.
 
         The parent answers once all clusters have come as far. An update of zeros is pushed too: the last clock of every
         cluster is then one after its steps, and no cluster waits for another.
@@ -140,5 +143,5 @@ class ParentPush:
         if not self.may_publish() or not self.seat.exchange.may_push:
             return [], False
         self.seat.await_last()
-        pushed = self._push(x, now_ns, dense=True)
+        pushed = self._push(x, now_ns, last=True)
         return [*pushed, *self.seat.send(self.seat.exchange.ask_shared(last=True), now_ns)], True

@@ -289,7 +289,7 @@ FOLDS = 7  # of torch, from the push on: only the queue orders it after the push
 def steps(spec: str, broken: str = "") -> Trace:
     """Run steps of a worker with two fragments, and return their trace.
 
-    Differences and whole states arrive, one update is not sent, and the last push is dense.
+    Differences and whole states arrive, one update is not sent, and the last push has the residual.
     """
     now = [STREAMS[0]]
     with watched(lambda: 0 if broken == "launches go to the legacy stream" else now[0]) as (trace, kernels):
@@ -310,7 +310,7 @@ def steps(spec: str, broken: str = "") -> Trace:
             begin, end = fragments[clock % 2]
             trace.done(stream, "the optimizer's step", [range_of(base)], [range_of(update)])
             on_host(update)[:] = values
-            pieces = replica.encode(update[begin:end], clock, dense=clock == 3)
+            pieces = replica.encode(update[begin:end], clock, last=clock == 3)
             for piece in pieces:
                 trace.done(HOST, "the sending of a payload", [range_of(np.frombuffer(piece.payload, np.uint8))], [])
             if clock == 1 and spec != "dense":

@@ -334,6 +334,32 @@ def decode_int4(scales: Array, nibbles: Array, out: Array) -> None:
     )
 
 
+def encode_int12(values: Array, scales: Array, triples: Array) -> int:
+    codes = _codes(values, False, 0, 0, triples, scales, 256, 2047, 0x79FF) % 4096
+    pairs = np.append(codes, np.zeros(codes.size % 2, np.int64)).reshape(-1, 2)
+    words = (pairs[:, 0] + 4096 * pairs[:, 1]).astype("<u4")
+    triples[:] = words.view(np.uint8).reshape(-1, 4)[:, :3].ravel()
+    return largest_key(values)
+
+
+def decode_int12(scales: Array, triples: Array, out: Array) -> None:
+    low, middle, high = triples.reshape(-1, 3).T.astype(np.int64)
+    codes = np.column_stack((low + 256 * (middle % 16), middle // 16 + 16 * high)).ravel()[: out.size]
+    out[:] = (
+        np.where(codes < 2048, codes, codes - 4096).astype(np.float32)
+        * np.repeat(float_of_bf16(scales), 256)[: out.size]
+    )
+
+
+def rounded_last(values: Array) -> Array:
+    """The values as a last update has them: in int12."""
+    scales, triples = np.empty(-(-values.size // 256), np.uint16), np.empty(3 * -(-values.size // 2), np.uint8)
+    encode_int12(values, scales, triples)
+    out = np.empty_like(values)
+    decode_int12(scales, triples, out)
+    return out
+
+
 def unit_of(part: Array, spare: int) -> float:
     """Return the unit of the fixed-point mean of `part`: 2**-(23 - spare) of the largest power of two in it."""
     exponent = max(largest_key(part) >> 23, 1)

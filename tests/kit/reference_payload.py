@@ -13,7 +13,7 @@ from kit import reference
 from kit.reference import Array, gaps_of, keys_of
 
 DENSE_COUNT_MAX = 64
-CODINGS = ("fp32", "fp16", "int8", "bf16", "int4", "2bit", "sign", "uint8minmax")  # by wire id
+CODINGS = ("fp32", "fp16", "int8", "bf16", "int4", "2bit", "sign", "uint8minmax", "int12")  # by wire id
 RICE, FIXED, GROUPED, STRATA, STRIDE, STRIDED = 1, 2, 3, 4, 5, 7
 # Sections of each value coding: (dtype, items, for every so many values).
 SECTIONS: dict[str, tuple[tuple[Any, int, int], ...]] = {
@@ -22,6 +22,7 @@ SECTIONS: dict[str, tuple[tuple[Any, int, int], ...]] = {
     "bf16": ((np.uint16, 1, 1),),
     "int8": ((np.uint16, 1, 256), (np.int8, 1, 1)),
     "int4": ((np.uint16, 1, 64), (np.uint8, 1, 2)),
+    "int12": ((np.uint16, 1, 256), (np.uint8, 3, 2)),
     "2bit": ((np.uint8, 3, 512), (np.uint8, 1, 8), (np.uint8, 1, 8)),
     "sign": ((np.uint16, 1, 256), (np.uint8, 1, 8)),
     "uint8minmax": ((np.float32, 2, 2048), (np.uint8, 1, 1)),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from kit.reference import rounded_last
 from kit.scripts import Run, flat
 from narrows.compression import ErrorFeedback, Memory, accumulate, parse
 from narrows.protocols.config.key_ranges import fragment, split
@@ -69,7 +70,7 @@ class Reference:
             self.exchange()
             self.merge(self.step)
 
-    def exchange(self, dense: bool = False) -> None:
+    def exchange(self, last: bool = False) -> None:
         """Let each worker push, and the servers fold and publish."""
         settings = self.settings
         for shard, keys in self.keys(self.clock):
@@ -80,8 +81,8 @@ class Reference:
                 place = (worker, shard, self.clock % settings.fragments)
                 feedback = self.feedback.setdefault(place, ErrorFeedback(self.up, size, seed=worker << 16 | shard))
                 feedback.memory.go_to(self.clock)
-                if dense or self.up.spec == "dense":
-                    sent = update if feedback.residual is None else update + feedback.residual
+                if last or self.up.spec == "dense":
+                    sent = update if feedback.residual is None else rounded_last(update + feedback.residual)
                     feedback.load_state_dict({})
                 else:
                     sent = np.zeros(size, np.float32)
@@ -111,13 +112,13 @@ class Reference:
                     self.base[worker][keys] = shown
 
     def finish(self) -> None:
-        """Exchange the rest of each fragment in turn, dense. The fragment pushed last is left out if it has no rest."""
+        """Exchange the rest of each fragment in turn. The fragment pushed last is left out if it has no rest."""
         self.merge(1 << 30)
         last = [(worker, keys) for _, keys in self.keys(self.clock - 1) for worker in range(self.settings.workers)]
         left = any((self.local[worker][keys] != self.base[worker][keys]).any() for worker, keys in last)
         left |= any(kept.residual is not None and kept.residual.any() for kept in self.feedback.values())
         for _ in range(self.settings.fragments if left or self.step % self.every else self.settings.fragments - 1):
-            self.exchange(dense=True)
+            self.exchange(last=True)
 
     def resume(self) -> None:
         """Let all workers begin anew from the published state of the servers."""

@@ -718,12 +718,13 @@ def test_a_launcher_that_gives_up_on_a_worker_says_so(script: Callable[[str], st
             assert alone.clock == 1
 
 
-def test_start_and_end_are_whole_models_whatever_the_spec(tmp_path: Path) -> None:
-    """As README says: n + 1 model sizes up and 2 n down with n workers."""
+def test_start_and_end_cost_what_readme_says(tmp_path: Path) -> None:
+    """With n workers and a lossy SPEC: 1 + 0.38 n models up and 2 n down."""
     (tmp_path / "train.py").write_text((SCRIPT % "").replace("Linear(4, 2)", "Linear(4, 60_000)"))
     flags = ("--sync", "ssp", "--compress", "topk:0.001+int8")
     code, _, said = finished("ps-worker", "-n", "2", *flags, "train.py", "3", cwd=tmp_path)
-    assert code == 0 and said.splitlines()[-1].endswith("(3 and 4 models)"), said
+    models = re.search(r"\((\S+) and 4\.0 models\)$", said)
+    assert code == 0 and models and 1.4 <= float(models[1]) <= 1.8, said  # lz4 shortens biases without a gradient
 
 
 def test_workers_of_one_command_have_a_folder_in_which_the_first_tells_the_others(tmp_path: Path) -> None:

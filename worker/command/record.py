@@ -126,11 +126,11 @@ class WorkerRecord:
         return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
     def _edges(self) -> str:
-        """Return a clause with the bytes of start and end. Whole models travel then, uncompressed."""
+        """Return a clause with the bytes of start and end: first weights, last updates, models that are shown."""
         size, (up, down) = 4 * self.parameters, self.edges
         if not size or not up + down:
             return ""
-        return f", of which start and end {up / 1e6:.2f} and {down / 1e6:.2f} ({up / size:.0f} and {down / size:.0f} models)"
+        return f", of which start and end {up / 1e6:.2f} and {down / 1e6:.2f} ({up / size:.1f} and {down / size:.1f} models)"
 
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""

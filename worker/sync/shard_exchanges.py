@@ -233,7 +233,7 @@ class ShardExchanges:
     def push(
         self,
         updates: Sequence[Array | LazyUpdate],
-        dense: bool = False,
+        last: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
@@ -242,7 +242,7 @@ class ShardExchanges:
         Args:
             updates: for each exchange, float32[keys of this clock's fragment], where the worker's arrays live; lazy
                 ones are on the host.
-            dense: send the values and the residual uncoded.
+            last: send the residual too: no update of these keys follows. A lossy SPEC then codes with `LAST`.
             hyper: packed hyper-parameters; b"": none.
             rows: for each shard, coded pieces of embedding rows, sent after the update's own.
 
@@ -251,18 +251,20 @@ class ShardExchanges:
             GroupEndedError: a value of another rank of the group is not finite.
         """
         with self.tuning.trace.encode:
-            encoded = self._encoded(updates, dense)
+            encoded = self._encoded(updates, last)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
         for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
+            if last:
+                exchange.replica.sent_last(self.clock)
             self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
-    def _encoded(self, updates: Sequence[Array | LazyUpdate], dense: bool) -> list[Sequence[CodedPiece]]:
+    def _encoded(self, updates: Sequence[Array | LazyUpdate], last: bool) -> list[Sequence[CodedPiece]]:
         """Encode the update of the present clock for every shard; see `push`."""
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
-            if not dense and not self.tuning.up_lossless:
+            if not last and not self.tuning.up_lossless:
                 for exchange, update in zip(self.exchanges, updates, strict=True):
                     exchange.replica.start_encode(
                         update, self.clock
@@ -270,15 +272,16 @@ class ShardExchanges:
             for exchange, update in zip(self.exchanges, updates, strict=True):
                 if self.tuning.up_lossless and not self.arrays.home.finite(update):  # a lossy coder checks by itself
                     raise NonFiniteError("it has values that are NaN or infinite")
-                encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before any is sent
+                encoded.append(exchange.replica.encode(update, self.clock, last))  # all before any is sent
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
         if self.group is not None:
             finite = bool(self.group.least(finite)[0])
         if not finite:
-            # A lossless coder has changed no residual.
-            for exchange, pieces in zip(self.exchanges, [] if self.tuning.up_lossless else encoded, strict=False):
+            # A lossless coder has changed no residual, and what is sent last is in the residual still.
+            kept = self.tuning.up_lossless or last
+            for exchange, pieces in zip(self.exchanges, [] if kept else encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
             raise error
         return encoded

@@ -10,8 +10,8 @@ Rules
 - Update c is of one fragment. The worker pushes it after inner step (c + 1) h of the run. `merge_delay` inner steps
   later the worker waits for the state that has clock c, and merges the global values G (the replica of the fragment)
   into its local values L: L = a L + (1 - a) G. The next update of the fragment is L - G.
-- At the end of the run each fragment is pushed once more, uncoded. The number of these turns follows from the settings
-  and the clock alone, because all workers must take part in the same turns.
+- At the end of the run each fragment is pushed once more, with its residual. The number of these turns follows
+  from the settings and the clock alone, because all workers must take part in the same turns.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StreamingStep(UpdateStep):
         turns = self.mode.fragments
         for _ in range(turns if self.local_step or kept else turns - 1):
             self.shards.wait_window()
-            self.push(dense=True)
+            self.push(last=True)
             self.shards.wait_settled(self.shards.clock)
             self.resume()  # after a rejoin updates in flight are given up, the residuals are kept
         return self.end(last)

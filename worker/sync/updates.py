@@ -16,7 +16,7 @@ How it works
    clock whose steps were all skipped is closed by an update of weight 0.
 5. `ready` waits for the state that the next clock needs, and composes the replica: pulled state, residual, and own
    updates that are not in the state.
-6. `flush` sends the residual too, uncoded, and pulls the model that all workers end with.
+6. `flush` sends the residual too, finely coded, and pulls the model that all workers end with.
 
 Rules
 - Right after a push the worker waits for the state that the next clock needs. With s >= 1 that state has usually
@@ -226,38 +226,38 @@ class UpdateStep:
             self.taken, self.samples = self.taken + 1, self.shards.samples_pending
         return loss
 
-    def push(self, dense: bool = False) -> None:
+    def push(self, last: bool = False) -> None:
         """End the present clock: push what the keys of this clock's fragment have moved by.
 
         If all steps of the clock were skipped, the update has weight 0. With --dp-noise it is pushed all the same, with
         noise, so that the server cannot tell that steps were skipped.
 
         Args:
-            dense: send the values and the residual uncoded, as at the end of the run.
+            last: send the residual too, as at the end of the run (`ShardExchanges.push`).
         """
         engine, hidden = self.engine, self.local_step and self.engine.hides
         moved = self.taken > 0 or self.mode.streams
         moved |= engine.group is None and engine.flat.overwritten() != ""  # the script has written to a parameter
         self.local_step = self.taken = self.samples = 0
-        if not (moved or hidden or (dense and self.owes)):
+        if not (moved or hidden or (last and self.owes)):
             self.shards.skip()
             return
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         tables = self.engine.tables
         hyper = (
-            pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""
+            pack([b"", [], rates]) if not last and (rates := tables.rates()) else b""
         )  # the last update steps no row
         with engine.trace.difference:
             values = [self.arrays.moved(each, turn, self.lazy) for each in keys]
-        self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
+        self.send("update", keys, values, last=last, hyper=hyper, rows=[] if last else tables.pieces())
 
     def send(
         self,
         what: str,
         keys: Sequence[Keys],
         values: Sequence[Array | LazyUpdate],
-        dense: bool = False,
+        last: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
     ) -> None:
@@ -267,7 +267,7 @@ class UpdateStep:
             what: "update" or "gradient", for the error.
             keys: for each shard of this process, the keys [begin, end) of its values.
             values: for each of these shards, float32[end - begin]. Clipping and noise change arrays in place.
-            dense: send the values and the residual uncoded.
+            last: send the residual too; see `ShardExchanges.push`.
             hyper: packed hyper-parameters of the optimizers that the servers step; b"": none.
             rows: for each shard, coded pieces of embedding rows.
 
@@ -279,7 +279,7 @@ class UpdateStep:
         try:
             if privacy is not None:
                 privacy.hide(cast(Sequence[FloatArray], values))  # none is lazy
-            self.shards.push(values, dense, hyper, rows)
+            self.shards.push(values, last, hyper, rows)
         except NonFiniteError as error:
             tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
             named = [tensor for tensor in tensors if tensor != "the residual"]
@@ -299,7 +299,7 @@ class UpdateStep:
         self.shards.wait_window()
         self.resume()
         if self.local_step or self.owes:
-            self.push(dense=True)
+            self.push(last=True)
             if self.mode.barrier:
                 self.shards.wait_ready()
                 self.seen_missed()

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from kit.reference import values_of
+from kit.reference import KINDS, rounded_last, values_of
 from kit.specs import SATURATION, SPECS, coding_of, same_bits
 
 from narrows.compression import (
     ErrorFeedback,
     accumulate,
+    check,
     decode,
     parse,
 )
@@ -130,3 +131,30 @@ def test_every_encode_is_a_step() -> None:
         for _ in range(3):
             feedback.encode(np.ones(100, np.float32))
         assert feedback.memory.step == 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "huge"])  # those saturate
+def test_what_the_last_update_loses_is_at_most_a_4062nd_of_its_block(kind: str) -> None:
+    for count in (0, 1, 255, 257, 5003):
+        feedback, update = ErrorFeedback(parse("topk:0.05+int8"), count), values_of(kind, count)
+        feedback.encode(update)
+        assert feedback.residual is not None
+        given = feedback.residual.copy()
+        cuts = [(0, count // 2), (count // 2, count)]
+        payloads = feedback.encode_last(np.zeros(count, np.float32), cuts)
+        assert same_bits(feedback.residual, given)
+        for (begin, end), payload in zip(cuts, payloads, strict=True):
+            values, out = given[begin:end], np.empty(end - begin, np.float32)
+            decode(payload, out)
+            assert same_bits(out, rounded_last(values))
+            bound = np.repeat([np.abs(values[at : at + 256]).max() / 4062 for at in range(0, out.size, 256)], 256)
+            assert np.all(np.abs(out.astype(np.float64) - values) <= np.maximum(bound[: out.size], 2.0**-134))
+            assert len(payload) <= 16 + 2 * -(-out.size // 256) + 3 * -(-out.size // 2)
+            assert check(payload, out.size, finite=True) == pytest.approx(np.square(out, dtype=np.float64).sum())
+        feedback.forget()
+        assert not feedback.residual.any()
+
+
+def test_a_last_update_of_zeros_is_nearly_nothing() -> None:
+    payload = ErrorFeedback(parse("sign"), 1 << 16).encode_last(np.zeros(1 << 16, np.float32), [(0, 1 << 16)])[0]
+    assert len(payload) < 1000

@@ -21,9 +21,10 @@ from kit.specs import EACH_STAGE
 
 from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
 from narrows.compression import device as on_device
+from narrows.compression.compressor import LAST, Chain
 from narrows.compression.device import kernels_for
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
-from narrows.compression.value_codings import VALUE_CODINGS
+from narrows.compression.value_codings import INT12, VALUE_CODINGS
 
 SPECS = (*EACH_STAGE, "topk:1/16", "topk:0.05+2bit", "cycle:0.1/0.5")
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
@@ -109,7 +110,7 @@ def run(seed: int, rounds: int) -> int:
                 values = np.where(np.arange(count) % 16 == 3, values, np.float32(0.0))
             if spec == "topk:0.05+2bit":  # in clusters: grouped Rice
                 values[np.arange(count) // 50 % 6 > 0] *= np.float32(0.1)
-            payloads.append((bytes(parse(spec).encode(values)), count))
+            payloads += [(bytes(chain.encode(values)), count) for chain in (parse(spec), LAST)]
     assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, *INDEX_CODINGS}
     assert {payload[2] for payload, _ in payloads} == set(VALUE_CODINGS)
     valid = 0
@@ -173,6 +174,8 @@ def test_each_check_has_its_sentence() -> None:
     fixed, grouped = of("topk:1.0", regular), of("topk:1.0+sign", clustered)
     assert (fixed[1], grouped[1]) == (2, 3)
     bits = {spec: of(spec, np.arange(99, dtype=np.float32)) for spec in ("int4", "sign", "2bit")}
+    plain = Chain(None, INT12, None)
+    last = bytes(plain.encode(np.arange(100, dtype=np.float32)))
     strided = of("cycle:0.1/0.5")
     assert (strided[1], strided[36:]) == (7, b"\x00\xe0\x03")
     padding = patched(sparse, last_low, bytes([sparse[last_low] | 0x80]))
@@ -187,6 +190,12 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(payload, 16, b"\x80\x7f"), "an int8 scale is out of range"),
         (100, patched(payload, 16, b"\x00\x80"), "an int8 scale is out of range"),
         (100, patched(of("int4"), 16, b"\x00\x7e"), "an int4 scale is out of range"),
+        (100, patched(last, 16, b"\x00\x7a"), "an int12 scale is out of range"),
+        (
+            99,
+            patched(bytes(plain.encode(np.arange(99, dtype=np.float32))), 16 + 2 + 149, b"\x10"),
+            "bits are set after",
+        ),
         (100, patched(of("sign"), 16, b"\x80\x7f"), "a sign scale is out of range"),
         (100, patched(of("2bit"), 16, b"\xf0\x0f\x00"), "a 2bit scale is out of range"),
         (100, patched(of("2bit"), 16, b"\x00\x00\xff"), "a 2bit scale is out of range"),

@@ -60,11 +60,11 @@ class Mixed(torch.nn.Module):
         self.complex = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64, generator=generator))
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 0])
 @pytest.mark.parametrize("spec", ["topk:0.1+int8", "cycle:0.3+sign", "int4"])
 def test_an_update_that_is_read_in_chunks_codes_as_its_array(
-    spec: str, chunk: int, dense: bool, monkeypatch: pytest.MonkeyPatch
+    spec: str, chunk: int, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk:  # else the update is small, and is read once
         monkeypatch.setattr(arrays, "CHUNK", chunk)
@@ -81,12 +81,14 @@ def test_an_update_that_is_read_in_chunks_codes_as_its_array(
         pieces: list[tuple[int, bytes]] = []
         for clock in range(3):
             moved = held.moved(flat.keys, clock, lazy)
-            coded = replica.encode(moved, clock, dense=dense and clock == 2)
+            coded = replica.encode(moved, clock, last=last and clock == 2)
             pieces += [(piece.codec, bytes(piece.payload)) for piece in coded]
+            if last and clock == 2:
+                replica.sent_last(clock)
             assert held.where_not_finite(0, moved) == "the residual"
         assert isinstance(moved, LazyUpdate) == lazy
         sent.append((pieces, replica.held_back, feedback.residual.tobytes() if feedback.residual is not None else b""))
-        assert not dense or not np.any(feedback.residual)
+        assert not last or not np.any(feedback.residual)
     assert sent[0] == sent[1]
 
 
@@ -104,8 +106,8 @@ def test_an_update_in_chunks_that_is_not_finite_changes_nothing(monkeypatch: pyt
     with torch.no_grad():
         net.turned[3, 2] = torch.inf
         net.complex[8] = torch.tensor(complex(0, torch.nan))
-    for dense in (False, True):
+    for last in (False, True):
         with pytest.raises(NonFiniteError, match=f"2 of {flat.size} values are NaN or infinite, the first .* at index"):
-            replica.encode(held.moved(flat.keys, 1, lazy=True), 1, dense)
+            replica.encode(held.moved(flat.keys, 1, lazy=True), 1, last)
         np.testing.assert_array_equal(feedback.residual, before)
     assert held.where_not_finite(0, held.moved(flat.keys, 1, lazy=True)) == "'turned'"

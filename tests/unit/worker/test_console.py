@@ -71,7 +71,7 @@ def test_the_last_line_says_what_start_and_end_cost() -> None:
         edges = [up - 100_000, down - 200_000]
         recording.take(worker, {"event": "bytes", "up": up, "down": down, "edges": edges, "dropped": {}})
     line = recording.done([0, 0])
-    assert line.endswith("up 12.20 MB, down 16.40 MB, of which start and end 12.00 and 16.00 (3 and 4 models)")
+    assert line.endswith("up 12.20 MB, down 16.40 MB, of which start and end 12.00 and 16.00 (3.0 and 4.0 models)")
 
 
 def test_what_several_workers_say_is_said_once_and_again_later(
