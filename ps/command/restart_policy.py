@@ -24,7 +24,7 @@ RESTARTS_MAX = 5  # allowed deaths: this number times the shards, over all shard
 DESERTED = "NARROWS_DESERTED_S"  # environment variable that ps-serve --plan sets for its stage servers: grace_s below
 KILLED_S, FAILED_S = 60.0, 600.0  # seconds in which deaths are counted: by a signal, and by an error of the shard
 
-Files = tuple[int, int]
+Files = tuple[int, ...]
 
 
 class Restart(Enum):

@@ -3,9 +3,9 @@
 How it works
 
     ShardSupervisor ── ServerConfig.encode, the first line of stdin ──> main ── ServerConfig.decode ──> ServerRunner
-                    ── two open files, named in the environment ─────────────^
+                    ── open files, named in the environment ─────────────^
 
-A file cannot travel in a line of text. So ps-serve passes the two files of the journal to the process, and JOURNAL
+A file cannot travel in a line of text. So ps-serve passes the files of the journal to the process, and JOURNAL
 names the environment variables that hold their descriptors there.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError
 
-JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # environment variables: descriptors of the journal's files
+JOURNAL = tuple(f"NARROWS_JOURNAL_{file}" for file in range(5))  # environment variables: descriptors of its files
 OF_PRIMARY = ("secret", "parent_timeout", "first_epoch", "replicas")  # fields that a standby takes from its primary
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
@@ -52,7 +52,7 @@ class ServerConfig:
         host: of a remote shard, the host at which members reach it; else "".
         watched: a console or dashboard shows the members' summaries.
         away: (shard, host) of each remote shard.
-        journal: the descriptors of the journal's two files, None without a journal.
+        journal: the descriptors of the journal's files, None without a journal.
 
     Raises:
         LocalProtocolError: a value is not of its field's type.
@@ -80,7 +80,7 @@ class ServerConfig:
     host: str = ""
     watched: bool = False
     away: tuple[tuple[int, str], ...] = ()
-    journal: tuple[int, int] | None = None
+    journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -118,7 +118,7 @@ class ServerConfig:
             record["settings"] = Settings(**record["settings"])
             record["done"] = tuple(record["done"])
             record["away"] = tuple((shard, host) for shard, host in record["away"])
-            first, second = (env.get(name, "") for name in JOURNAL)
-            return ServerConfig(journal=(int(first), int(second)) if first else None, **record)
+            files = tuple(int(env[name]) for name in JOURNAL if env.get(name))
+            return ServerConfig(journal=files or None, **record)
         except (KeyError, TypeError, ValueError) as error:
             raise LocalProtocolError(f"the config of a shard cannot be read: {error}") from None

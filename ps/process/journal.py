@@ -2,23 +2,27 @@
 
 How it works
 
-    file A: | machine of event 1000 | event 1001 | event 1002 | ...        in use
-    file B: | machine of event 2000 |                            written next, then in use; A is emptied
+    file "machine 0": | serial 7 | the machine but for its large arrays |           of events long ago
+    file "machine 1": | serial 8 | the machine but for its large arrays |           the newest
+    files "live", "copy": the large arrays (array_segment.py)
+    file "events":    | serial 8 | event | event | ... | 0 | remains of earlier events
 
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
    seen of this machine.
-2. `begin` writes the whole machine anew into the file that is not in use, and then empties the other one. The runner
-   calls it when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or
-   when the events take as many bytes as the machine, and at least BYTES_MIN.
-3. A process that was killed leaves both files. The next process reads the newest whole machine (`machine`) and handles
+2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
+   newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
+   when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when the
+   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN.
+3. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
 Rules
-- The files have no name. They lie in memory where the system has memfd_create(2), and are temporary files elsewhere.
-  ps-serve holds them too, so they outlive the process and end with ps-serve.
-- A machine that is not whole does not count. A last event that is not whole has not happened.
-- The journal takes at most three times the memory of the machine: the newest copy, a new copy while it is written, and
-  events as large as a copy, or of BYTES_MIN if the copy is smaller.
+- The files have no name. They lie in memory where the system has memfd_create(2), and are temporary files elsewhere;
+  then there is no segment, and the machine is written with its arrays. ps-serve holds the files too, so they outlive the
+  process and end with ps-serve.
+- A machine that is not whole does not count. An event counts once its first word is written, which is written last.
+- Beside the machine's own arrays the journal takes the memory of their copy, and of events of at most EVENTS_RATIO of
+  that, or BYTES_MIN. Pages of the events are kept.
 - A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
@@ -38,26 +42,39 @@ from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProc
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
+from narrows.ps.process.array_segment import ArraySegment
 from narrows.ps.process.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
+from narrows.ps.store.store import HEAP, ArrayAllocator
 
-HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; serial 0: there is none
-RECORD = struct.Struct("<I")  # bytes of the description of an event
+HEAD = struct.Struct(
+    "<QQB"
+)  # serial number and bytes of the machine, serial 0: there is none; its arrays are in "live"
+SERIAL = struct.Struct("<Q")  # of the machine that the events follow
+RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
-BYTES_MIN = 1 << 26  # a file may have so many bytes of events, or as many as the machine has if that is more
+BYTES_MIN = 1 << 26  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
+EVENTS_RATIO = 0.5
+MACHINES, EVENTS, COPY, LIVE = slice(2), 2, 3, 4  # indices of the files
+NAMES = ("machine-0", "machine-1", "events", "copy", "live")
 
 
-def files() -> tuple[int, int]:
-    """Make two files without a name, and return their descriptors. Raises OSError."""
+def files() -> tuple[int, ...]:
+    """Make files without a name, and return their descriptors. Raises OSError."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("narrows-journal"), os.memfd_create("narrows-journal")
+        return tuple(os.memfd_create(f"narrows-{name}") for name in NAMES)
     made = []
-    for _ in range(2):
+    for _ in NAMES[:COPY]:
         with tempfile.TemporaryFile() as file:
             made.append(os.dup(file.fileno()))
-    return made[0], made[1]
+    return tuple(made)
+
+
+def allocator(files: Sequence[int] | None) -> ArrayAllocator:
+    """Return the allocator of the machine's arrays: the segment of these files, if they have one."""
+    return ArraySegment(files[LIVE], files[COPY]) if files is not None and len(files) > LIVE else HEAP
 
 
 class JournalReplay:
@@ -89,28 +106,36 @@ class JournalReplay:
 
 
 class Journal:
-    """The journal of a machine, in two files.
+    """The journal of a machine.
 
     Args:
-        both: descriptors of the files; what they have is kept.
+        files: descriptors, as `files` returns them; what they have is kept.
         lent: the function that the runner gave its machine: True while arrays are on loan.
         most: the largest machine, in bytes.
+        arrays: the allocator of the machine's arrays; a segment has its arrays in the same files.
     """
 
-    def __init__(self, both: tuple[int, int], lent: Callable[[], bool], most: int = sys.maxsize) -> None:
-        self.files, self.lent, self.most = both, lent, most
-        heads = [self._head(file) for file in both]
-        self.turn = int(heads[1] > heads[0])  # index of the file in use
-        self.serial, self.size = heads[self.turn]  # of the machine in it; serial 0: there is none
-        self.end = HEAD.size + self.size  # offset of the next event
-        self.spent_ns = self.copy_ns = 0  # time of handling the events in it; time of writing its machine
+    def __init__(
+        self,
+        files: Sequence[int],
+        lent: Callable[[], bool],
+        most: int = sys.maxsize,
+        arrays: ArrayAllocator = HEAP,
+    ) -> None:
+        self.files, self.lent, self.most, self.arrays = files, lent, most, arrays
+        self.segment = arrays if isinstance(arrays, ArraySegment) else None
+        heads = [self._head(file) for file in files[MACHINES]]
+        self.turn = int(heads[1] > heads[0])  # index of the newest machine's file
+        self.serial, self.size, self.live = heads[self.turn]  # of the machine in it; serial 0: there is none
+        self.end = SERIAL.size  # offset of the next event
+        self.spent_ns = self.copy_ns = 0  # time of handling the events; time of writing their machine
         self.failure = ""  # why there is no journal any more, "": there is one
 
     @staticmethod
-    def _head(file: int) -> tuple[int, int]:
+    def _head(file: int) -> tuple[int, int, int]:
         found = os.pread(file, HEAD.size, 0)
-        serial, size = HEAD.unpack(found) if len(found) == HEAD.size else (0, 0)
-        return (serial, size) if serial else (0, 0)
+        serial, size, live = HEAD.unpack(found) if len(found) == HEAD.size else (0, 0, 0)
+        return (serial, size, live) if serial else (0, 0, 0)
 
     @property
     def whole(self) -> bool:
@@ -118,11 +143,16 @@ class Journal:
         return self.serial > 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the newest machine with its arrays."""
+        return self.size + (self.segment.nbytes if self.segment is not None else 0)
+
+    @property
     def due(self) -> bool:
         """True if it is time to write the machine anew."""
         longest = max(REPLAY_NS, COPY_TIMES * self.copy_ns)
         return not self.failure and (
-            self.spent_ns >= longest or self.end - HEAD.size - self.size >= max(BYTES_MIN, self.size)
+            self.spent_ns >= longest or self.end - SERIAL.size >= max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
         )
 
     def spend(self, took_ns: int) -> None:
@@ -130,37 +160,45 @@ class Journal:
         self.spent_ns += took_ns
 
     def begin(self, server: Server) -> None:
-        """Write the machine into the other file; events go there from now on."""
+        """Write the machine anew; it is between two events. Events follow it from now on."""
         if self.failure:
             return
-        began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
+        began_ns, other = time.monotonic_ns(), self.files[MACHINES][1 - self.turn]
         try:
             if (size := max(server.shard.nbytes, self.size)) > self.most:
                 raise OSError(f"it would take {size:,} bytes, and may take {self.most:,}")
             os.ftruncate(other, 0)
             with open(os.dup(other), "wb") as file:
                 file.seek(HEAD.size)
-                freeze(server, file, self.lent)
+                freeze(server, file, self.lent, self.segment)
                 self.size = file.tell() - HEAD.size
-            self.serial += 1
-            os.pwrite(other, HEAD.pack(self.serial, self.size), 0)
-            os.ftruncate(self.files[self.turn], 0)
+            self.serial, self.turn = self.serial + 1, 1 - self.turn
+            os.pwrite(other, HEAD.pack(self.serial, self.size, 1), 0)
+            self._settle()
         except Exception as error:  # a run without a journal is better than none
             return self.give_up(error)
-        self.turn, self.end = 1 - self.turn, HEAD.size + self.size
         self.spent_ns, self.copy_ns = 0, time.monotonic_ns() - began_ns
+
+    def _settle(self) -> None:
+        """Copy the arrays of the newest machine, which are in "live". Events follow it from now on. Raises OSError."""
+        if self.segment is not None:
+            self.segment.keep()
+        os.pwrite(self.files[EVENTS], SERIAL.pack(self.serial) + RECORD.pack(0), 0)
+        os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
+        self.live, self.end = 0, SERIAL.size
 
     def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> None:
         """Write an event. `frames`: the frames of its message, as received."""
         if self.failure:
             return
         about = pack([event.described(), [len(f) for f in frames]])
-        parts = [RECORD.pack(len(about)), about, *frames]
+        parts = [about, *frames, RECORD.pack(0)]
         size = sum(map(len, parts))
         try:
-            written = os.pwritev(self.files[self.turn], parts, self.end)
+            written = os.pwritev(self.files[EVENTS], parts, self.end + RECORD.size)
             if written != size:
                 raise OSError(f"{written} of {size} bytes were written")
+            os.pwrite(self.files[EVENTS], RECORD.pack(len(about)), self.end)
         except OSError as error:
             return self.give_up(error)
         self.end += size
@@ -168,35 +206,47 @@ class Journal:
     def give_up(self, error: Exception) -> None:
         """Empty the journal: it lacks an event, so no process may go on with it. Most likely the memory is full."""
         self.failure = getattr(error, "strerror", None) or str(error)
-        for file in self.files:
+        for file in self.files[:COPY]:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
+        if self.segment is not None:
+            self.segment.drop_copy()
 
     def machine(self) -> Server:
-        """Read the machine as it was written."""
-        with open(os.dup(self.files[self.turn]), "rb") as file:
+        """Read the machine as it was written.
+
+        Raises:
+            NarrowsError: the machine cannot be read, or the system has no memory for the copy of its arrays.
+        """
+        with open(os.dup(self.files[MACHINES][self.turn]), "rb") as file:
             file.seek(HEAD.size)
-            return thaw(file, self.lent)
+            server = thaw(file, self.lent, self.arrays, back=not self.live)
+        if self.segment is not None:
+            self.segment.begun()
+        if self.live:
+            try:
+                self._settle()
+            except OSError as error:
+                self.give_up(error)
+        return server
 
     def events(self) -> Iterator[MachineEvent]:
         """Read each event since then. After the last one, new events are written behind it."""
-        file, size = self.files[self.turn], os.fstat(self.files[self.turn]).st_size
+        file, size = self.files[EVENTS], os.fstat(self.files[EVENTS]).st_size
+        if self.failure or os.pread(file, SERIAL.size, 0) != SERIAL.pack(self.serial):
+            return
         while self.end + RECORD.size <= size:
             (length,) = RECORD.unpack(os.pread(file, RECORD.size, self.end))
-            at = self.end + RECORD.size + length
-            if at > size:
+            if not length:
                 break
             described: Any = unpack(os.pread(file, length, self.end + RECORD.size))
             about, lengths = described
-            if at + sum(lengths) > size:
-                break
-            frames: list[Buffer] = []
+            at, frames = self.end + RECORD.size + length, list[Buffer]()
             for each in lengths:
                 frames.append(os.pread(file, each, at))
                 at += each
             yield MachineEvent.of(about, frames)
             self.end = at
-        os.ftruncate(file, self.end)  # cuts off a last event that is not whole
 
     def replay(
         self, server: Server, load: Callable[[int], None], note: Callable[[MachineEvent], None] = lambda event: None

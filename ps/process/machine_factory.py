@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from narrows.ps.replication.standby import PeerShards
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
-from narrows.ps.store.store import ServerOptimizer
+from narrows.ps.store.store import ArrayAllocator, ServerOptimizer
 
 RUN_EPOCHS = 1 << 40  # more epochs than a run has before it is resumed
 
@@ -53,14 +54,14 @@ RUN_EPOCHS = 1 << 40  # more epochs than a run has before it is resumed
 SoundCheckpoints = Callable[[int], tuple[tuple[int, ...], list[str]]]
 
 
-def _optimizers() -> Callable[[ModelSpec, int, int], ServerOptimizer]:
+def _optimizers(arrays: ArrayAllocator) -> Callable[[ModelSpec, int, int], ServerOptimizer]:
     from narrows.ps.store.torch_optimizer import (  # seconds of imports that adding updates can do without
         TorchOptimizer,
         warm_up,
     )
 
     warm_up()
-    return TorchOptimizer
+    return partial(TorchOptimizer, arrays=arrays)
 
 
 def keys_that_fit() -> int:
@@ -69,8 +70,11 @@ def keys_that_fit() -> int:
 
 
 def journal_most(shards: int) -> int:
-    """The largest machine, in bytes, with which the journals of all shards take at most half of the memory."""
-    return _memory() // (8 * shards)
+    """The largest machine, in bytes, with which all shards and their journals take at most half of the memory.
+
+    A journal takes the arrays' copy, and events of half its bytes.
+    """
+    return _memory() // (5 * shards)
 
 
 def _memory() -> int:
@@ -139,7 +143,12 @@ def resumed(settings: Settings, kept: bytes) -> Settings:
 
 
 def machine(
-    config: ServerConfig, port: int, lent: Callable[[], bool], own: SecretKeyFile | None, sound: SoundCheckpoints
+    config: ServerConfig,
+    port: int,
+    lent: Callable[[], bool],
+    arrays: ArrayAllocator,
+    own: SecretKeyFile | None,
+    sound: SoundCheckpoints,
 ) -> Server:
     """Make the machine of a process: for a new run, or from the newest checkpoint if the process resumes a run.
 
@@ -147,6 +156,7 @@ def machine(
         config: the config of the process.
         port: the port that it listens on.
         lent: returns True while arrays of the machine are lent to a reader.
+        arrays: the allocator of the machine's arrays.
         own: the key by which other clusters know this process; None: without keys.
         sound: as `CheckpointDisk.sound`.
 
@@ -191,8 +201,9 @@ def machine(
             expect = pack({"plan_digest": settings.plan_digest})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
     resources = ShardResources(
-        optimizer=_optimizers() if settings.mode().rule is FoldRule.OPTIMIZER else None,
+        optimizer=_optimizers(arrays) if settings.mode().rule is FoldRule.OPTIMIZER else None,
         lent=lent,
+        arrays=arrays,
         child=child,
         member=member,
         coordinator=coordinator,

@@ -5,7 +5,9 @@ The machine is one graph of objects that refer to each other. pickle writes such
 to a table of what a machine may contain.
 - Classes: those of the packages in `OURS`, which do no I/O (tests/test_layout.py), and those in `STANDARD`.
 - Functions: those in `FUNCTIONS`, by name. A value coding, whose kernels are compiled functions, is found by its SPEC.
-- Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted.
+- Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted. The journal writes the offset of an
+  array in its segment in the place of the bytes.
+- The allocator of a machine's arrays is not written: a machine gets that of the process that reads it.
 - Bound methods: the object and the name of the method, if the class of the object is admitted.
 - Nothing else can be written. Writer and reader use the same table: what was written can be read.
 
@@ -20,7 +22,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -31,9 +33,12 @@ import numpy.typing as npt
 from narrows.compression.replica import HostReplica
 from narrows.compression.value_codings import Sectioned, by_spec
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.ps.process.array_segment import ArraySegment
 from narrows.ps.server.server import Server
+from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
 LENT = "lent"  # stands for `lent`, the one function of a machine that belongs to its runner
+ARRAYS = "arrays"  # stands for the allocator of the machine's arrays, which belongs to its runner too
 ALIAS, ALIASED = "alias", type(HostReplica)  # stands for the type arguments in an instance, which no code reads
 OURS: tuple[str, ...] = ("narrows.protocols.", "narrows.compression.", "narrows.ps.")
 IMPURE = (
@@ -52,6 +57,7 @@ STANDARD |= {("functools", "partial")}  # its function has to be admitted too
 FUNCTIONS = {
     (__name__, "_array"),
     (__name__, "_bound"),
+    (__name__, "_placed"),
     (__name__, "_value"),
     ("narrows.compression.predict", "clock_s"),
     ("narrows.compression.predict", "cluster_clock_s"),
@@ -92,6 +98,21 @@ def _array(kind: str, shape: tuple[int, ...], values: Any) -> npt.NDArray[Any]:
     return np.frombuffer(values, dtype).reshape(shape)
 
 
+def _housed(arrays: ArrayAllocator, kind: str, shape: tuple[int, ...], values: Any) -> npt.NDArray[Any]:
+    """As `_array`, and a flat float32 array that can be changed comes from the allocator."""
+    found = _array(kind, shape, values)
+    if found.dtype != np.float32 or found.ndim != 1 or isinstance(values, bytes):
+        return found
+    made = arrays.empty(found.size)
+    np.copyto(made, found)
+    return made
+
+
+def _placed(offset: int, count: int) -> npt.NDArray[Any]:
+    """Stands for `ArraySegment.at`: the reader puts that in its place."""
+    raise pickle.UnpicklingError("only a journal has arrays by their place")
+
+
 def _value(kind: str, values: bytes) -> np.generic:
     found: Any = _array(kind, (), values)[()]
     return cast(np.generic, found)
@@ -106,13 +127,15 @@ def _bound(owner: Any, name: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
+    def __init__(self, file: Any, lent: Callable[[], bool], segment: ArraySegment | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.lent = lent
+        self.lent, self.segment = lent, segment
 
     def persistent_id(self, found: Any) -> str | None:
         if type(found) is ALIASED:
             return ALIAS
+        if isinstance(found, (HeapArrays, ArraySegment)):
+            return ARRAYS
         return LENT if callable(found) and found == self.lent else None
 
     def reducer_override(self, found: Any) -> Any:
@@ -123,6 +146,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(found, np.ndarray):
             if found.dtype.kind not in KINDS:
                 raise pickle.PicklingError(f"an array of a machine cannot have dtype {found.dtype}")
+            if self.segment is not None and (offset := self.segment.place(found)) >= 0:
+                return _placed, (offset, found.size)
             values: Any = np.ascontiguousarray(found)  # gives a 0-d array an axis; `shape` below is the original
             return _array, (found.dtype.str, found.shape, pickle.PickleBuffer(values))
         if isinstance(found, np.generic):
@@ -142,31 +167,35 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
+    def __init__(self, file: Any, lent: Callable[[], bool], arrays: ArrayAllocator, back: bool | None) -> None:
         super().__init__(file)
-        self.lent = lent
+        self.lends = {LENT: lent, ALIAS: None, ARRAYS: arrays}
+        self.own = {(__name__, "_array"): partial(_housed, arrays)}
+        if isinstance(arrays, ArraySegment) and back is not None:
+            self.own[__name__, "_placed"] = partial(arrays.at, back=back)
 
     def persistent_load(self, name: Any) -> Any:
-        if name not in (LENT, ALIAS):
+        if name not in self.lends:
             raise pickle.UnpicklingError(f"{name!r} is nothing that a runner lends")
-        return self.lent if name == LENT else None
+        return self.lends[name]
 
     def find_class(self, module: str, name: str) -> Any:
-        return _admitted(module, name)
+        return self.own.get((module, name)) or _admitted(module, name)
 
 
-def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
+def freeze(server: Server, file: Any, lent: Callable[[], bool], segment: ArraySegment | None = None) -> None:
     """Write a machine. Call it between two events.
 
     Args:
         server: the machine.
         file: a binary file; the bytes are appended to it.
         lent: the function that the runner gave its machine; it is not written.
+        segment: of arrays that are not written; None: all are.
 
     Raises:
         pickle.PicklingError: an object of the machine has a class that the table does not admit.
     """
-    _Pickler(file, lent).dump(server)
+    _Pickler(file, lent, segment).dump(server)
 
 
 def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
@@ -176,18 +205,20 @@ def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
     return file.getvalue()
 
 
-def thaw(file: Any, lent: Callable[[], bool]) -> Server:
+def thaw(file: Any, lent: Callable[[], bool], arrays: ArrayAllocator = HEAP, back: bool | None = None) -> Server:
     """Read a machine that `freeze` wrote.
 
     Args:
         file: a binary file, at the first byte of the machine.
         lent: the function that the reader's runner gives the machine.
+        arrays: the allocator of the reader's runner. Of a journal, the segment that it was written with.
+        back: of a journal: True if arrays of the segment come from its copy. None: the bytes name no places in it.
 
     Raises:
         RemoteProtocolError: the bytes are no machine, or name something that the table does not admit.
     """
     try:
-        server = _Unpickler(file, lent).load()
+        server = _Unpickler(file, lent, arrays, back).load()
         if not isinstance(server, Server):
             raise TypeError(f"a {type(server).__name__}")
         if (planned := server.shard.model_shard) is not None:

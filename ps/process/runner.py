@@ -64,7 +64,7 @@ from narrows.ps.process.bootstrap_server import BootstrapServer
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.journal import Journal, JournalReplay
+from narrows.ps.process.journal import Journal, JournalReplay, allocator
 from narrows.ps.process.machine_factory import journal_most, machine, original
 from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import StandbyRunner
@@ -104,6 +104,7 @@ class ServerRunner:
         self.clock = AwakeClock()  # the machine's time
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else BufferLoans()
+        self.arrays = copy.arrays if copy is not None else allocator(config.journal)
         self.watchdog = Watchdog(self.access_control, config.index, config.folder, config.seals)
         self.dialled = ParentAddresses(port)
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
@@ -112,7 +113,8 @@ class ServerRunner:
         # `answering` answers messages that are no event of the machine, and `original` those of a standby.
         self.disk, self.answering = CheckpointDisk(config), BootstrapServer(config)
         most = journal_most(config.settings.shards)
-        self.journal = Journal(config.journal, self.lending.any, most) if config.journal is not None else None
+        lent = self.lending.any
+        self.journal = Journal(config.journal, lent, most, self.arrays) if config.journal is not None else None
         self.anew = True  # the journal has to begin again
         self.began_ns = 0  # when the handling of the present event began, 0: none is handled
         self.turns = Loop(port, self.receive, self._tick, self._turn)
@@ -123,11 +125,11 @@ class ServerRunner:
             self.server = again.machine()
         else:
             own = self.access_control.guard.own if self.access_control.guard is not None else None
-            self.server = machine(config, number, self.lending.any, own, self.disk.sound)
+            self.server = machine(config, number, lent, self.arrays, own, self.disk.sound)
         self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the parent and other clusters
         self.access_control.serve(self.server)
         siblings = copy.standby.siblings if copy is not None else None
-        self.original = original(config, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
+        self.original = original(config, self.server, number, lambda: frozen(self.server, lent), siblings)
         if copy is not None:
             self._go_on(copy.replay, here=False)
             self._at_once(copy.serves)

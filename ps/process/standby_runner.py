@@ -21,7 +21,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.journal import JournalReplay
+from narrows.ps.process.journal import JournalReplay, allocator
 from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
@@ -49,6 +49,7 @@ class StandbyRunner:
             BufferLoans(),
             Watchdog(access_control, config.index, None),
         )
+        self.arrays = allocator(config.journal)
         self.replay: JournalReplay  # of the newest machine, once there is one
         self.serves: list[StartServing] = []  # the view in which this server takes over, once there is one
         self.stale = False  # the primary went back to a checkpoint that is not here
@@ -69,7 +70,7 @@ class StandbyRunner:
         return self.replay.server
 
     def _thaw(self, packed: bytes) -> Server:
-        server = thaw(io.BytesIO(packed), self.lending.any)
+        server = thaw(io.BytesIO(packed), self.lending.any, self.arrays)
         self.replay = JournalReplay(server, self._load)
         self.access_control.serve(server)
         return server

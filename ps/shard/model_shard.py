@@ -62,7 +62,7 @@ from narrows.ps.store.changes import (
     Terms,
 )
 from narrows.ps.store.embedding_rows import EmbeddingRows
-from narrows.ps.store.store import ServerOptimizer, Store, assume_lent
+from narrows.ps.store.store import HEAP, ArrayAllocator, ServerOptimizer, Store, assume_lent
 from narrows.ps.store.update_gain import Gain
 
 
@@ -88,6 +88,7 @@ class ShardResources:
         optimizer: Makes the server's optimizer from a model spec and the range [begin, end); None unless gradients are
             pushed.
         lent: True while a message that is still on its way may read the store's arrays.
+        arrays: The allocator of the store's arrays.
         child: True if the cluster has a parent.
         member: In process 0 of a cluster: its member of the parent's run. The member's first session is this shard's.
         coordinator: In process 0: the coordinator of the cluster.
@@ -97,6 +98,7 @@ class ShardResources:
 
     optimizer: Callable[[ModelSpec, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
+    arrays: ArrayAllocator = HEAP
     child: bool = False
     member: Member | None = None
     coordinator: Coordinator | None = None
@@ -147,6 +149,7 @@ class ModelShard:
             if resources.optimizer and mode.rule is FoldRule.OPTIMIZER
             else None,
             lent=resources.lent,
+            arrays=resources.arrays,
             gain=gain,
             cut=robust.cut,
             tables=EmbeddingRows(plan.tables, index, settings.shards),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,10 @@ class WeightedMean:
             self.taken = wanted
         assert self.total is not None
         return self.total
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the sums out: `of` makes them again of the same terms, in the same order."""
+        return {**vars(self), "total": None, "taken": {}}
 
     def clear(self) -> None:
         """Drop the references to the terms: they are folded."""

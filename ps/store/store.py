@@ -103,6 +103,25 @@ def fits(array: npt.NDArray[Any], size: int) -> bool:
     return array.dtype == np.float32 and array.shape == (size,)
 
 
+class ArrayAllocator(Protocol):
+    """Makes the large arrays of a shard."""
+
+    def empty(self, count: int) -> FloatArray:
+        """Return an array, float32[count], of any values."""
+        ...
+
+
+class HeapArrays:
+    """Arrays as NumPy makes them."""
+
+    def empty(self, count: int) -> FloatArray:
+        """See ArrayAllocator."""
+        return np.empty(count, np.float32)
+
+
+HEAP: ArrayAllocator = HeapArrays()
+
+
 def assume_lent() -> bool:
     """Treat each view as still on its way: safe if no runner says otherwise."""
     return True
@@ -124,6 +143,7 @@ class Store:
         gain: Gain | None = None,
         cut: float = 0.0,
         tables: EmbeddingRows | None = None,
+        arrays: ArrayAllocator = HEAP,
     ) -> None:
         """A store of zeros without a publication.
 
@@ -139,8 +159,9 @@ class Store:
             gain: The gain, which sees each update that is added.
             cut: The share that a trimmed mean leaves out at either end; 0 for a plain mean.
             tables: The embedding rows of the shard.
+            arrays: The allocator of x, p and the outer momentum.
         """
-        self.begin = begin
+        self.begin, self.allocator = begin, arrays
         self.whole: Keys = (begin, end)
         self.size = end - begin
         self.tables = tables or EmbeddingRows()
@@ -151,10 +172,10 @@ class Store:
         # compressor memory of the downlink; each fragment is a stream of its own
         self.memories: dict[Keys, Memory] = {}
         self.publication = -1
-        self.x: FloatArray = np.zeros(self.size, np.float32)
+        self.x: FloatArray = self._zeros()
         self.p: FloatArray = self.x
         self.outer, self.optimizer = outer, optimizer
-        self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
+        self.momentum: FloatArray | None = self._zeros() if outer else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
@@ -181,11 +202,21 @@ class Store:
         with np.errstate(over="ignore", invalid="ignore"):  # a square that overflows counts as not finite
             return float(np.dot(mean, mean))
 
+    def _zeros(self) -> FloatArray:
+        made = self.allocator.empty(self.size)
+        made.fill(0)
+        return made
+
+    def _copied(self, values: FloatArray) -> FloatArray:
+        made = self.allocator.empty(self.size)
+        np.copyto(made, values)
+        return made
+
     def _own_x(self) -> FloatArray:
         """Return x in an array that no message reads, so that a change may write to it."""
         self.unpublished = self.shared
         if self.shared and self.lent():
-            self.x = self.p = self.x.copy()
+            self.x = self.p = self._copied(self.x)
         return self.x
 
     def _at(self, keys: Keys) -> slice:
@@ -200,23 +231,25 @@ class Store:
     # Changes.
 
     def _first_weights(self, change: SetFirstWeights) -> None:
-        x = np.zeros(self.size, np.float32)
+        x = self._zeros()
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
         self._begin(x, x, 0)
 
     def _merge_stopped(self, change: MergeStoppedModels) -> None:
         """Take the model of one more stopped worker into the mean."""
-        x = np.zeros(self.size, np.float32)
+        x = self._zeros()
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
-        x = self.x + (x - self.x) / np.float32(change.count)
+        x -= self.x
+        x /= np.float32(change.count)
+        x += self.x
         self._begin(x, x, 0)
 
     def _begin(self, x: FloatArray, p: FloatArray, publication: int) -> None:
         """Make x and p the arrays of publication `publication`, and forget the differences to earlier ones."""
         self.x, self.publication, self.unpublished = x, publication, False
-        self.p = x if self.shared else p.copy() if p is x else p
+        self.p = x if self.shared else self._copied(p) if p is x else p
         self.deltas.clear()
 
     def _fold(self, change: Fold) -> None:
@@ -263,11 +296,12 @@ class Store:
     def _load(self, change: LoadArrays) -> None:
         arrays = change.arrays
         self.tables.load(arrays)
-        self._begin(arrays["x"].copy(), arrays["p"].copy(), change.publication)
+        x = self._copied(arrays["x"])
+        self._begin(x, x if self.shared else self._copied(arrays["p"]), change.publication)
         if "gain" in arrays:
             self.gain.load(arrays["gain"])
         if self.momentum is not None and "outer.momentum" in arrays:
-            self.momentum = arrays["outer.momentum"].copy()
+            self.momentum = self._copied(arrays["outer.momentum"])
         if self.optimizer is not None:
             saved = {n.removeprefix(OPTIMIZER): v for n, v in arrays.items() if n.startswith(OPTIMIZER)}
             self.optimizer.load(saved)
@@ -304,7 +338,7 @@ class Store:
             self.deltas.clear()
         if delta is not None:
             if self.lent():
-                self.p = self.p.copy()
+                self.p = self._copied(self.p)
             accumulate(delta, 1.0, self.p[self._at(keys)])
             self.deltas[self.publication] = (keys, delta)
         elif overflows or keys == self.whole:
@@ -320,10 +354,10 @@ class Store:
         if self.shared:
             return
         if self.lent() and keys == self.whole:
-            self.p = self.x.copy()
+            self.p = self._copied(self.x)
             return
         if self.lent():
-            self.p = self.p.copy()
+            self.p = self._copied(self.p)
         np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
 
     def _forget(self) -> None:

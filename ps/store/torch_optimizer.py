@@ -20,6 +20,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import unpack
 from narrows.ps.store.changes import FloatArray
 from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
+from narrows.ps.store.store import HEAP, ArrayAllocator
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
@@ -35,20 +36,21 @@ def _kinds(values: dict[str, Any]) -> dict[str, object]:
 class TorchOptimizer:
     """Steps the tensor pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
 
-    def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
+    def __init__(self, plan: ModelSpec, begin: int, end: int, *, arrays: ArrayAllocator = HEAP) -> None:
         """An optimizer without state; torch's own object is built at the first step.
 
         Args:
             plan: The model spec, which names the optimizer's class and the parameter groups.
             begin: The first key of the shard.
             end: The key after its last.
+            arrays: The allocator of the state's arrays.
 
         Raises:
             RemoteProtocolError: The class is not elementwise, so it cannot be rebuilt on a part of the keys.
         """
         if plan.optimizer not in ELEMENTWISE:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
-        self.made_of = (plan, begin, end)
+        self.made_of, self.arrays = (plan, begin, end), arrays
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
         self.checked: bytes | None = None  # the newest hyper-parameters that `check` has accepted
@@ -66,15 +68,16 @@ class TorchOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.base: FloatArray | None = None
         self.pending: dict[str, FloatArray] = {}
+        self.housed = 0  # values of the state that are where they belong
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return plain values: torch's state and parameters are views of the weights, and pickle would copy them."""
-        return (*self.made_of, self.state(), self.checked, self.first)
+        return (*self.made_of, self.arrays, self.state(), self.checked, self.first)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        plan, begin, end, arrays, checked, first = state
-        self.__init__(plan, begin, end)  # type: ignore[misc]
-        self.load(arrays)
+        plan, begin, end, arrays, values, checked, first = state
+        self.__init__(plan, begin, end, arrays=arrays)  # type: ignore[misc]
+        self.pending = values
         self.checked, self.first = checked, first
 
     def step(
@@ -100,6 +103,21 @@ class TorchOptimizer:
                 parameter.grad = None if tensor in missing else grad[low:high]
         with torch.no_grad():
             self.optimizer.step()
+        if self.housed != (count := sum(map(len, self.optimizer.state.values()))):
+            self._house(self.optimizer)
+            self.housed = count
+
+    def _house(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state that torch has made to arrays of the allocator."""
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.ndim and value.dtype is torch.float32:
+                    state[name] = self._housed(value.numpy()).reshape(value.shape)
+
+    def _housed(self, values: FloatArray) -> torch.Tensor:
+        array = self.arrays.empty(values.size)
+        np.copyto(array, values.reshape(-1))
+        return torch.from_numpy(array)
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that torch refuses. Called before anything is folded."""
@@ -186,13 +204,13 @@ class TorchOptimizer:
 
     def load(self, state: dict[str, FloatArray]) -> None:
         """Take over the state of an earlier process; the next step uses it."""
-        self.pending, self.optimizer, self.base = {k: v.copy() for k, v in state.items()}, None, None
+        self.optimizer, self.base, self.housed = None, None, 0
+        self.pending = {name: self._housed(values).numpy().reshape(values.shape) for name, values in state.items()}
 
     def _restore(self, built: torch.optim.Optimizer) -> None:
         """Put the loaded state into torch's optimizer."""
         for key, value in self.pending.items():
             g, i, name = key.split(".", 2)
             parameter = self.pieces[int(g)][int(i)][3]
-            tensor = torch.from_numpy(value.copy()).reshape(() if value.ndim == 0 else value.shape)
-            built.state[parameter][name] = tensor
+            built.state[parameter][name] = torch.from_numpy(value)
         self.pending = {}

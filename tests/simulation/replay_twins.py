@@ -17,7 +17,7 @@ from narrows.protocols.wire import encode
 from narrows.ps.process.journal import Journal
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.store.store import assume_lent
+from narrows.ps.store.store import HEAP, ArrayAllocator, assume_lent
 from simulation.mirror import Violation
 from simulation.shard_kills import Kept
 
@@ -41,6 +41,10 @@ class Twin(Kept):
     """The twin of one process."""
 
     replays = 0  # of all twins
+
+    def arrays(self) -> ArrayAllocator:
+        """The process and its twin live at one time: they cannot have one segment."""
+        return HEAP
 
     def begin(self) -> None:
         super().begin()

@@ -13,15 +13,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.wire import encode
-from narrows.ps.process.journal import Journal, JournalReplay, files
+from narrows.ps.process.array_segment import ArraySegment
+from narrows.ps.process.journal import COPY, LIVE, Journal, JournalReplay, files
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
-from narrows.ps.store.store import assume_lent
+from narrows.ps.store.store import ArrayAllocator, assume_lent
 from simulation.simulator import Random
 
 if TYPE_CHECKING:
@@ -62,17 +63,25 @@ def unwatched(server: Server) -> Iterator[None]:
 
 
 class Kept:
-    """The journal of one process."""
+    """The journal of one process, whose arrays lie in its segment, also small ones."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.files = process, files()
-        self.journal = Journal(self.files, assume_lent)
+        self.journal = Journal(self.files, assume_lent, arrays=self.arrays())
+        shard = process.server.shard
+        shard.resources = replace(shard.resources, arrays=self.journal.arrays)
         self.count, self.stale = 0, False
         self.begin()
 
     def __del__(self) -> None:
         for file in self.files:
             os.close(file)
+
+    def arrays(self) -> ArrayAllocator:
+        """The allocator of the next life's arrays."""
+        segment = ArraySegment(self.files[LIVE], self.files[COPY])
+        segment.least = 1
+        return segment
 
     def begin(self) -> None:
         """From what the process is now."""
@@ -98,7 +107,7 @@ class Kept:
     ) -> JournalReplay:
         """As the next process begins: `take` the machine as it was written, and do all again that has happened since. `note` is
         told of each event before."""
-        self.journal = Journal(self.files, assume_lent)
+        self.journal = Journal(self.files, assume_lent, arrays=self.arrays())
         assert self.journal.whole
         server = self.journal.machine()
         take(server)

@@ -16,6 +16,7 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols.member import heartbeat_summary, metrics
 from narrows.protocols.member.exchange import Exchange
+from narrows.ps.process.array_segment import ArraySegment
 from narrows.ps.process.journal import Journal
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.store.changes import Fold, OuterStep, Step
@@ -86,6 +87,7 @@ def _packed(rows: Any, packed: Any = heartbeat_summary.packed) -> Any:
     return packed(rows)
 
 
+ArraySegment.least = 1  # so that arrays of small models lie in it
 for where, name, what in (
     (metrics, "packed", _packed),
     (ModelShard, "go_on", _go_on),

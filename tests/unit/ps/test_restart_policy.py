@@ -17,6 +17,7 @@ from narrows.ps.command.restart_policy import (
     RestartPolicy,
 )
 from narrows.ps.command.shard_supervisor import END_S, ShardSupervisor
+from narrows.ps.process.journal import NAMES
 
 SHARDS = 2
 
@@ -67,7 +68,7 @@ def test_a_new_life_has_an_empty_journal(lives: RestartPolicy) -> None:
     file = lives.files[0][0]
     os.write(file, b"of the life before")
     lives.begin(0)
-    assert [os.fstat(each).st_size for each in lives.files[0]] == [0, 0]
+    assert [os.fstat(each).st_size for each in lives.files[0]] == [0] * len(NAMES)
     lives.forget(0)
     assert 0 not in lives.files and lives.ended(0, -9, now=0.0) is Restart.CHECKPOINT, "with no journal"
 
