@@ -30,7 +30,7 @@ OWNERS = {
         "protocols/runtime/network/encryption_cost.py",
     ),
     "torch": ("ps/store/torch_optimizer.py", "worker/"),
-    "pickle": ("ps/process/machine_pickling.py",),  # narrowed to classes of ours: a standby reads what its server sends
+    "pickle": ("ps/journal/machine_pickling.py",),  # narrowed to classes of ours: a standby reads what its server sends
     "cloudpickle": (),
     "ray": ("worker/integrations/ray.py", "worker/integrations/ray_actor.py"),
     "marshal": (),
@@ -39,7 +39,7 @@ OWNERS = {
 
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
 RUNNERS = (
-    *("ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
+    *("ps/journal/", "ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
     *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
     *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),
     *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/loader_states.py"),  # files of a worker
@@ -186,7 +186,7 @@ FORBIDDEN = [
     ),
     ("ps/store/store.py", "import torch.optim", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
     ("compression/spec.py", "import torch", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
-    ("worker/checkpoint.py", "import pickle", "pickle may be imported only in ps/process/machine_pickling.py"),
+    ("worker/checkpoint.py", "import pickle", "pickle may be imported only in ps/journal/machine_pickling.py"),
     ("protocols/clock.py", "import time", "protocols is pure and must not import time"),
     ("protocols/clock.py", "def f():\n    from os.path import join", "protocols is pure and must not import os"),
     ("protocols/config/topology.py", "import math, random", "protocols is pure and must not import random"),
@@ -720,7 +720,7 @@ SEARCHED = {
     "failover": "protocols/member/failover_view.py",
     "replication": "ps/replication/replication_primary.py",
     "standby": "ps/replication/standby.py",
-    "journal": "ps/process/journal.py",
+    "journal": "ps/journal/journal.py",
     "checkpoint": "ps/coordinator/checkpoint_schedule.py",
     "archive": "ps/checkpoints/remote_archive.py",
     "signal": "protocols/runtime/processes/signals.py",

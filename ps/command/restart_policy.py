@@ -96,7 +96,7 @@ class RestartPolicy:
         """
         if not self.keeps:
             return
-        from narrows.ps.process.journal import files
+        from narrows.ps.journal.journal import files
 
         self.forget(shard)
         try:

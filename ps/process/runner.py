@@ -59,14 +59,14 @@ from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints.checkpoint_writer import WrittenCheckpoint
+from narrows.ps.journal.journal import Journal, JournalReplay, allocator
+from narrows.ps.journal.machine_pickling import frozen
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.bootstrap_server import BootstrapServer
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.journal import Journal, JournalReplay, allocator
 from narrows.ps.process.machine_factory import journal_most, machine, original
-from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import StandbyRunner
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import EventKind, MachineEvent

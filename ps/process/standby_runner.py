@@ -18,11 +18,11 @@ from narrows.protocols.runtime.network.hosts import reached
 from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode
+from narrows.ps.journal.journal import JournalReplay, allocator
+from narrows.ps.journal.machine_pickling import thaw
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.journal import JournalReplay, allocator
-from narrows.ps.process.machine_pickling import thaw
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.replication.standby import PeerShards, Standby

@@ -1,7 +1,7 @@
 """The events of a server process's machine, as records. No I/O.
 
 The same state and the same event always give the same next state. So the machine of a killed process can be rebuilt
-from its journal (ps/process/journal.py), and a standby can follow a primary.
+from its journal (ps/journal/journal.py), and a standby can follow a primary.
 """
 
 from __future__ import annotations

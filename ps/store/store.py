@@ -162,7 +162,6 @@ class Store:
             arrays: The allocator of x, p and the outer momentum.
         """
         self.begin, self.allocator = begin, arrays
-        self.whole: Keys = (begin, end)
         self.size = end - begin
         self.tables = tables or EmbeddingRows()
         self.gain = gain or Gain(self.size)  # sees each update that is added
@@ -185,6 +184,11 @@ class Store:
         )
         # p is x itself: between two barriers neither changes, and a lossless downlink never needs both.
         self.shared = barrier and self.down.lossless and len(self.codings.rungs) == 1
+
+    @property
+    def whole(self) -> Keys:
+        """The keys [begin, end) of this shard."""
+        return (self.begin, self.begin + self.size)
 
     def apply(self, change: Change) -> None:
         """Carry out one change."""

@@ -32,7 +32,7 @@ from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import decode, encode
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.process.machine_pickling import frozen
+from narrows.ps.journal.machine_pickling import frozen
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.reports import COORDINATOR

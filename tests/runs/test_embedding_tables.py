@@ -21,7 +21,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.wire import pack
-from narrows.ps.process.machine_pickling import freeze, thaw
+from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.worker import DistributedOptimizer
 from narrows.worker.model import embedding
 

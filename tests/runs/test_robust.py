@@ -21,11 +21,11 @@ from narrows.ps.filters.cosine_filter import AGREE, LEAST, RECENT, SHARE, SURE, 
 from narrows.ps.filters.norm_clip import UnboundedNorms
 from narrows.ps.filters.update_filters import UpdateFilters
 from narrows.ps.filters.update_sample import UpdateSample, UpdateSampler
-from narrows.ps.process import machine_pickling
-from narrows.ps.process.machine_pickling import _Pickler, _Unpickler
+from narrows.ps.journal import machine_pickling
+from narrows.ps.journal.machine_pickling import _Pickler, _Unpickler
 from narrows.ps.store.changes import PushedUpdate
 from narrows.ps.store.reduction import TrimmedMean
-from narrows.ps.store.store import assume_lent
+from narrows.ps.store.store import HEAP, assume_lent
 from narrows.ps.store.update_gain import WINDOW, Gain
 
 STEPS = 48
@@ -302,9 +302,9 @@ def test_what_is_known_of_a_worker_is_in_the_journal(monkeypatch: pytest.MonkeyP
         send(screen, clock)
     monkeypatch.setattr(machine_pickling, "FUNCTIONS", machine_pickling.FUNCTIONS | {(__name__, "unit")})
     file = io.BytesIO()
-    _Pickler(file, assume_lent).dump(screen)
+    _Pickler(file, assume_lent, None).dump(screen)
     file.seek(0)
-    again = _Unpickler(file, assume_lent).load()
+    again = _Unpickler(file, assume_lent, HEAP, None).load()
     for clock in range(LEAST + 2, LEAST + 9):
         assert send(screen, clock) == send(again, clock) == [1.0, 1.0, 0.0, 1.0]
     (other,) = again.checks

@@ -39,8 +39,8 @@ from narrows.ps.checkpoints.checkpoint_files import KEPT
 from narrows.ps.coordinator import coordinator
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.run import Decision
-from narrows.ps.process import machine_pickling
-from narrows.ps.process.journal import JournalReplay
+from narrows.ps.journal import machine_pickling
+from narrows.ps.journal.journal import JournalReplay
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ClockStage, ShardResources

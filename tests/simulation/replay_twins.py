@@ -14,7 +14,7 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import encode
-from narrows.ps.process.journal import Journal
+from narrows.ps.journal.journal import Journal
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, assume_lent

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.wire import encode
-from narrows.ps.process.array_segment import ArraySegment
-from narrows.ps.process.journal import COPY, LIVE, Journal, JournalReplay, files
+from narrows.ps.journal.array_segment import ArraySegment
+from narrows.ps.journal.journal import COPY, LIVE, Journal, JournalReplay, files
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import ArrayAllocator, assume_lent

@@ -35,9 +35,9 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.wire import encode
+from narrows.ps.journal.journal import JournalReplay
+from narrows.ps.journal.machine_pickling import frozen, thaw
 from narrows.ps.parent.parent_push import ParentPush
-from narrows.ps.process.journal import JournalReplay
-from narrows.ps.process.machine_pickling import frozen, thaw
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.standby import PeerShards, Standby

@@ -9,7 +9,7 @@ import pytest
 
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.ps.coordinator.members import Members
-from narrows.ps.process.journal import Journal
+from narrows.ps.journal.journal import Journal
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import HAPPENS, Server
 from narrows.ps.shard.publications import Publications

@@ -11,7 +11,7 @@ import pytest
 from narrows.protocols import messages
 from narrows.protocols.config.settings import Settings
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.process.journal import Journal, JournalReplay
+from narrows.ps.journal.journal import Journal, JournalReplay
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.changes import Fold, OuterStep, Step

@@ -22,7 +22,7 @@ from kit.scripts import distance, flat
 from narrows.protocols.config.settings import Settings
 from narrows.ps.command import shard_supervisor
 from narrows.ps.command.shard_supervisor import ShardSupervisor
-from narrows.ps.process.journal import files
+from narrows.ps.journal.journal import files
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001  # of hundreds of steps, which must not end in noise
@@ -284,7 +284,7 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(shard_supervisor, "say", lambda text, **more: said.append(text))
-    monkeypatch.setattr("narrows.ps.process.journal.os.memfd_create", refused)
+    monkeypatch.setattr("narrows.ps.journal.journal.os.memfd_create", refused)
     ours = ShardSupervisor(Settings(shards=2).validated())
     ours.ports[0] = 1
     monkeypatch.setattr(

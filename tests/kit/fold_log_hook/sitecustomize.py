@@ -16,8 +16,8 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols.member import heartbeat_summary, metrics
 from narrows.protocols.member.exchange import Exchange
-from narrows.ps.process.array_segment import ArraySegment
-from narrows.ps.process.journal import Journal
+from narrows.ps.journal.array_segment import ArraySegment
+from narrows.ps.journal.journal import Journal
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.store.changes import Fold, OuterStep, Step
 from narrows.ps.store.store import Store

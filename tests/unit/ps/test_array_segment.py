@@ -15,9 +15,9 @@ from numpy.testing import assert_array_equal
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.process.array_segment import LEAST_BYTES, PAGE, ArraySegment
-from narrows.ps.process.journal import COPY, LIVE, files
-from narrows.ps.process.machine_pickling import freeze, thaw
+from narrows.ps.journal.array_segment import LEAST_BYTES, PAGE, ArraySegment
+from narrows.ps.journal.journal import COPY, LIVE, files
+from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.shard import Shard
@@ -128,7 +128,7 @@ def test_without_memory_an_array_is_none_of_the_segment(both: tuple[int, int], m
     def full(*args: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr("narrows.ps.process.array_segment.os.posix_fallocate", full)
+    monkeypatch.setattr("narrows.ps.journal.array_segment.os.posix_fallocate", full)
     segment = ArraySegment(*both)
     assert segment.place(filled(segment, 1.0)) == -1 and not segment.nbytes
 

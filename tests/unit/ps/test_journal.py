@@ -13,7 +13,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
+from narrows.ps.journal.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
@@ -88,7 +88,7 @@ def test_an_event_that_is_not_whole_has_not_happened(
     for count in range(2):
         journal.note(event(count), encode(HELLO))
     with monkeypatch.context() as patch:
-        patch.setattr(f"narrows.ps.process.journal.os.{call}", killed)
+        patch.setattr(f"narrows.ps.journal.journal.os.{call}", killed)
         with pytest.raises(Killed):
             journal.note(event(2), encode(HELLO))
     found, events = again(both)
@@ -101,7 +101,7 @@ def test_an_event_that_is_not_whole_has_not_happened(
 def test_killed_while_it_begins_anew(when: str, both: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     journal = filled(both, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(f"narrows.ps.process.journal.{when}", killed)
+        patch.setattr(f"narrows.ps.journal.journal.{when}", killed)
         with pytest.raises(Killed):
             journal.begin(server())
     found, events = again(both)
@@ -115,7 +115,7 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, ...], monkeypatch:
 
     journal = filled(both, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("narrows.ps.process.journal.os.pwritev", full)
+        patch.setattr("narrows.ps.journal.journal.os.pwritev", full)
         journal.note(event(2), encode(HELLO))
     assert journal.failure == "No space left on device" and not journal.due
     journal.note(event(3), encode(HELLO))

@@ -17,7 +17,7 @@ from narrows.ps.command.restart_policy import (
     RestartPolicy,
 )
 from narrows.ps.command.shard_supervisor import END_S, ShardSupervisor
-from narrows.ps.process.journal import NAMES
+from narrows.ps.journal.journal import NAMES
 
 SHARDS = 2
 

@@ -20,8 +20,8 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.journal.journal import Journal, JournalReplay, files
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.journal import Journal, JournalReplay, files
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.shard.model_shard import ClockStage
@@ -54,7 +54,7 @@ class Nowhere:
 class Life:
     """The server process of a run of one worker, which is asked for a checkpoint of clock 2."""
 
-    def __init__(self, folder: Path, both: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, both: tuple[int, ...]) -> None:
         settings = Settings(sync="bsp", push="update", checkpoint_every=0.001).validated()
         self.config = ServerConfig(0, settings, "", "", 1 << 20, str(folder), False, journal=both)
         self.both, self.port, self.clock = both, Nowhere(), 0

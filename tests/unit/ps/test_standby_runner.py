@@ -37,11 +37,11 @@ from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.journal.machine_pickling import frozen
 from narrows.ps.process import bootstrap_client
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.machine_factory import release
-from narrows.ps.process.machine_pickling import frozen
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from narrows.compression.replica import HostReplica
 from narrows.compression.value_codings import Sectioned, by_spec
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.ps.process.array_segment import ArraySegment
+from narrows.ps.journal.array_segment import ArraySegment
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
@@ -48,6 +48,7 @@ IMPURE = (
     "narrows.compression.kernels.",
     "narrows.ps.command.",
     "narrows.ps.dashboard.",
+    "narrows.ps.journal.",
     "narrows.ps.process.",
 )
 STANDARD = {

@@ -38,12 +38,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from narrows.protocols.config.memory import EVENTS_RATIO
 from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProcess
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.process.array_segment import ArraySegment
-from narrows.ps.process.machine_pickling import freeze, thaw
+from narrows.ps.journal.array_segment import ArraySegment
+from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator
@@ -56,7 +57,6 @@ RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no even
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
 BYTES_MIN = 1 << 26  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
-EVENTS_RATIO = 0.5
 MACHINES, EVENTS, COPY, LIVE = slice(2), 2, 3, 4  # indices of the files
 NAMES = ("machine-0", "machine-1", "events", "copy", "live")
 
