@@ -18,7 +18,7 @@ from narrows.protocols.messages.state import CREDIT_MAX
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
 EVENTS_RATIO = 0.5  # events of a journal have at most this share of the bytes of the arrays
-# Arrays that a checkpoint has, and scratch of a shard's fold by the rule of the mode.
+# Arrays that a journal and a checkpoint have, and scratch of a shard's fold by the rule of the mode.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
 SCRATCH = {FoldRule.OPTIMIZER: 0, FoldRule.ADD: 0, FoldRule.OUTER: 2, FoldRule.MIX: 0}
 
@@ -139,7 +139,6 @@ class ShardFacts(NamedTuple):
         fixed: the SPEC of states cannot change; False under `auto`.
         moments: values that the script's optimizer keeps for each parameter.
         journal: each shard has a journal.
-        checkpoints: the shards write checkpoints, if only for the end of the run.
         standby: each shard has a standby. The rows count the standbys too.
         parent: of a cluster: the mode of its parent's run, and the facts of the cluster as a worker there.
     """
@@ -151,13 +150,12 @@ class ShardFacts(NamedTuple):
     fixed: bool = True
     moments: float = 0.0
     journal: bool = True
-    checkpoints: bool = False
     standby: bool = False
     parent: tuple[Mode, ArrayFacts] | None = None
 
 
 def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
-    """Return the arrays that the machines of all shards keep. A journal, a checkpoint or a standby copies them."""
+    """Return the arrays that the machines of all shards keep. A journal or a standby copies them."""
     steps_here, averages = mode.rule is FoldRule.OPTIMIZER, mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)
     gossip = mode.rule is FoldRule.MIX
     shared = gossip or (mode.barrier and facts.down_lossless and facts.fixed)
@@ -220,7 +218,6 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
         (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
         (True, ModelArray("scratch", scratch, "of a fold, or a difference to be coded")),
         *((facts.journal, row) for row in journal_arrays(saved)),
-        (facts.checkpoints, ModelArray("checkpoint", saved, "the copy that a thread writes")),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
         (facts.standby, ModelArray("standby", 2 * machine, "its machine, and the copy that it is made of")),
     )

@@ -5,8 +5,9 @@
 
 How it works
 1. `make_folder` makes the folder of a run, or refuses one that holds another run.
-2. `write` writes the file of a shard: to a temporary file first, which `publish` then renames. So a file is whole or
-   absent. Then `tidy` drops later files, of an earlier run, and all but the newest KEPT.
+2. `begin` writes the arrays of a shard into a temporary file, and returns a `ComingCheckpoint`. Its `finish` reads the
+   file for the checksums, writes the header, and `publish` gives the file its name. So a file is whole or absent. Then
+   `tidy` drops later files, of an earlier run, and all but the newest KEPT. The arrays may change after `begin`.
 3. `sound` reads the files of a shard again and returns the clocks whose files hold what was written. `newest` is the
    newest clock that is sound for all shards; the run goes back to it, or resumes from it.
 4. `read_for` reads what a shard begins from. If another number of shards wrote the checkpoint, it maps the files that
@@ -15,113 +16,51 @@ How it works
 Rules
 - All files of a clock are of one number of shards, which each file names. Any other number of shards can begin from
   them.
-- A file is checked READ_BYTES at a time. `read` makes the arrays that it returns, and nothing else of their size.
+- A file is written and checked BLOCK_BYTES at a time (tensor_files.py). `read` makes the arrays that it returns, and
+  nothing else of their size.
 - A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
 from narrows.protocols.config.key_ranges import overlaps, split
-from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray
+from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import IncompatibleError, UsageError
+from narrows.ps.checkpoints.tensor_files import (
+    BLOCK_BYTES,
+    copied,
+    laid_out,
+    named,
+    packed_header,
+    places_of,
+    publish,
+)
 from narrows.ps.store import embedding_rows
 from narrows.ps.store.changes import LoadArrays
 from narrows.ps.store.reshard_arrays import recut
 
 # The newest, which some shards may not have yet; the one that all shards have; one more, if that one is damaged.
 KEPT = 3
-READ_BYTES = 1 << 22  # bytes of a file that are read and checked at a time
+CRC_MOST = (1 << 32) - 1  # the longest checksum, until the checksums are known
 DEFAULT = "checkpoints"  # the folder in which a run makes its own folder, without --checkpoint-dir
-
-
-FILE_DTYPES = {dtype.file: name for name, dtype in DTYPES.items() if dtype.file}
-
-
-class StreamedFile(Protocol):
-    """The bytes of a tensor that is never in memory as a whole."""
-
-    def __len__(self) -> int:
-        """The number of bytes of the tensor."""
-        ...
-
-    def __iter__(self) -> Iterator[memoryview]:
-        """Yield the bytes, block by block. A block is written before the next one is asked for."""
-        ...
-
-
-NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # dtype, shape and bytes, as in NamedArray
-
-
-def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole, or not at all.
-
-    Written by hand: the writer of safetensors takes NumPy's dtypes only, and bfloat16 is none of them.
-
-    Args:
-        path: of the file.
-        tensors: (dtype, shape, bytes) by name.
-        metadata: of the file.
-
-    Raises:
-        OSError: the disk refused the file. Nothing is left of it.
-    """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].bytes, item[0]))  # aligns every tensor
-    end = 0
-    for name, (dtype, shape, raw) in ordered:
-        header[name] = {"dtype": DTYPES[dtype].file, "shape": list(shape), "data_offsets": [end, end + len(raw)]}
-        end += len(raw)
-    packed = json.dumps(header).encode()
-    packed += b" " * (-len(packed) % 8)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(struct.pack("<Q", len(packed)) + packed)
-            for _, (_, _, raw) in ordered:
-                for part in (raw,) if isinstance(raw, (bytes, memoryview)) else raw:
-                    file.write(part)
-            size = file.tell()
-        publish(temporary, path, size)
-    except (OSError, IncompatibleError):
-        temporary.unlink(missing_ok=True)  # a full disk needs the space
-        raise
-
-
-def publish(temporary: Path, path: Path, size: int) -> None:
-    """Flush a temporary file to the disk, and give it its name. Raises OSError if it has not `size` bytes."""
-    with open(temporary, "rb+") as file:
-        if file.seek(0, os.SEEK_END) != size:
-            raise OSError(f"{path.name} is not whole")
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name too
-    finally:
-        os.close(folder)
-
-
-def named(array: npt.NDArray[Any]) -> NamedArray:
-    """Dtype, shape and bytes of an array."""
-    return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def why_anew(folder: str) -> str:
@@ -246,11 +185,99 @@ def path_of(folder: Path, shard: int, clock: int) -> Path:
     return folder / shard_file(shard, clock)
 
 
+class ComingCheckpoint:
+    """A shard's checkpoint that is being written. The constructor writes the arrays: they may change after it.
+
+    Args:
+        folder, shard, clock, arrays, facts: as in `write`.
+        direct_s: for how long the arrays are written. What a slow disk has not taken by then is copied.
+
+    Raises:
+        OSError: the disk refused the file. Nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shard: int,
+        clock: int,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        facts: dict[str, Any],
+        direct_s: float = math.inf,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        drop_coming(folder, shard)
+        self.folder, self.shard, self.clock, self.shards = folder, shard, clock, int(facts.get("shards", 1))
+        tensors = {name: named(array) for name, array in arrays.items()}
+        tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
+        self._facts = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)} | {"clock": clock}
+        self._path = path_of(folder, shard, clock)
+        self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        self._places = laid_out(tensors)
+        self._head = len(self._header(dict.fromkeys(tensors, CRC_MOST), 0))  # bytes before the tensors
+        self._size = self._head + sum(place.end - place.begin for place in self._places.values())
+        self._rest = deque[tuple[int, bytes]]()  # copied blocks, and where they go
+        stop_s, self._file = time.monotonic() + direct_s, open(self._temporary, "wb+", buffering=0)  # noqa: SIM115
+        try:
+            for name, place in self._places.items():
+                at, raw = self._head + place.begin, tensors[name][2]
+                for low in range(0, len(raw), BLOCK_BYTES):
+                    block = raw[low : low + BLOCK_BYTES]
+                    if time.monotonic() < stop_s:
+                        self._write(at + low, block)
+                    else:
+                        self._rest.append((at + low, bytes(block)))
+        except OSError:
+            self._drop()
+            raise
+
+    def _header(self, sums: dict[str, int], least: int) -> bytes:
+        return packed_header(self._places, {"narrows": json.dumps(self._facts | {"crc32": sums})}, least)
+
+    def _write(self, at: int, block: bytes | memoryview) -> None:
+        left = memoryview(block)
+        while left:
+            written = os.pwrite(self._file.fileno(), left, at)
+            left, at = left[written:], at + written
+
+    def _drop(self) -> None:
+        """Leave nothing on the disk: a full one needs the space."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def finish(self, shared: int = -1) -> tuple[int, ...]:
+        """Write what is left, and give the file its name. Call it once.
+
+        Args:
+            shared: as in `write`.
+
+        Returns:
+            The clocks of this shard on disk, ascending.
+
+        Raises:
+            OSError: the disk refused the file. Nothing is left of it.
+        """
+        try:
+            while self._rest:
+                self._write(*self._rest.popleft())
+            sums = {name: copied(self._file, place, None, self._head) for name, place in self._places.items()}
+            self._write(0, self._header(sums, self._head))
+            self._file.close()
+            publish(self._temporary, self._path, self._size)
+        except (OSError, IncompatibleError):
+            self._drop()
+            raise
+        except ValueError:  # it is shorter than what was written
+            self._drop()
+            raise OSError(f"{self._path.name} is not whole") from None
+        return tidy(self.folder, self.shard, self.clock, self.shards, shared)
+
+
 def write(
     folder: Path,
     shard: int,
     clock: int,
-    arrays: dict[str, npt.NDArray[np.float32]],
+    arrays: Mapping[str, npt.NDArray[Any]],
     facts: dict[str, Any],
     shared: int = -1,
 ) -> tuple[int, ...]:
@@ -271,14 +298,7 @@ def write(
     Raises:
         OSError: the disk refused the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    drop_coming(folder, shard)
-    tensors = {name: named(array) for name, array in arrays.items()}
-    tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
-    plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
-    sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
-    write_file(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
-    return tidy(folder, shard, clock, int(facts.get("shards", 1)), shared)
+    return ComingCheckpoint(folder, shard, clock, arrays, facts).finish(shared)
 
 
 def drop_coming(folder: Path, shard: int) -> None:
@@ -335,53 +355,6 @@ def drop_all_after(folder: Path, clock: int) -> None:
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Where a file has a tensor: its bytes [begin, end), and its form."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def _places(file: BinaryIO) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
-    """Read the header of a checkpoint: what it says of itself, and the place of each tensor.
-
-    Raises what Python raises on a header that is none: ValueError, TypeError, KeyError or struct.error.
-    """
-    whole = os.fstat(file.fileno()).st_size
-    (size,) = struct.unpack("<Q", file.read(8))
-    if size > whole - 8:
-        raise ValueError("its header is longer than the file")
-    header = json.loads(file.read(size))
-    facts = json.loads(header.pop("__metadata__")["narrows"])
-    at, places = 8 + size, dict[str, TensorPlace]()
-    for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (begin, end) = FILE_DTYPES[told["dtype"]], tuple(told["shape"]), told["data_offsets"]
-        if 8 + size + begin != at or end - begin != prod(shape) * DTYPES[dtype].bytes or min(shape, default=0) < 0:
-            raise ValueError(f"{name} has another place than its header says")
-        at += end - begin
-        places[name] = TensorPlace(dtype, shape, at - (end - begin), at)
-    if at != whole:
-        raise ValueError(f"it has {whole} bytes, and by its header {at}")
-    return facts, places
-
-
-def _copied(file: BinaryIO, place: TensorPlace, into: npt.NDArray[Any] | None) -> int:
-    """Read the bytes of a tensor into an array of its form, or nowhere. Returns their CRC-32."""
-    found, left = 0, place.end - place.begin
-    room = np.empty(min(READ_BYTES, left), np.uint8) if into is None else into.reshape(-1).view(np.uint8)
-    file.seek(place.begin)
-    while left:
-        block = room[:READ_BYTES] if into is None else room[len(room) - left :][:READ_BYTES]
-        read = file.readinto(block[:left].data)  # type: ignore[attr-defined]  # BinaryIO lacks it
-        if not read:
-            raise ValueError("it ends within a tensor")
-        found, left = zlib.crc32(block[:read].data, found), left - read
-    return found
-
-
 def _read(
     folder: Path, shard: int, clock: int, wanted: Callable[[str], bool], keep: bool
 ) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
@@ -390,14 +363,14 @@ def _read(
     arrays: dict[str, npt.NDArray[np.float32]] = {}
     try:
         with open(path, "rb", buffering=0) as file:
-            facts, places = _places(file)
+            facts, places = places_of(file)
             sums = facts.pop("crc32")
             for name in sums:
                 place, fact = places[name], name.startswith(BYTES)
                 if not (fact or wanted(name)):
                     continue
                 into = np.empty(place.shape, place.dtype) if keep or fact else None
-                if _copied(file, place, into) != sums[name]:
+                if copied(file, place, into) != sums[name]:
                     raise ValueError(f"{name} differs from what was written")
                 if fact and into is not None:
                     facts[name.removeprefix(BYTES)] = into.tobytes()
@@ -446,7 +419,7 @@ def _mapped(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray
     """Check a shard's checkpoint, and return its arrays, read from the disk where they are used, and its facts."""
     facts = check(folder, shard, clock)
     with open(path_of(folder, shard, clock), "rb", buffering=0) as file:
-        _, places = _places(file)
+        _, places = places_of(file)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return {
         name: np.frombuffer(data, place.dtype, prod(place.shape), place.begin).reshape(place.shape)
@@ -463,7 +436,7 @@ def weights_at(path: Path) -> tuple[int, int, int]:
     """
     try:
         with open(path, "rb") as file:
-            facts, places = _places(file)
+            facts, places = places_of(file)
         return places["x"].begin, places["x"].end, int(facts["crc32"]["x"])
     except (OSError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(f"{path} is damaged or no checkpoint of Narrows ({error})") from None

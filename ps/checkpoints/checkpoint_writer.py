@@ -1,8 +1,13 @@
-"""Writes the checkpoints of one shard in a thread, one at a time, so that the shard folds meanwhile.
+"""Writes the checkpoints of one shard. The shard's own thread writes the arrays, another one what takes longer.
+
+How it works
+1. `write` hands the arrays to the system, in BLOCK_BYTES at a time (checkpoint_files.py: `ComingCheckpoint`). That is as
+   fast as a copy while the system has memory for files, and the arrays may change afterwards.
+2. A slow disk holds the shard's thread for DIRECT_S at most. The blocks that are left are copied.
+3. A thread writes these blocks, reads the file for its checksums, flushes it and gives it its name, so that the shard
+   folds meanwhile.
 
 Rules
-- The thread writes a copy of the arrays, since the store changes meanwhile. The memory of the copy is kept for the next
-  one: fresh memory costs more than the copy itself. The thread gets the memory of the first copy in advance.
 - A write that fails ends nothing. Its error is in `WrittenCheckpoint`, and the coordinator asks for a later checkpoint.
 """
 
@@ -15,12 +20,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import numpy as np
-
 from narrows.protocols.errors import NarrowsError
 from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints.checkpoint_files import ComingCheckpoint
 from narrows.ps.checkpoints.remote_archive import ArchiveClient
 from narrows.ps.store.changes import FloatArray
+
+DIRECT_S = 2.0  # how long a shard's own thread writes; workers take a server for lost after much longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class WrittenCheckpoint:
 
     clock: int
     kept: tuple[int, ...]  # the clocks whose files are now on disk, ascending
-    took_ns: int  # time of copy and write together
+    took_ns: int  # time of the whole write
     trouble: str = ""  # why `clock` is not among them, "" if it is
 
 
@@ -45,12 +51,11 @@ class CheckpointWriter:
     def __init__(self, folder: Path, index: int, away: ArchiveClient | None = None) -> None:
         self.folder, self.index, self.away = folder, index, away
         self._kept: tuple[int, ...] = ()  # clocks on shard 0's machine, by its newest answer
-        self._copies: dict[str, FloatArray] = {}  # memory for the next copy, by the name of the array
         self._thread: Thread | None = None
         self._written: WrittenCheckpoint | None = None
 
     def write(self, clock: int, arrays: Mapping[str, FloatArray], facts: dict[str, Any], shared: int = -1) -> None:
-        """Copy the arrays, and begin to write them. Returns after the copy; first waits for an earlier write.
+        """Begin to write the arrays. They may change once this returns. First waits for an earlier write.
 
         Args:
             clock: of the checkpoint.
@@ -60,44 +65,22 @@ class CheckpointWriter:
         """
         self.wait()
         began_ns = time.monotonic_ns()
-        copies = self._copy(arrays)
-        self._thread = Thread(target=self._run, args=(clock, copies, facts, shared, began_ns), daemon=True)
+        begun: ComingCheckpoint | OSError
+        try:
+            begun = ComingCheckpoint(self.folder, self.index, clock, arrays, facts, DIRECT_S)
+        except OSError as error:
+            begun = error
+        self._thread = Thread(target=self._run, args=(clock, begun, facts["shards"], shared, began_ns), daemon=True)
         self._thread.start()
 
-    def prepare(self, arrays: Mapping[str, FloatArray]) -> None:
-        """Get memory for copies of these arrays from the system, in the thread."""
-        self._thread = Thread(target=self._touch, args=(dict(arrays),), daemon=True)
-        self._thread.start()
-
-    def _touch(self, arrays: dict[str, FloatArray]) -> None:
-        rooms = {id(array): np.empty_like(array) for array in arrays.values()}
-        for room in rooms.values():
-            room.fill(0)
-        self._copies = {name: rooms[id(array)] for name, array in arrays.items()}
-
-    def _copy(self, arrays: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """Copy each array once, also one that has two names."""
-        of: dict[int, FloatArray] = {}
-        spare, self._copies = self._copies, {}
-        for name, array in arrays.items():
-            copy = of.get(id(array))
-            if copy is None:
-                copy = spare.get(name)
-                if copy is None or copy.shape != array.shape or any(copy is used for used in of.values()):
-                    copy = np.empty_like(array)
-                np.copyto(copy, array)
-                of[id(array)] = copy
-            self._copies[name] = copy
-        return self._copies
-
-    def _run(
-        self, clock: int, arrays: dict[str, FloatArray], facts: dict[str, Any], shared: int, began_ns: int
-    ) -> None:
+    def _run(self, clock: int, begun: ComingCheckpoint | OSError, shards: int, shared: int, began_ns: int) -> None:
         trouble = ""
         try:
-            kept = checkpoint_files.write(self.folder, self.index, clock, arrays, facts, shared)
+            if isinstance(begun, OSError):
+                raise begun
+            kept = begun.finish(shared)
             if self.away is not None:
-                kept = self._kept = self.away.keep(clock, facts["shards"], shared)
+                kept = self._kept = self.away.keep(clock, shards, shared)
         except (OSError, NarrowsError) as error:
             kept = self._kept if self.away is not None else checkpoint_files.clocks(self.folder, self.index)
             trouble = str(error) if isinstance(error, NarrowsError) else f"{self.folder}: {error.strerror or error}"

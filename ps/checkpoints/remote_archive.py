@@ -47,6 +47,7 @@ from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints.tensor_files import publish
 from narrows.ps.store.changes import LoadArrays
 
 PART_BYTES = 1 << 20
@@ -145,7 +146,7 @@ class RemoteArchive:
     def _keep(self, ask: m.FileRequest) -> tuple[int, ...]:
         path, coming = checkpoint_files.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
         if coming.exists():  # else the file already has its name, and the answer to that request was lost
-            checkpoint_files.publish(coming, path, ask.offset)
+            publish(coming, path, ask.offset)
         checkpoint_files.drop_coming(self.folder, ask.shard)
         return checkpoint_files.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
 

@@ -31,7 +31,6 @@ class CheckpointDisk:
         self.writer = CheckpointWriter(config.folder, config.index, self.away) if config.folder is not None else None
         self.failure = ""  # why the newest write failed, "" if it did not; logged once
         self.nbytes, self.due_s = 0, 0.0  # bytes of the machine; time.monotonic() of the next sign of life
-        self.prepared = False  # the writer has memory for the first copy
 
     def _dial(self) -> Sockets:
         config = self.config
@@ -56,13 +55,6 @@ class CheckpointDisk:
             return (), []
         return (self.away.sound(shards), []) if self.away else checkpoint_files.sound(self.folder, self.index, shards)
 
-    def prepare(self, server: Server) -> None:
-        """Get the memory for the first copy in advance, once there are arrays."""
-        planned = server.shard.model_shard
-        if self.writer is not None and not self.prepared and planned is not None and planned.store.publication >= 0:
-            self.prepared = True
-            self.writer.prepare(planned.store.arrays())
-
     def write(self, clock: int, server: Server) -> None:
         """Begin to write the checkpoint of a clock; wait for it if the run is over."""
         planned, coordinator, last = server.shard.model_shard, server.coordinator, server.over
@@ -79,7 +71,7 @@ class CheckpointDisk:
             # The settings from this clock on: during a replan those of the next generation.
             "settings": coordinator.resharding.next.packed() if coordinator is not None else b"",
         }
-        self.nbytes, self.prepared = server.shard.nbytes, True
+        self.nbytes = server.shard.nbytes
         self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)
         if last:
             self.writer.wait()

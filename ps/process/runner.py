@@ -431,7 +431,6 @@ class ServerRunner:
         self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
         self._at_once(self.original.tick(now_ns))
         self.access_control.tick()
-        self.disk.prepare(self.server)
         self.watchdog.beat(lambda: self.server.shard.nbytes)
 
 

@@ -1,7 +1,7 @@
 """The sign of life of a shard's loop: once a second it tells ps-serve by when the next one will come.
 
 ps-serve ends a process whose next sign of life is late: its loop hangs, or the process was stopped. An event takes
-longer for larger arrays, which are folded, copied for a checkpoint, or read from the disk; so the time allowed grows
+longer for larger arrays, which are folded, written for a checkpoint, or read from the disk; so the time allowed grows
 with them. Each beat also counts the connections of strangers that were ended, and checks what encryption costs.
 """
 

@@ -26,7 +26,8 @@ from narrows.protocols.effects import Log, MemberResharded, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints import checkpoint_writer
+from narrows.ps.checkpoints.checkpoint_files import ComingCheckpoint
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.worker import DistributedOptimizer, clock, rank, step_count
@@ -84,16 +85,15 @@ def test_with_a_barrier_it_is_the_undisturbed_run(flags: dict[str, Any], more: d
 
 
 def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint_files.write
-
-    def refusing(folder: Path, shard: int, *rest: Any) -> Any:
-        if shard == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(folder, shard, *rest)
+    class Refusing(ComingCheckpoint):
+        def __init__(self, folder: Path, shard: int, *rest: Any) -> None:
+            if shard == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().__init__(folder, shard, *rest)
 
     settings = Settings(sync="bsp", workers=2, shards=2)
     undisturbed = trained(settings, tmp_path / "a", {})
-    monkeypatch.setattr(checkpoint_files, "write", refusing)
+    monkeypatch.setattr(checkpoint_writer, "ComingCheckpoint", Refusing)
     assert distance(trained(settings, tmp_path / "b", {4: 3}), undisturbed) < 1e-6
 
 

@@ -30,10 +30,11 @@ from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.ps.checkpoints import checkpoint_files
+from narrows.ps.checkpoints import checkpoint_files, checkpoint_writer, tensor_files
 from narrows.ps.checkpoints import whole_model as model_file
-from narrows.ps.checkpoints.checkpoint_files import KEPT, clocks, newest, path_of, read, write, write_file
+from narrows.ps.checkpoints.checkpoint_files import KEPT, clocks, newest, path_of, read, write
 from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
+from narrows.ps.checkpoints.tensor_files import write_file
 from narrows.ps.checkpoints.whole_model import buffers, merge
 from narrows.ps.command.serve import begin_anew, ended
 from narrows.worker import DistributedOptimizer, clock
@@ -165,7 +166,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def test_a_checkpoint_is_checked_by_blocks_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 1 << 16)
     plan = ModelSpec((TensorSpec("a", (1 << 20,), "float32"),), "", ((0,),), 0.0, ())
     whole, facts = values(plan.size), FACTS | {"shards": 2, "plan": plan.packed()}
     for shard, (begin, end) in enumerate(split(plan.size, 2)):
@@ -481,14 +482,14 @@ def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
     """Trace: clock 3 on both shards; the disk of shard 1 refuses 6 and 9; shard 0, which keeps two, must keep 3 too."""
     settings = Settings(sync="bsp", shards=2, checkpoint_every=1.0)
     cluster = OnDisk(settings, tmp_path)
-    whole = checkpoint_files.write_file
+    whole = tensor_files.publish
 
-    def refuses(path: Path, *rest: Any) -> None:
+    def refuses(temporary: Path, path: Path, size: int) -> None:
         if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
             raise OSError(28, "No space left on device")
-        whole(path, *rest)
+        whole(temporary, path, size)
 
-    monkeypatch.setattr(checkpoint_files, "write_file", refuses)
+    monkeypatch.setattr(checkpoint_files, "publish", refuses)
     with run(settings, cluster) as started:
         train(started, OPTIMIZERS["SGD"], 11, finish=False, checkpoint_at=(2, 5, 8))
     assert [clocks(tmp_path, shard) for shard in range(2)] == [(3, 6, 9), (3,)]
@@ -577,18 +578,19 @@ def test_a_plain_model_loads_what_a_run_leaves(sync: str, tmp_path: Path) -> Non
         assert torch.equal(plain.eval()(x), net.eval()(x))
 
 
-def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
-    """Whatever names an array has now, and had then: what is on disk is what was given."""
+@pytest.mark.parametrize("direct_s", [60.0, 0.0])
+def test_what_is_on_disk_is_what_was_given(direct_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever names an array has, and however much a slow disk has taken before the shard goes on."""
+    monkeypatch.setattr(checkpoint_writer, "DIRECT_S", direct_s)
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 16)
     writer = CheckpointWriter(tmp_path, 0)
     facts = {"publication": 0, "shards": 1, "plan": b"", "buffers": b"", "epoch": 0}
     one, two, longer = (np.full(size, value, np.float32) for size, value in ((9, 1.0), (9, 2.0), (20, 3.0)))
     rounds: list[dict[str, Array]] = [
         {"x": one, "p": one},
-        {"x": one, "p": two},
         {"x": two, "p": one},
-        {"x": two, "p": two},
         {"x": longer, "p": longer, "outer.momentum": two},
-        {"p": two, "x": longer},
+        {"p": two, "x": longer[::2]},
     ]
     for number, arrays in enumerate(rounds):
         writer.write(number, arrays, facts)
@@ -603,17 +605,17 @@ def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found[name], array - 10, err_msg=f"{name} of round {number}")
 
 
-def test_the_memory_of_the_first_copy_is_there_before_it_is_needed(tmp_path: Path) -> None:
-    x, m = (np.full(100, value, np.float32) for value in (1.0, 2.0))
-    writer = CheckpointWriter(tmp_path, 0)
-    writer.prepare({"x": x, "p": x, "m": m})
-    writer.wait()
-    assert writer.take() is None
-    rooms = dict(writer._copies)
-    assert rooms["x"] is rooms["p"] is not rooms["m"]
-    copies = writer._copy({"x": x, "p": x, "m": m})
-    assert all(copies[name] is rooms[name] for name in rooms)
-    assert (copies["x"] == 1).all() and (copies["m"] == 2).all()
+def test_a_checkpoint_is_written_without_a_copy_of_its_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checkpoint_files, tensor_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 16)
+    writer, arrays = CheckpointWriter(tmp_path, 0), {name: values(1 << 20) for name in ("x", "p", "outer.momentum")}
+
+    def written() -> None:
+        writer.write(3, arrays, FACTS)
+        writer.wait()
+
+    assert peak_of(written) < 1 << 18
+    assert np.array_equal(read(tmp_path, 0, 3)[0]["x"], arrays["x"])
 
 
 # Runs that have ended.
