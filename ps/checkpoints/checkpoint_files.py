@@ -16,7 +16,7 @@ How it works
 Rules
 - All files of a clock are of one number of shards, which each file names. Any other number of shards can begin from
   them.
-- A file is written and checked BLOCK_BYTES at a time (tensor_files.py). `read` makes the arrays that it returns, and
+- A file is written and checked BLOCK_BYTES at a time (array_files.py). `read` makes the arrays that it returns, and
   nothing else of their size.
 - A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
@@ -44,7 +44,7 @@ from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHAR
 from narrows.protocols.config.key_ranges import overlaps, split
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.ps.checkpoints.tensor_files import (
+from narrows.ps.checkpoints.array_files import (
     BLOCK_BYTES,
     copied,
     laid_out,

@@ -47,7 +47,7 @@ from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.checkpoints import checkpoint_files
-from narrows.ps.checkpoints.tensor_files import publish
+from narrows.ps.checkpoints.array_files import publish
 from narrows.ps.store.changes import LoadArrays
 
 PART_BYTES = 1 << 20

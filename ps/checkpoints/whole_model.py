@@ -27,8 +27,8 @@ from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray, unpack_arrays
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.runtime.cli.output import set_aside
+from narrows.ps.checkpoints.array_files import NamedBlocks, named, write_file
 from narrows.ps.checkpoints.checkpoint_files import clocks, path_of, read, shards_of, weights_at
-from narrows.ps.checkpoints.tensor_files import NamedBlocks, named, write_file
 from narrows.ps.store import embedding_rows
 
 NAME = MODEL

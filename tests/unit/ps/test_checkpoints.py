@@ -30,11 +30,11 @@ from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.ps.checkpoints import checkpoint_files, checkpoint_writer, tensor_files
+from narrows.ps.checkpoints import array_files, checkpoint_files, checkpoint_writer
 from narrows.ps.checkpoints import whole_model as model_file
+from narrows.ps.checkpoints.array_files import write_file
 from narrows.ps.checkpoints.checkpoint_files import KEPT, clocks, newest, path_of, read, write
 from narrows.ps.checkpoints.checkpoint_writer import CheckpointWriter
-from narrows.ps.checkpoints.tensor_files import write_file
 from narrows.ps.checkpoints.whole_model import buffers, merge
 from narrows.ps.command.serve import begin_anew, ended
 from narrows.worker import DistributedOptimizer, clock
@@ -166,7 +166,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def test_a_checkpoint_is_checked_by_blocks_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(array_files, "BLOCK_BYTES", 1 << 16)
     plan = ModelSpec((TensorSpec("a", (1 << 20,), "float32"),), "", ((0,),), 0.0, ())
     whole, facts = values(plan.size), FACTS | {"shards": 2, "plan": plan.packed()}
     for shard, (begin, end) in enumerate(split(plan.size, 2)):
@@ -482,7 +482,7 @@ def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
     """Trace: clock 3 on both shards; the disk of shard 1 refuses 6 and 9; shard 0, which keeps two, must keep 3 too."""
     settings = Settings(sync="bsp", shards=2, checkpoint_every=1.0)
     cluster = OnDisk(settings, tmp_path)
-    whole = tensor_files.publish
+    whole = array_files.publish
 
     def refuses(temporary: Path, path: Path, size: int) -> None:
         if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
@@ -606,7 +606,7 @@ def test_what_is_on_disk_is_what_was_given(direct_s: float, tmp_path: Path, monk
 
 
 def test_a_checkpoint_is_written_without_a_copy_of_its_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checkpoint_files, tensor_files):
+    for module in (checkpoint_files, array_files):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 16)
     writer, arrays = CheckpointWriter(tmp_path, 0), {name: values(1 << 20) for name in ("x", "p", "outer.momentum")}
 
