@@ -17,7 +17,7 @@ from narrows.protocols.messages.state import CREDIT_MAX
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
-EVENTS_RATIO = 0.5  # events of a journal have at most this share of the bytes of the arrays
+EVENTS_RATIO = 0.5  # a journal begins anew once events have this share of the bytes of the arrays
 # Arrays that a journal and a checkpoint have, and scratch of a shard's fold by the rule of the mode.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
 SCRATCH = {FoldRule.OPTIMIZER: 0, FoldRule.ADD: 0, FoldRule.OUTER: 2, FoldRule.MIX: 0}
@@ -193,11 +193,17 @@ def parent_arrays(facts: ShardFacts) -> list[ModelArray]:
     return [row._replace(name=f"parent's {row.name}") for row in (*first, *kept)]
 
 
-def journal_arrays(saved: float) -> list[ModelArray]:
-    """Return what the journals of all shards take at most, in models; `saved`: the same of the arrays that they copy."""
+def journal_arrays(saved: float, clock: float) -> list[ModelArray]:
+    """Return what the journals of all shards take at most, in models.
+
+    Args:
+        saved: the arrays that the journals copy, in models.
+        clock: the pushes of one clock, in models.
+    """
+    events = EVENTS_RATIO * saved + min(EVENTS_RATIO * saved, clock)
     return [
         ModelArray("journal's copy", saved, "of the arrays"),
-        ModelArray("journal's events", EVENTS_RATIO * saved, "since that copy, at most"),
+        ModelArray("journal's events", events, "since that copy, and to the end of a clock"),
     ]
 
 
@@ -217,7 +223,7 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
     rows = (
         (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
         (True, ModelArray("scratch", scratch, "of a fold, or a difference to be coded")),
-        *((facts.journal, row) for row in journal_arrays(saved)),
+        *((facts.journal, row) for row in journal_arrays(saved, facts.workers * facts.up / mode.fragments)),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
         (facts.standby, ModelArray("standby", 2 * machine, "its machine, and the copy that it is made of")),
     )

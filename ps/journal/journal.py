@@ -12,7 +12,8 @@ How it works
 2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
    newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
    when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when the
-   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN.
+   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN. It waits for the next fold of a clock, up
+   to twice these limits, for then the fewest pushes wait in the machine.
 3. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
@@ -21,8 +22,8 @@ Rules
   then there is no segment, and the machine is written with its arrays. ps-serve holds the files too, so they outlive the
   process and end with ps-serve.
 - A machine that is not whole does not count. An event counts once its first word is written, which is written last.
-- Beside the machine's own arrays the journal takes the memory of their copy, and of events of at most EVENTS_RATIO of
-  that, or BYTES_MIN. Pages of the events are kept.
+- Beside the machine's own arrays the journal takes the memory of their copy, and of events of at most twice
+  EVENTS_RATIO of that, or BYTES_MIN. Pages of the events are kept, but those that the last machine's did not need.
 - A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
@@ -129,6 +130,7 @@ class Journal:
         self.serial, self.size, self.live = heads[self.turn]  # of the machine in it; serial 0: there is none
         self.end = SERIAL.size  # offset of the next event
         self.spent_ns = self.copy_ns = 0  # time of handling the events; time of writing their machine
+        self.clock = -1  # the machine's min clock, as `due` has seen it last
         self.failure = ""  # why there is no journal any more, "": there is one
 
     @staticmethod
@@ -147,13 +149,15 @@ class Journal:
         """Bytes of the newest machine with its arrays."""
         return self.size + (self.segment.nbytes if self.segment is not None else 0)
 
-    @property
-    def due(self) -> bool:
-        """True if it is time to write the machine anew."""
-        longest = max(REPLAY_NS, COPY_TIMES * self.copy_ns)
-        return not self.failure and (
-            self.spent_ns >= longest or self.end - SERIAL.size >= max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
-        )
+    def due(self, clock: int) -> bool:
+        """Return True if it is time to write the machine anew.
+
+        Args:
+            clock: the min clock of the machine after its newest event.
+        """
+        times, self.clock = 1 if clock != self.clock else 2, clock
+        longest_ns, most = max(REPLAY_NS, COPY_TIMES * self.copy_ns), max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
+        return not self.failure and (self.spent_ns >= times * longest_ns or self.end - SERIAL.size >= times * most)
 
     def spend(self, took_ns: int) -> None:
         """Count the time that handling an event took: a replay takes as long."""
@@ -183,6 +187,7 @@ class Journal:
         """Copy the arrays of the newest machine, which are in "live". Events follow it from now on. Raises OSError."""
         if self.segment is not None:
             self.segment.keep()
+        os.ftruncate(self.files[EVENTS], min(os.fstat(self.files[EVENTS]).st_size, self.end + RECORD.size))
         os.pwrite(self.files[EVENTS], SERIAL.pack(self.serial) + RECORD.pack(0), 0)
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
         self.live, self.end = 0, SERIAL.size

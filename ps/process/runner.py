@@ -170,7 +170,7 @@ class ServerRunner:
         if self.began_ns:
             journal.spend(time.monotonic_ns() - self.began_ns)
         self.began_ns = 0
-        if self.anew or journal.due:
+        if self.anew or journal.due(self.server.shard.min_clock):
             self.anew = False
             journal.begin(self.server)
         if journal.failure:

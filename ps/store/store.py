@@ -235,7 +235,7 @@ class Store:
     # Changes.
 
     def _first_weights(self, change: SetFirstWeights) -> None:
-        x = self._zeros()
+        x = self._zeros() if self.publication >= 0 else self._own_x()  # the zeros that it began with
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
         self._begin(x, x, 0)
@@ -382,8 +382,11 @@ class Store:
         memory = self.memories.setdefault(keys, Memory(seed=self.begin))
         # publication n has the pushes of clock n - 1, since publication 0 is the first weights
         memory.go_to(self.publication - 1)
+        at = self._at(keys)
+        # the allocator's memory serves for copies of a state on its way, too
+        left = self.allocator.empty(keys[1] - keys[0])
         with np.errstate(over="ignore", invalid="ignore"):
-            left = self.x[self._at(keys)] - self.p[self._at(keys)]
+            np.subtract(self.x[at], self.p[at], out=left)
         try:
             return bytes(self.down.encode(left, memory))
         except NonFiniteError:

@@ -8,7 +8,7 @@ skipped, as in one process.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from narrows.protocols.wire import unpack
 from narrows.ps.store.changes import FloatArray
 from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
 from narrows.ps.store.store import HEAP, ArrayAllocator
+
+FIRST_PARTS = 16  # of the first step, which makes the state
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
@@ -68,7 +70,7 @@ class TorchOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.base: FloatArray | None = None
         self.pending: dict[str, FloatArray] = {}
-        self.housed = 0  # values of the state that are where they belong
+        self.housed = -1  # entries of torch's state whose arrays are the allocator's; -1 before the first step
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return plain values: torch's state and parameters are views of the weights, and pickle would copy them."""
@@ -102,14 +104,46 @@ class TorchOptimizer:
             for tensor, low, high, parameter in pieces:
                 parameter.grad = None if tensor in missing else grad[low:high]
         with torch.no_grad():
-            self.optimizer.step()
+            if self.housed < 0:
+                self._first(self.optimizer)
+            else:
+                self.optimizer.step()
         if self.housed != (count := sum(map(len, self.optimizer.state.values()))):
-            self._house(self.optimizer)
+            self._house(self.optimizer.state)
             self.housed = count
 
-    def _house(self, optimizer: torch.optim.Optimizer) -> None:
+    def _first(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the first step, for a part of the tensors at a time: so the new state is never twice in memory."""
+        whole = {each: each.grad for pieces in self.pieces for *_, each in pieces if each.grad is not None}
+        share, part, size = sum(each.numel() for each in whole) / FIRST_PARTS, list[torch.nn.Parameter](), 0
+        for each in whole:
+            each.grad = None
+        for each in whole:
+            part.append(each)
+            size += each.numel()
+            if size >= share:
+                self._take(optimizer, part, whole)
+                size = 0
+        self._take(optimizer, part, whole)
+
+    def _take(
+        self,
+        optimizer: torch.optim.Optimizer,
+        part: list[torch.nn.Parameter],
+        whole: Mapping[torch.nn.Parameter, torch.Tensor],
+    ) -> None:
+        """Take the first step of these parameters alone, and empty the list."""
+        for each in part:
+            each.grad = whole[each]
+        optimizer.step()
+        for each in part:
+            each.grad = None
+        self._house({each: optimizer.state[each] for each in part if each in optimizer.state})
+        part.clear()
+
+    def _house(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Move the state that torch has made to arrays of the allocator."""
-        for state in optimizer.state.values():
+        for state in states.values():
             for name, value in state.items():
                 if torch.is_tensor(value) and value.ndim and value.dtype is torch.float32:
                     state[name] = self._housed(value.numpy()).reshape(value.shape)
@@ -204,7 +238,7 @@ class TorchOptimizer:
 
     def load(self, state: dict[str, FloatArray]) -> None:
         """Take over the state of an earlier process; the next step uses it."""
-        self.optimizer, self.base, self.housed = None, None, 0
+        self.optimizer, self.base, self.housed = None, None, -1
         self.pending = {name: self._housed(values).numpy().reshape(values.shape) for name, values in state.items()}
 
     def _restore(self, built: torch.optim.Optimizer) -> None:
@@ -213,4 +247,4 @@ class TorchOptimizer:
             g, i, name = key.split(".", 2)
             parameter = self.pieces[int(g)][int(i)][3]
             built.state[parameter][name] = torch.from_numpy(value)
-        self.pending = {}
+        self.pending, self.housed = {}, sum(map(len, built.state.values()))

@@ -210,8 +210,9 @@ def test_sparse_gradients_are_refused_as_gradients_and_work_as_updates() -> None
         with pytest.raises(UsageError, match=r"'0\.weight' is sparse.*--push update") as caught:
             trained(BSP1, rate, reading, words, overlap=overlap)
         assert "\n" not in str(caught.value)
-    for settings in (SSP1, Settings(sync="ssp", compress="topk:0.1", compress_down="dense")):
-        assert distance(trained(settings, rate, reading, words), plain(rate, reading, words)) < EQUAL
+    lossy = Settings(sync="ssp", compress="topk:0.1", compress_down="dense")
+    for settings, close in ((SSP1, EQUAL), (lossy, 1e-4)):  # a last update of a lossy SPEC is rounded to 1/4062
+        assert distance(trained(settings, rate, reading, words), plain(rate, reading, words)) < close
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -117,7 +117,7 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, ...], monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr("narrows.ps.journal.journal.os.pwritev", full)
         journal.note(event(2), encode(HELLO))
-    assert journal.failure == "No space left on device" and not journal.due
+    assert journal.failure == "No space left on device" and not journal.due(3)
     journal.note(event(3), encode(HELLO))
     journal.begin(server())
     assert not Journal(both, assume_lent).whole
@@ -145,16 +145,22 @@ def test_a_machine_that_is_too_large_has_none(both: tuple[int, ...]) -> None:
 
 
 def test_it_begins_anew_in_time(both: tuple[int, ...]) -> None:
+    clocks = iter(range(100))
     journal = filled(both, 1)
-    assert not journal.due
+    assert not journal.due(next(clocks))
     journal.spent_ns, journal.copy_ns = REPLAY_NS, 2 * REPLAY_NS // COPY_TIMES
-    assert not journal.due, "a copy would take more than its share"
+    assert not journal.due(next(clocks)), "a copy would take more than its share"
     journal.copy_ns //= 2
-    assert journal.due
+    assert journal.due(next(clocks))
     journal.begin(server())
-    assert not journal.due
+    assert not journal.due(next(clocks))
+    journal.spent_ns = 2 * REPLAY_NS - 1
+    assert journal.due(99) and not journal.due(99), "in the midst of a clock pushes wait, and a machine has them"
+    journal.spent_ns += 1
+    assert journal.due(99)
+    journal.begin(server())
     payload = bytes(BYTES_MIN)
     journal.note(MachineEvent(EventKind.BELOW, 1, b"x", HELLO), [*encode(HELLO), payload])
-    assert journal.due
+    assert journal.due(next(clocks))
     journal.begin(server())
-    assert not journal.due and again(both)[1] == []
+    assert not journal.due(next(clocks)) and again(both)[1] == []
