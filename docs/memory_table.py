@@ -50,14 +50,12 @@ SERVERS = "The same of all shards of a run together, with two workers and a jour
 
 def of_worker(settings: Settings) -> list[ModelArray]:
     codecs = Codecs.of(settings.compress, settings.compress_down)
-    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, MOMENTS, rounded=False)
-    return worker_arrays(settings.mode(), facts)
+    return worker_arrays(settings.mode(), ArrayFacts.of(settings, codecs, MOMENTS))
 
 
 def of_shards(settings: Settings) -> list[ModelArray]:
     codecs = Codecs.of(settings.compress, settings.compress_down)
-    up, down = codecs.up.rungs[0].share, codecs.down.rungs[0].share
-    return shard_arrays(settings.mode(), ShardFacts(WORKERS, up, down, codecs.down.lossless, moments=MOMENTS))
+    return shard_arrays(settings.mode(), ShardFacts.of(codecs, WORKERS, MOMENTS))
 
 
 def arrays_of(runs: dict[str, dict[str, Any]], arrays: Callable[[Settings], list[ModelArray]]) -> str:

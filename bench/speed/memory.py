@@ -12,6 +12,9 @@ Rules
   once the workers have left.
 - "checkpoints": of the servers and of the optimizers' states, and model.safetensors at the end. Other rows write no file.
 - "plain": PyTorch alone.
+- "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
+  first step of a small model takes, and less what the servers took before there was a model. Servers count with the files of
+  their journals there, which lie in memory.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lab import launch, record
 
+from narrows.compression.ladder import Codecs
+from narrows.protocols.config.memory import ArrayFacts, ShardFacts, shard_arrays, worker_arrays
+from narrows.protocols.config.settings import Settings
+
 ROWS: dict[str, tuple[str, ...] | None] = {
     "plain": None,
     "bsp": ("--sync", "bsp"),
@@ -43,7 +50,11 @@ ROWS: dict[str, tuple[str, ...] | None] = {
     "ssp s=16": ("--sync", "ssp", "--staleness", "16", "--compress", "topk:0.05+int8"),
     "async": ("--sync", "async", "--compress", "topk:0.05+int8"),
     "local": ("--sync", "local", "--local-steps", "5"),
+    "gossip": ("--sync", "gossip"),
+    "gossip int8": ("--sync", "gossip", "--compress", "int8"),
 }
+FIRST = "first step"  # of a small model, before there is any other
+MOMENTS = 2.0  # of AdamW
 PHASES = ("join", "steps", "shared", "finish")
 SHARDS, WORKERS, WIDTH, STEPS = 4, 2, 1024, 20
 POLL_S, LIMIT_S = 0.05, 900.0
@@ -62,24 +73,32 @@ def worker(millions: int, plain: bool) -> None:
 
     from narrows.worker import DistributedOptimizer
 
+    layers = max(1, millions * 1_000_000 // WIDTH**2)
+    models = 4.0 * layers * WIDTH**2
     peak()
     base = peak()
-    layers = max(1, millions * 1_000_000 // WIDTH**2)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    models = 4.0 * layers * WIDTH**2
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if not plain:
-        optimizer = DistributedOptimizer(optimizer, model)
 
     def ended(phase: str) -> None:
         print(MARK, json.dumps([os.getpid(), phase, (peak() - base) / models, models]), flush=True)
 
-    ended("join")
-    for _ in range(STEPS):
-        x = torch.randn(4, WIDTH)
+    def step(model: torch.nn.Module, optimizer: Any, width: int = WIDTH) -> None:
+        x = torch.randn(4, width)
         optimizer.zero_grad()
         (model(x) - x).pow(2).mean().backward()
         optimizer.step()
+
+    small = torch.nn.Linear(1, 1)
+    step(small, torch.optim.AdamW(small.parameters()), 1)
+    peak()
+    ended(FIRST)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if not plain:
+        optimizer = DistributedOptimizer(optimizer, model)
+
+    ended("join")
+    for _ in range(STEPS):
+        step(model, optimizer)
     ended("steps")
     if not plain:
         with optimizer.shared():
@@ -96,11 +115,13 @@ class ServersMemory:
         phase: the present phase.
         workers: the workers' process ids.
         most: by phase, the most bytes of all other processes together.
+        whole: the same, with the files in memory that they have open.
+        base: the least of `whole` since the first worker was heard, and before there was a model.
     """
 
     def __init__(self, root: int) -> None:
         self.root, self.phase, self.workers = root, "start", set[int]()
-        self.most: dict[str, int] = {}
+        self.most, self.whole, self.base = dict[str, int](), dict[str, int](), 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -111,8 +132,15 @@ class ServersMemory:
 
     def _look(self) -> None:
         while not self._ended.wait(POLL_S):
-            phase, sizes = self.phase, [_pss(pid) for pid in _below(self.root) if pid not in self.workers]
-            self.most[phase] = max(self.most.get(phase, 0), sum(sizes))
+            phase, servers = self.phase, [pid for pid in _below(self.root) if pid not in self.workers]
+            sizes, files = [_pss(pid) for pid in servers], dict[int, int]()
+            for pid in servers:
+                files |= _files(pid)
+            whole = sum(each - shared for each, shared in sizes) + sum(files.values())
+            self.most[phase] = max(self.most.get(phase, 0), sum(each for each, _ in sizes))
+            self.whole[phase] = max(self.whole.get(phase, 0), whole)
+            if phase == FIRST:
+                self.base = min(self.base or whole, whole)
 
 
 def _below(root: int) -> list[int]:
@@ -128,12 +156,44 @@ def _below(root: int) -> list[int]:
     return found
 
 
-def _pss(pid: int) -> int:
+def _pss(pid: int) -> tuple[int, int]:
+    """Return the proportional set size of a process, and the part of it that is files in memory."""
     try:
-        told = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+        told = dict(
+            re.findall(r"^(Pss|Pss_Shmem):\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+        )
     except OSError:  # the process has ended
-        return 0
-    return 1024 * int(told[1]) if told else 0
+        told = {}
+    return 1024 * int(told.get("Pss", 0)), 1024 * int(told.get("Pss_Shmem", 0))
+
+
+def _files(pid: int) -> dict[int, int]:
+    """Return the bytes of each file in memory that a process has open, by inode."""
+    found = dict[int, int]()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            if os.readlink(path).startswith("/memfd:"):
+                about = path.stat()
+                found[about.st_ino] = 512 * about.st_blocks
+        except OSError:  # the process has ended, or closed it
+            continue
+    return found
+
+
+def account(flags: Sequence[str] | None) -> tuple[float, float]:
+    """Return what a worker and all servers hold in the steps of a row, in models."""
+    if flags is None:
+        return 2 + MOMENTS, 0.0
+    words = {
+        flag.removeprefix("--").replace("-", "_"): word for flag, word in zip(flags[::2], flags[1::2], strict=True)
+    }
+    checkpoints = bool(words.pop("checkpoint_dir", ""))
+    given: dict[str, Any] = {name: int(word) if word.isdigit() else word for name, word in words.items()}
+    settings = Settings(workers=WORKERS, shards=SHARDS, **given).validated()
+    mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
+    shards = ShardFacts.of(codecs, WORKERS, MOMENTS)._replace(checkpoints=checkpoints)
+    here, there = worker_arrays(mode, ArrayFacts.of(settings, codecs, MOMENTS)), shard_arrays(mode, shards)
+    return sum(row.models for row in here), sum(row.models for row in there)
 
 
 def measure(flags: Sequence[str] | None, millions: int) -> record.Figures:
@@ -165,9 +225,13 @@ def measure(flags: Sequence[str] | None, millions: int) -> record.Figures:
         if code:
             raise launch.CommandFailed(f"{' '.join(command)}\nexit code {code}\n{launch.tail(errors)}")
     figures: record.Figures = {f"worker, {phase}": (peaks.get(phase), "models") for phase in PHASES}
+    ours, theirs = account(flags)
+    figures |= {"worker, account": (ours, "models"), "worker, ratio": ((peaks["steps"] - peaks[FIRST]) / ours, "")}
     if flags is not None:
         most = {phase: servers.most.get(phase, 0) / models for phase in ("join", "finish")}
+        whole = (servers.whole.get("join", 0) - servers.base) / models
         figures |= {"servers, steps": (most["join"], "models"), "servers, end": (most["finish"], "models")}
+        figures |= {"servers, account": (theirs, "models"), "servers, ratio": (whole / theirs, "")}
     return figures
 
 

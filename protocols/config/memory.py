@@ -2,13 +2,14 @@
 
 An array of one model holds each trained value as float32. `ps-worker --check` prints these arrays for the user's script,
 and `ps-plan` plans with them. A server's figures are those of all shards together.
-Activations, PyTorch itself and coded payloads on their way are not among them. Under gossip the arrays are those of
+Activations, PyTorch itself and received coded payloads are not among them. Under gossip the arrays are those of
 protocols/gossip/mixing.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from narrows.protocols.config.modes import WINDOW, FoldRule, Mode
 from narrows.protocols.config.settings import Settings
@@ -37,12 +38,40 @@ class ModelArray(NamedTuple):
     why: str
 
 
+class RungBytes(Protocol):
+    """A SPEC, as this module needs it; see narrows.compression.ladder, which protocols/ does not import."""
+
+    @property
+    def share(self) -> float: ...
+
+
+class SpecLadder(Protocol):
+    """A ladder of SPECs, as this module needs it."""
+
+    @property
+    def rungs(self) -> Sequence[RungBytes]: ...
+    @property
+    def lossless(self) -> bool: ...
+    @property
+    def auto(self) -> bool: ...
+
+
+class RunCodecs(Protocol):
+    """The SPECs of a run, as this module needs them."""
+
+    @property
+    def up(self) -> SpecLadder: ...
+    @property
+    def down(self) -> SpecLadder: ...
+
+
 class ArrayFacts(NamedTuple):
     """What the arrays of a worker depend on, beside the mode.
 
     Attributes:
         lossless: the SPEC of updates leaves nothing out, as dense.
         down_lossless: the SPEC of states leaves nothing out.
+        up: the bytes of an update, over those of the model as float32.
         quorum: of the run; -1: none.
         private: --dp-clip is given.
         rounded: a parameter is not float32.
@@ -54,6 +83,7 @@ class ArrayFacts(NamedTuple):
 
     lossless: bool
     down_lossless: bool
+    up: float = 1.0
     quorum: int = -1
     private: bool = False
     rounded: bool = False
@@ -63,11 +93,12 @@ class ArrayFacts(NamedTuple):
     outer: bool = False
 
     @classmethod
-    def of(cls, settings: Settings, lossless: bool, down_lossless: bool, moments: float, rounded: bool) -> ArrayFacts:
-        """Return the facts of a run with these settings; the other arguments are as the attributes."""
+    def of(cls, settings: Settings, codecs: RunCodecs, moments: float, rounded: bool = False) -> ArrayFacts:
+        """Return the facts of a run with these validated settings, and the codecs of their SPECs."""
         outer = (settings.outer_lr, settings.outer_momentum) != (1.0, 0.0)
         private, gossip = settings.dp_clip > 0, (settings.workers, settings.topology, outer)
-        return cls(lossless, down_lossless, settings.quorum, private, rounded, moments, *gossip)
+        specs = codecs.up.lossless, codecs.down.lossless, codecs.up.rungs[0].share
+        return cls(*specs, settings.quorum, private, rounded, moments, *gossip)
 
 
 def gossip_partners(topology: str, workers: int) -> tuple[int, int]:
@@ -105,7 +136,7 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
     """
     gossip = mode.rule is FoldRule.MIX
     each, ever = gossip_partners(facts.topology, facts.workers) if gossip else (0, 0)
-    raw_rounds = max(1, mode.bound or 0) if gossip and facts.lossless else 0
+    offers = (1 + each) * max(1, mode.bound or 0)
     steps_here, direct = mode.rule is not FoldRule.OPTIMIZER, in_place(mode, facts.down_lossless, facts.rounded)
     raw, coded = facts.lossless or facts.private, not facts.lossless
     rows = (
@@ -118,12 +149,14 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
         (steps_here and facts.rounded, ModelArray("rounded replica", 1, "as the parameters' dtype holds it")),
         (coded and not gossip, ModelArray("residual", 1, "what the SPEC leaves out")),
         (
-            raw and not gossip,
+            raw and not gossip,  # of lent gradients only parts that cross a tensor's border: all of them, at most
             ModelArray("raw updates", update_buffers(mode, facts.quorum), "in flight, to be filled, or with the link"),
         ),
+        (coded and not gossip, ModelArray("coded updates", mode.window * facts.up, "in flight")),
+        (facts.down_lossless and not gossip, ModelArray("received state", 1, "until all parts of a shard's are here")),
         (coded and gossip, ModelArray("references", 1 + ever, "of each partner, and the first weights")),
         (facts.outer and gossip, ModelArray("outer momentum", 1, "of this worker's rounds")),
-        (gossip, ModelArray("raw offers", (1 + each) * raw_rounds, "this worker's, and those of its partners")),
+        (gossip, ModelArray("offers", offers * facts.up, "this worker's, and those of its partners")),
         (gossip, ModelArray("scratch", 1 + facts.outer, "an update, a mix, or a difference to be coded")),
     )
     return [row for there, row in rows if there and row.models]
@@ -152,6 +185,12 @@ class ShardFacts(NamedTuple):
     journal: bool = True
     standby: bool = False
     parent: tuple[Mode, ArrayFacts] | None = None
+
+    @classmethod
+    def of(cls, codecs: RunCodecs, workers: int, moments: float) -> ShardFacts:
+        """Return the facts of shards with a journal alone."""
+        up, down = codecs.up.rungs[0].share, codecs.down.rungs[0].share
+        return cls(workers, up, down, codecs.down.lossless, not codecs.down.auto, moments)
 
 
 def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
@@ -183,7 +222,7 @@ def parent_arrays(facts: ShardFacts) -> list[ModelArray]:
         return []
     mode, child = facts.parent
     if mode.rule is FoldRule.MIX:
-        names = ("model", "references", "outer momentum", "raw offers")
+        names = ("model", "references", "outer momentum", "offers")
         kept = [row for row in worker_arrays(mode, child) if row.name in names]
     else:
         raw = ModelArray("raw updates", mode.window, "in flight to the parent, or part of its state here")

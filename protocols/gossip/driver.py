@@ -220,6 +220,7 @@ class GossipDriver:
         """
         if moved is not None:
             self._absorb(moved, whole=True)
+        del moved  # an offer and a mix take as much
         self._go("stepped")
         return self.go_on(now_ns)
 

@@ -39,8 +39,7 @@ def _resolved(way: ModeAndSpec, updates: bool) -> tuple[Settings, Codecs]:
 
 def _child(way: ModeAndSpec, updates: bool) -> tuple[Mode, ArrayFacts]:
     settings, codecs = _resolved(way, updates)
-    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, MOMENTS, rounded=False)
-    return settings.mode(), facts
+    return settings.mode(), ArrayFacts.of(settings, codecs, MOMENTS)
 
 
 def worker_models(way: ModeAndSpec, updates: bool = False) -> float:
@@ -58,9 +57,8 @@ def server_models(way: ModeAndSpec, children: int, updates: bool = False, parent
         parent: of a cluster: the mode and SPEC of the root.
     """
     settings, codecs = _resolved(way, updates)
-    shares = codecs.up.rungs[0].share, codecs.down.rungs[0].share
     above = _child(parent, True) if parent is not None else None
-    facts = ShardFacts(children, *shares, codecs.down.lossless, moments=MOMENTS, journal=False, parent=above)
+    facts = ShardFacts.of(codecs, children, MOMENTS)._replace(journal=False, parent=above)
     return sum(row.models for row in shard_arrays(settings.mode(), facts))
 
 

@@ -386,9 +386,10 @@ def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
         return []
     codecs, moments = Codecs.of(settings.compress, settings.compress_down), done["kept_values"] / trained
     mode, moments = settings.mode(), round(moments, 2)
-    facts = ArrayFacts.of(settings, codecs.up.lossless, codecs.down.lossless, moments, done["rounded"])
-    shares = codecs.up.rungs[0].share, codecs.down.rungs[0].share
-    shards = ShardFacts(settings.workers, *shares, codecs.down.lossless, not codecs.down.auto, moments)
+    facts, shards = (
+        ArrayFacts.of(settings, codecs, moments, done["rounded"]),
+        ShardFacts.of(codecs, settings.workers, moments),
+    )
     lines = []
     for whose, arrays, more in (
         ("memory       of a worker", worker_arrays(mode, facts), "; and activations"),

@@ -279,8 +279,8 @@ class GossipStep:
 
     def _round(self) -> None:
         number = self.driver.round
-        moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # or the script has written
-        self._carry_out(self.driver.step(moved, self._now()))
+        moves = self.taken or self.engine.flat.overwritten()  # or the script has written
+        self._carry_out(self.driver.step(self._moved() if moves else None, self._now()))
         self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
         self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
         self.local_step = self.taken = 0
