@@ -187,11 +187,11 @@ def account(flags: Sequence[str] | None) -> tuple[float, float]:
     words = {
         flag.removeprefix("--").replace("-", "_"): word for flag, word in zip(flags[::2], flags[1::2], strict=True)
     }
-    checkpoints = bool(words.pop("checkpoint_dir", ""))
+    words.pop("checkpoint_dir", "")  # a checkpoint takes no array
     given: dict[str, Any] = {name: int(word) if word.isdigit() else word for name, word in words.items()}
     settings = Settings(workers=WORKERS, shards=SHARDS, **given).validated()
     mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
-    shards = ShardFacts.of(codecs, WORKERS, MOMENTS)._replace(checkpoints=checkpoints)
+    shards = ShardFacts.of(codecs, WORKERS, MOMENTS)
     here, there = worker_arrays(mode, ArrayFacts.of(settings, codecs, MOMENTS)), shard_arrays(mode, shards)
     return sum(row.models for row in here), sum(row.models for row in there)
 

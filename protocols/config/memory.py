@@ -264,6 +264,6 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
         (True, ModelArray("scratch", scratch, "of a fold, or a difference to be coded")),
         *((facts.journal, row) for row in journal_arrays(saved, facts.workers * facts.up / mode.fragments)),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
-        (facts.standby, ModelArray("standby", 2 * machine, "its machine, and the copy that it is made of")),
+        (facts.standby, ModelArray("standby", machine, "its machine: it frees the bytes that it makes it of")),
     )
     return [*kept, *(row for there, row in rows if there and row.models)]

@@ -106,6 +106,8 @@ def _housed(arrays: ArrayAllocator, kind: str, shape: tuple[int, ...], values: A
         return found
     made = arrays.empty(found.size)
     np.copyto(made, found)
+    del found
+    values.clear()  # else the unpickler keeps the bytes of all arrays until the last one is read
     return made
 
 

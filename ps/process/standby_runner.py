@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import MachineEvent
-from narrows.ps.replication.standby import PeerShards, Standby
+from narrows.ps.replication.standby import MachineParts, PeerShards, Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
 
@@ -69,8 +68,8 @@ class StandbyRunner:
         """The primary's machine, as far as it is here. Only once the standby has a machine."""
         return self.replay.server
 
-    def _thaw(self, packed: bytes) -> Server:
-        server = thaw(io.BytesIO(packed), self.lending.any, self.arrays)
+    def _thaw(self, packed: MachineParts) -> Server:
+        server = thaw(packed, self.lending.any, self.arrays)
         self.replay = JournalReplay(server, self._load)
         self.access_control.serve(server)
         return server

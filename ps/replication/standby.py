@@ -64,6 +64,44 @@ class PeerShards:
         return (own, *(self.known[shard].said.port for shard in sorted(self.known)))
 
 
+class MachineParts:
+    """The parts of a machine that have been received, as a file. What has been read is freed."""
+
+    def __init__(self) -> None:
+        self.count, self._left = 0, deque[memoryview]()
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that are here."""
+        return sum(map(len, self._left))
+
+    def append(self, part: m.Buffer) -> None:
+        self.count += 1
+        self._left.append(memoryview(part).cast("B"))
+
+    def readinto(self, room: bytearray | memoryview) -> int:
+        """Read into all of `room`, or as much as there is. Returns the number of bytes."""
+        out, at = memoryview(room).cast("B"), 0
+        while at < len(out) and self._left:
+            first = self._left.popleft()
+            taken, rest = first[: len(out) - at], first[len(out) - at :]
+            out[at : at + len(taken)], at = taken, at + len(taken)
+            if rest:
+                self._left.appendleft(rest)
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        room = bytearray(self.nbytes if size < 0 else min(size, self.nbytes))
+        self.readinto(room)
+        return bytes(room)
+
+    def readline(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (more := self.read(1)):
+            line += more
+        return line
+
+
 class Standby:
     """A shard of a standby.
 
@@ -74,7 +112,7 @@ class Standby:
         port: the port that this shard listens on.
         lost_ns: the silence after which the primary counts as lost.
         siblings: what shard 0 knows of the other shards of this standby.
-        thaw: makes a machine of its bytes; whatever it raises, `receive` raises.
+        thaw: makes a machine of a file with its bytes; whatever it raises, `receive` raises.
         again: lets the machine handle an event.
     """
 
@@ -86,7 +124,7 @@ class Standby:
         port: int,
         lost_ns: int,
         siblings: PeerShards,
-        thaw: Callable[[bytes], ReplicatedMachine],
+        thaw: Callable[[MachineParts], ReplicatedMachine],
         again: Callable[[MachineEvent], None],
     ) -> None:
         self.index, self.original, self.address, self.port, self.lost_ns = index, original, address, port, lost_ns
@@ -94,7 +132,7 @@ class Standby:
         self.machine: ReplicatedMachine | None = None
         self.have = -1  # number of the newest event that is here, -1: no machine yet
         self.life = -1  # the primary's incarnation in which these events happened
-        self.parts: list[m.Buffer] = []  # the first parts of a machine that is being received
+        self.parts = MachineParts()  # the first parts of a machine that is being received
         self.parts_of = -1  # the newest event of that machine
         self.events: deque[MachineEvent] = deque()  # events that are here and that the machine has not handled yet
         # When the primary was last heard, when it was last sent an acknowledgement, and shard 0 its progress.
@@ -108,7 +146,7 @@ class Standby:
     @property
     def coming(self) -> int:
         """Bytes received of a machine that is not whole yet."""
-        return sum(map(len, self.parts))
+        return self.parts.nbytes
 
     def heard(self, now_ns: int) -> None:
         """Note that the primary is live."""
@@ -133,15 +171,15 @@ class Standby:
         if copied.number != self.parts_of:
             self.begin_anew()
             self.parts_of = copied.number
-        if copied.part == len(self.parts) and self.have < 0:
+        if copied.part == self.parts.count and self.have < 0:
             self.parts.append(copied.payload)
-        if len(self.parts) == copied.parts:
-            self.machine, self.have = self.thaw(b"".join(self.parts)), copied.number
-            self.parts = []
+        if self.parts.count == copied.parts:
+            whole, self.parts = self.parts, MachineParts()
+            self.machine, self.have = self.thaw(whole), copied.number
 
     def begin_anew(self) -> None:
         """Forget the machine, its parts and its events, so that the primary sends a whole machine again."""
-        self.machine, self.have, self.parts, self.parts_of = None, -1, [], -1
+        self.machine, self.have, self.parts, self.parts_of = None, -1, MachineParts(), -1
         self.events.clear()
 
     def handle(self) -> None:
@@ -157,7 +195,7 @@ class Standby:
         of = self.parts_of if self.have < 0 else -1
         return [
             SendToPeer(
-                self.original, m.ReplicationFollow(self.index, self.have, self.life, of, len(self.parts), self.address)
+                self.original, m.ReplicationFollow(self.index, self.have, self.life, of, self.parts.count, self.address)
             )
         ]
 

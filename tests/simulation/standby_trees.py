@@ -15,7 +15,6 @@ and is lost with what is lost.
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +39,7 @@ from narrows.ps.journal.machine_pickling import frozen, thaw
 from narrows.ps.parent.parent_push import ParentPush
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.replication_primary import ReplicationPrimary
-from narrows.ps.replication.standby import PeerShards, Standby
+from narrows.ps.replication.standby import MachineParts, PeerShards, Standby
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.reports import COORDINATOR
@@ -574,8 +573,8 @@ class Second:
     def server(self) -> Server:
         return self.replay.server
 
-    def _thaw(self, packed: bytes) -> Server:
-        self.replay = JournalReplay(thaw(io.BytesIO(packed), assume_lent), self._load)
+    def _thaw(self, packed: MachineParts) -> Server:
+        self.replay = JournalReplay(thaw(packed, assume_lent), self._load)
         return self.server
 
     def _load(self, clock: int) -> None:

@@ -26,7 +26,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.member.failover_view import FailoverView
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.replication_primary import ReplicationPrimary
-from narrows.ps.replication.standby import PeerShards, Standby
+from narrows.ps.replication.standby import MachineParts, PeerShards, Standby
 from narrows.ps.shard.reports import COORDINATOR
 from simulation.mirror import Violation
 from simulation.simulator import MS, Faults, Random, Simulator
@@ -181,8 +181,8 @@ class Shard:
         assert isinstance(box, Box)
         return box
 
-    def _thaw(self, packed: bytes) -> Box:
-        return Box.of(packed)
+    def _thaw(self, packed: MachineParts) -> Box:
+        return Box.of(packed.read())
 
     def _again(self, event: MachineEvent) -> None:
         self.box.happen(event)

@@ -24,7 +24,7 @@ from narrows.ps.replication import replication_stream
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.replication_stream import PARTS_AHEAD, ReplicatedMember
-from narrows.ps.replication.standby import PeerShards, Standby
+from narrows.ps.replication.standby import MachineParts, PeerShards, Standby
 from narrows.ps.shard.reports import COORDINATOR
 
 LOST_NS = 2 * NS
@@ -626,8 +626,8 @@ class Following:
             0, "tcp://here:1", THERE, 4711, LOST_NS, siblings, self.thaw, self.machine.handled.append
         )
 
-    def thaw(self, packed: bytes) -> Machine:
-        self.thawed.append(packed)
+    def thaw(self, packed: MachineParts) -> Machine:
+        self.thawed.append(packed.read())
         return self.machine
 
     def part(self, part: int, of: int = 1, number: int = 4, life: int = LIFE, payload: bytes = b"x") -> None:

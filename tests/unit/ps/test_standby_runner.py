@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,13 +38,14 @@ from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.journal.machine_pickling import frozen
+from narrows.ps.journal.machine_pickling import frozen, thaw
 from narrows.ps.process import bootstrap_client
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.machine_factory import release
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
+from narrows.ps.replication.standby import MachineParts
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ModelShard, ShardResources
 from narrows.ps.shard.push_assembler import PushAssembler
@@ -439,3 +441,36 @@ class Answering(Wire):
             self.failed(ORIGINAL, answer, "")
             return []
         return [(ORIGINAL, encode(answer))]
+
+
+def test_a_standby_frees_the_parts_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the machine and what is left of its bytes it holds one array more, and a part."""
+    settings, size, part = Settings().validated(), 1 << 20, 1 << 16
+    coordinator = Coordinator(settings, 7)
+    server = Server(Shard(0, settings, 1, 5, (), ShardResources(coordinator=coordinator)), coordinator)
+    arrays = [np.full(size // 4, value, np.float32) for value in range(8)]
+    monkeypatch.setattr(server.shard, "parent_residual", arrays)
+    packed, parts = frozen(server, assume_lent), MachineParts()
+    tracemalloc.start()
+    try:
+        for low in range(0, len(packed), part):
+            parts.append(packed[low : low + part])
+        here = tracemalloc.get_traced_memory()[0]
+        assert here >= parts.nbytes == len(packed)
+        tracemalloc.reset_peak()
+        found: Any = thaw(parts, assume_lent).shard.parent_residual
+        assert tracemalloc.get_traced_memory()[1] < here + 2 * size
+    finally:
+        tracemalloc.stop()
+    assert not parts.nbytes and all(map(np.array_equal, found, arrays))
+
+
+def test_parts_are_read_as_a_file() -> None:
+    parts = MachineParts()
+    for part in (b"ab\nc", memoryview(b"defg"), b"", b"h\n"):
+        parts.append(part)
+    assert (parts.count, parts.nbytes) == (4, 10)
+    assert (parts.readline(), parts.read(2), parts.read(0)) == (b"ab\n", b"cd", b"")
+    room = bytearray(3)
+    assert parts.readinto(room) == 3 and room == b"efg"
+    assert parts.readinto(memoryview(room)[:1]) == 1 and parts.read() == b"\n" and parts.readline() == b""
