@@ -10,14 +10,14 @@ How it works
    `tidy` drops later files, of an earlier run, and all but the newest KEPT. The arrays may change after `begin`.
 3. `sound` reads the files of a shard again and returns the clocks whose files hold what was written. `newest` is the
    newest clock that is sound for all shards; the run goes back to it, or resumes from it.
-4. `read_for` reads what a shard begins from. If another number of shards wrote the checkpoint, it maps the files that
-   have keys of this shard, and copies its parts of their arrays.
+4. `read_for` maps the file that a shard begins from. If another number of shards wrote the checkpoint, it maps the files
+   that have keys of this shard, and copies its parts of their arrays.
 
 Rules
 - All files of a clock are of one number of shards, which each file names. Any other number of shards can begin from
   them.
-- A file is written and checked BLOCK_BYTES at a time (array_files.py). `read` makes the arrays that it returns, and
-  nothing else of their size.
+- A file is written and checked BLOCK_BYTES at a time (array_files.py). The store copies arrays that are mapped into its
+  own. So a shard that begins from a checkpoint has its arrays in memory once.
 - A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
 
@@ -54,7 +54,7 @@ from narrows.ps.checkpoints.array_files import (
     publish,
 )
 from narrows.ps.store import embedding_rows
-from narrows.ps.store.changes import LoadArrays
+from narrows.ps.store.changes import OWED, LoadArrays
 from narrows.ps.store.reshard_arrays import recut
 
 # The newest, which some shards may not have yet; the one that all shards have; one more, if that one is damaged.
@@ -416,16 +416,20 @@ def check(folder: Path, shard: int, clock: int) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """Check a shard's checkpoint, and return its arrays, read from the disk where they are used, and its facts."""
+    """Check a shard's checkpoint, and return its arrays, read from the disk where they are used, and its facts.
+
+    The arrays cannot be changed. OWED is a copy, since a cluster keeps it as it is.
+    """
     facts = check(folder, shard, clock)
     with open(path_of(folder, shard, clock), "rb", buffering=0) as file:
         _, places = places_of(file)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return {
+    arrays = {
         name: np.frombuffer(data, place.dtype, prod(place.shape), place.begin).reshape(place.shape)
         for name, place in places.items()
         if not name.startswith(BYTES)
-    }, facts
+    }
+    return arrays | {name: array.copy() for name, array in arrays.items() if name == OWED}, facts
 
 
 def weights_at(path: Path) -> tuple[int, int, int]:
@@ -489,7 +493,7 @@ def read_for(
     count = int(facts.get("shards", 1))
     if count == shards:
         fetch(shard)
-        arrays, facts = read(folder, shard, clock)
+        arrays, facts = _mapped(folder, shard, clock)
         return LoadArrays(_check_sizes(folder, shard, clock, (arrays, facts)), int(facts["publication"])), False
     plan = ModelSpec.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
