@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -483,6 +484,34 @@ def test_a_run_of_gossip_that_ended_or_was_stopped_goes_on_from_there(tmp_path: 
     assert [at for _, at in begun_] == [6, 6, 6]
     for first, _ in begun_:
         np.testing.assert_allclose(first, model, atol=1e-6)
+
+
+def test_a_gossip_worker_copies_its_model_once_for_a_file_and_reads_none_to_list_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NARROWS_CHECKPOINT_DIR", str(tmp_path))
+    with run(Settings(sync="gossip", workers=1)):
+        model = nn.Linear(1023, 512)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        sync = cast(Any, optimizer._engine).sync
+        assert isinstance(sync, GossipStep) and sync.checkpoints is not None
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            sync._keep(last=True)
+            assert tracemalloc.get_traced_memory()[1] - before < 1.2 * 4 * 1024 * 512
+        finally:
+            tracemalloc.stop()
+        calls, load = list[bool](), torch.load
+
+        def noted(path: Path, mmap: bool, **named: Any) -> Any:
+            calls.append(mmap)
+            return load(path, mmap=mmap, **named)
+
+        monkeypatch.setattr(torch, "load", noted)
+        assert sync.checkpoints.models() == ((0, 0),) and calls == [True]
+        found = sync.checkpoints.reached(0, 0)
+        assert found is not None and np.array_equal(found, flat(model)) and calls[1:] == [False]
 
 
 def test_files_are_of_rounds_that_slower_workers_have_too(tmp_path: Path) -> None:

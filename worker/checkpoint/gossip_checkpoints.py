@@ -66,7 +66,7 @@ class GossipCheckpoints:
 
         Models of all ranks count, because a worker may have had another rank before.
         """
-        whole = [(rank, number) for number, rank in self._files() if self.read(rank, number) is not None]
+        whole = [(rank, number) for number, rank in self._files() if self.read(rank, number, mapped=True) is not None]
         return tuple(whole[-MODELS_MAX:])
 
     def _files(self) -> list[tuple[int, int]]:
@@ -79,11 +79,14 @@ class GossipCheckpoints:
         models = (self.read(rank, found) for found, of in self._files() if of == rank and found >= number)
         return next((model for model in models if model is not None), None)
 
-    def read(self, rank: int, number: int) -> FloatArray | None:
-        """Read the model of a round, float32[size]; None without such a file, or if it is of another model."""
+    def read(self, rank: int, number: int, mapped: bool = False) -> FloatArray | None:
+        """Read the model of a round, float32[size]; None without such a file, or if it is of another model.
+
+        `mapped`: read the values from the disk where they are used.
+        """
         path = self.folder / round_file(rank, number)
         try:
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
             if content["plan"] != self.plan.hex() or content["round"] != number:
                 return None
             model: FloatArray = content["model"].numpy()

@@ -30,6 +30,7 @@ from typing import Any
 
 from narrows.compression import Memory
 from narrows.compression.codecs import raw_pieces
+from narrows.compression.home import HOST
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -247,7 +248,8 @@ class GossipStep:
         """Write the model to a file if a checkpoint is due after this round, or if this worker ends (`last`)."""
         checkpoints = self.checkpoints
         if checkpoints is not None and (last or checkpoints.due(self.driver.round)):
-            checkpoints.write(self.driver.round, self.engine.home.host(self._with_steps()).copy())
+            home, model = self.engine.home, self._with_steps()
+            checkpoints.write(self.driver.round, model if home is HOST else home.host(model))
         if checkpoints is not None and last:
             checkpoints.end()
 
