@@ -136,7 +136,7 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
     """
     gossip = mode.rule is FoldRule.MIX
     each, ever = gossip_partners(facts.topology, facts.workers) if gossip else (0, 0)
-    offers = (1 + each) * max(1, mode.bound or 0)
+    offers = max(1, mode.bound or 0) + each * (1 + (mode.bound or 0))  # a partner may be one round ahead
     steps_here, direct = mode.rule is not FoldRule.OPTIMIZER, in_place(mode, facts.down_lossless, facts.rounded)
     raw, coded = facts.lossless or facts.private, not facts.lossless
     rows = (

@@ -130,7 +130,7 @@ def test_the_account_names_the_arrays_of_gossip(flags: dict[str, Any], compress:
         facts = ArrayFacts.of(settings, codecs, 2.0)
         account = {array.name: array.models * size for array in worker_arrays(settings.mode(), facts)}
         assert account.pop("parameters") == account.pop("gradients") == account.pop("optimizer's state") / 2 == size
-        assert account.pop("offers") == pytest.approx(facts.up * size * settings.workers)
+        assert account.pop("offers") == pytest.approx(facts.up * size * 3)
         assert account.pop("scratch") == size * (1 + (mixing.outer is not None))
         optimizer.finish()
         return {name: models for name, models in found.items() if models}, account
