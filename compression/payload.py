@@ -42,7 +42,7 @@ from narrows.compression.errors import NonFinitePayloadError, PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, IndexCoding
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
+from narrows.compression.value_codings import CHUNK, FP32, VALUE_CODINGS, CodedValues
 
 LAYOUT_VERSION = 1
 HEADER = struct.Struct("<BBBBIII")
@@ -202,6 +202,11 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> float:
             raise NonFinitePayloadError("payload holds NaN or infinity")
         largest = float(np.uint32(key).view(np.float32))
     return opened.header.kept * largest**2
+
+
+def no_values(count: int) -> bytes:
+    """Return a payload of `count` zeros that holds none of them: a header."""
+    return Header(next(iter(INDEX_CODINGS)), FP32.wire_id, PLAIN_BYTES, count, 0, 0).pack()
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:

@@ -147,8 +147,15 @@ class Exchange(Generic[A]):
 
     # Own updates.
 
-    def give(self, pieces: Sequence[CodedPiece]) -> Says:
-        """Send the first weights of the run. The first state comes once the shard has all weights that it needs."""
+    def give(self, pieces: Sequence[CodedPiece], only: bool = True) -> Says:
+        """Send the first weights of the run. The first state comes once the shard has all weights that it needs.
+
+        Args:
+            pieces: the weights of all keys of the shard.
+            only: no other child gives some. The first state is then a difference to these.
+        """
+        if only:
+            self.replica.absorb(pieces, add=False)
         count = len(pieces)
         return [
             m.FirstWeights(self.worker, self.epoch, i, count, piece.begin, piece.end, piece.codec, piece.payload)

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from narrows.compression import codecs
+from narrows.compression.payload import no_values
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, parts
 from narrows.protocols.config.modes import Mode
@@ -164,9 +165,11 @@ class Publications:
         self.lasts: set[int] = set()  # workers that wait for the last model
         # by number: the newest publication and up to CREDIT_MAX before it
         self.made: dict[int, PublicationRecord] = {}
+        self.founder = (-1, -1)  # worker and epoch of the child whose own weights the store's first publication is
 
     def begin(self, min_clock: int) -> None:
         """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""
+        self.founder = (-1, -1)
         self.made = {self.store.publication: PublicationRecord(min_clock, {}, self._merging())}
 
     def members(self) -> None:
@@ -250,6 +253,10 @@ class Publications:
         if follow.clock >= child.follow.clock and follow.have >= child.follow.have:
             child.said(follow, now_ns)
 
+    def founded(self, seat: PushSequence) -> None:
+        """Note that this child has given all first weights: it need not get them back."""
+        self.founder = seat.worker, seat.epoch
+
     def pull(self, seat: PushSequence, pull: m.Pull) -> None:
         """Take a Pull of the master copy, unless a newer one has arrived before."""
         child = self.child(seat)
@@ -287,10 +294,15 @@ class Publications:
         return effects
 
     def _whole(self, seat: PushSequence, child: PublicationChild) -> list[tuple[int, Keys | None, bytes | None]]:
-        """Return the newest state as the only publication to send, if the child needs it and may compute on it."""
+        """Return the newest state as the only publication to send, if the child needs it and may compute on it.
+
+        The child that gave the first weights gets a difference without values to them.
+        """
         number, follow = self.store.publication, child.follow
         if child.sent or number <= follow.have or not self.mode.allows(follow.clock, self._settled(seat, number)):
             return []
+        if number == 0 and follow.have < 0 and self.founder == (seat.worker, seat.epoch):
+            return [(number, self.store.whole, no_values(self.store.size))]
         return [(number, None, None)]
 
     def _settled(self, seat: PushSequence, number: int) -> int:

@@ -100,7 +100,10 @@ class ShardRequests:
             return False
         if not self._wanted_above:
             return False  # another cluster has already given the parent its first weights
-        return self.model_shard.first_weights(message, ledger)
+        whole = self.model_shard.first_weights(message, ledger)
+        if whole and not ledger.sources:
+            self.publications.founded(seat)
+        return whole
 
     def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Take one part of a push, and accept each update that is complete with it."""

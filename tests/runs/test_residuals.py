@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import nn
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
+from narrows.ps.shard.publications import Publications
 from narrows.worker import DistributedOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +51,37 @@ def test_shared_shows_the_servers_state_and_puts_the_replica_back() -> None:
         with pytest.raises(ZeroDivisionError), optimizer.shared():
             raise ZeroDivisionError
         assert np.array_equal(flat(net), replica)
+
+
+@pytest.mark.parametrize("settings", [BSP1, SSP1, TOPK1])
+def test_who_gives_the_first_weights_does_not_get_them_back(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker gets them, and the first one a header."""
+    sent: list[int] = []
+    publication = Publications._publication
+
+    def counted(*arguments: Any) -> Any:
+        states = publication(*arguments)
+        sent.append(sum(len(state.payload) for state in states))
+        return states
+
+    monkeypatch.setattr(Publications, "_publication", counted)
+    with run(replace(settings, workers=2)) as started:
+
+        def script(worker: int) -> Array:
+            net = build()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(worker)
+            optimizer = DistributedOptimizer(SGD(net.parameters()), net)
+            begun = flat(net)
+            optimizer.finish()
+            return begun
+
+        one, other = started.together(script)
+        assert np.array_equal(one, other) and np.array_equal(one, master(started))
+    assert sent.count(16) == settings.shards and sum(sent) == 16 * settings.shards + 4 * one.size
 
 
 MANY = {

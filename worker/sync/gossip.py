@@ -242,7 +242,8 @@ class GossipStep:
             raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
         exchange = self.shards.exchanges[event.shard]
         begin, end = exchange.replica.begin, exchange.replica.end
-        self.engine.link.send(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
+        pieces = raw_pieces(model[begin:end].copy(), begin, parts(begin, end))
+        self.engine.link.send(event.shard, exchange.give(pieces, only=False))
 
     def _keep(self, last: bool = False) -> None:
         """Write the model to a file if a checkpoint is due after this round, or if this worker ends (`last`)."""
