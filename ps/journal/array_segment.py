@@ -75,6 +75,7 @@ class ArraySegment:
         self.end = os.fstat(live).st_size  # offset of the next slab
         self.fill = self.end  # offset of the next range; a process that replaces another begins behind its ranges
         self.used: dict[int, ArrayRange] = {}  # by offset
+        self.room = 0  # bytes of the ranges in use
         self.free: list[ArrayRange] = []
         self.freed: deque[int] = deque()  # offsets of arrays that nothing refers to, as finalizers have noted them
         self.places: dict[int, int] = {}  # address -> offset, of ranges in use
@@ -83,7 +84,7 @@ class ArraySegment:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         self._settle()
-        return sum(each.room for each in self.used.values())
+        return self.room
 
     def empty(self, count: int) -> FloatArray:
         """Return an array, float32[count], of any values."""
@@ -122,12 +123,14 @@ class ArraySegment:
         Raises:
             ValueError: the files have no such range.
         """
+        self._settle()
         here: FloatArray | None = self.used[offset].array() if offset in self.used else None
         if here is not None and len(here) == count:
             return here
         room = -(-4 * count // PAGE) * PAGE
         if here is not None or offset < 0 or offset % PAGE or offset + room > os.fstat(self.files[0]).st_size:
             raise ValueError(f"{count} values at {offset} are beyond the arrays' file")
+        self.free = [each for each in self.free if each.offset != offset]
         found = ArrayRange(offset, room, copied=back)
         array = self._array(found, count)
         if back:
@@ -175,6 +178,7 @@ class ArraySegment:
         """Make the ranges free whose arrays are gone."""
         while self.freed:
             found = self.used.pop(self.freed.popleft())
+            self.room -= found.room
             del self.places[found.address]
             self.free.append(found)
 
@@ -184,6 +188,7 @@ class ArraySegment:
         weakref.finalize(array, self.freed.append, found.offset).atexit = False
         found.array, found.idle = weakref.ref(array), False
         self.used[found.offset] = found
+        self.room += found.room
         found.address = array.__array_interface__["data"][0]
         self.places[found.address] = found.offset
         return array

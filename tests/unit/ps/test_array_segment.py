@@ -57,6 +57,8 @@ def test_the_next_process_has_the_arrays_of_the_last_copy(both: tuple[int, int])
     assert_array_equal(found[1], np.full(3 * COUNT, 2.0, np.float32))
     after.begun()
     assert after.at(places[0], COUNT, back=True) is found[0], "two references to an array stay one array"
+    del found[0]
+    found.insert(0, after.at(places[0], COUNT, back=True))  # of a range whose array is gone, and not yet free
     more = filled(after, 3.0)
     assert after.place(more) not in places
     assert_array_equal(found[0], np.full(COUNT, 1.0, np.float32))
