@@ -386,7 +386,8 @@ def test_a_run_goes_on_from_a_state_dict() -> None:
             optimizer.finish()
             with optimizer.shared():
                 ends[without] = distance(flat(net), flat(reference))
-    assert ends.pop("") < EQUAL < min(ends.values()) / 10
+    rounded = 1e-4  # of the last update, to 1/4062 of the largest value of a block
+    assert ends.pop("") < rounded < min(ends.values()) / 10
 
 
 def test_muon_and_adamw_go_on_alone_as_if_never_saved() -> None:
