@@ -476,6 +476,12 @@ class Process:
         if kill is not None and not run.over:
             self._die(kill)
 
+    def _bytes_of(self, message: m.Message) -> m.Message:
+        """Copy a state that a process sends which may be killed: the next one computes in the same memory."""
+        if not isinstance(self.shadow, Kept) or not isinstance(message, m.State):
+            return message
+        return replace(message, payload=bytes(message.payload))
+
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
         run = self.run
         for effect in effects:
@@ -483,12 +489,13 @@ class Process:
                 continue
             self.leave -= 1
             if isinstance(effect, e.Send):
+                message = self._bytes_of(effect.message)
                 if isinstance(effect.peer, int):
-                    run.send(self.port, self.above, effect.message)
+                    run.send(self.port, self.above, message)
                 elif effect.peer == COORDINATOR:
-                    run.send(self.up, self.first_port, effect.message)
+                    run.send(self.up, self.first_port, message)
                 else:
-                    run.send(self.port, source_of(effect.peer), effect.message)
+                    run.send(self.port, source_of(effect.peer), message)
             elif isinstance(effect, e.Log):
                 if effect.values.get("text") == "":
                     continue  # it is for the process above

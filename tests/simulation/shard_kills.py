@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,7 +80,10 @@ class Kept:
 
     def arrays(self) -> ArrayAllocator:
         """The allocator of the next life's arrays."""
-        segment = ArraySegment(self.files[LIVE], self.files[COPY])
+        both = os.dup(self.files[LIVE]), os.dup(self.files[COPY])  # arrays outlive a journal that nobody reads
+        segment = ArraySegment(*both)
+        for file in both:
+            weakref.finalize(segment, os.close, file)
         segment.least = 1
         return segment
 
