@@ -16,7 +16,7 @@ from simulation.mirror import Violation
 FIRST: dict[str, int] = {
     "a checkpoint altered and not noticed": 6,
     "a cluster folds twice, in a tree": 1,
-    "a cluster that says it holds before all shards do": 103,
+    "a cluster that says it holds before all shards do": 83,
     "a cluster whose shards do not hold": 1,
     "a cluster with a standby is taken for dead": 123,
     "a dead worker's range kept": 4,
