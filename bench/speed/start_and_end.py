@@ -4,8 +4,8 @@
     python bench/speed/start_and_end.py --rows 'ssp*'
 
 Rules
-- Start and end are first weights, last updates and the models that are shown. Figures are in models: bytes of all workers over
-  those of the parameters as float32, with frames and heartbeats.
+- The bench counts the messages with first weights, last updates and whole models. Figures are in models: bytes of all
+  workers over those of the parameters as float32, with frames and heartbeats.
 - "beyond": without the first weights, of which one worker sends 1 model and the other takes 1.
 - The states of the last clocks arrive after the last step and count too: 1 model of "ssp int8" down, 0.06 of "ssp
   topk:0.05+int8", and 2 of "bsp, updates", whose states are whole.

@@ -416,7 +416,7 @@ def check(folder: Path, shard: int, clock: int) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """Check a shard's checkpoint, and return its arrays, read from the disk where they are used, and its facts.
+    """Check a shard's checkpoint, and return its arrays, mapped from the file, and its facts.
 
     The arrays cannot be changed. OWED is a copy, since a cluster keeps it as it is.
     """

@@ -21,9 +21,10 @@ Rules
 - The files have no name. They lie in memory where the system has memfd_create(2), and are temporary files elsewhere;
   then there is no segment, and the machine is written with its arrays. ps-serve holds the files too, so they outlive the
   process and end with ps-serve.
-- A machine that is not whole does not count. An event counts once its first word is written, which is written last.
-- Beside the machine's own arrays the journal takes the memory of their copy, and of events of at most twice
-  EVENTS_RATIO of that, or BYTES_MIN. Pages of the events are kept, but those that the last machine's did not need.
+- A machine that is not whole does not count. `note` writes the first word of an event last, and an event without it
+  does not count.
+- The journal takes the memory of the arrays' copy, and of events. These have at most twice the larger of BYTES_MIN and
+  EVENTS_RATIO of the machine. `begin` keeps the pages that the last events took, and gives others back.
 - A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
@@ -50,9 +51,8 @@ from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator
 
-HEAD = struct.Struct(
-    "<QQB"
-)  # serial number and bytes of the machine, serial 0: there is none; its arrays are in "live"
+# Serial number of the machine (0: there is none), its bytes, and the file with its arrays (1: "live", 0: "copy").
+HEAD = struct.Struct("<QQB")
 SERIAL = struct.Struct("<Q")  # of the machine that the events follow
 RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
@@ -236,7 +236,7 @@ class Journal:
         return server
 
     def events(self) -> Iterator[MachineEvent]:
-        """Read each event since then. After the last one, new events are written behind it."""
+        """Read each event that followed the newest machine. `note` then writes new events behind the last one."""
         file, size = self.files[EVENTS], os.fstat(self.files[EVENTS]).st_size
         if self.failure or os.pread(file, SERIAL.size, 0) != SERIAL.pack(self.serial):
             return

@@ -70,11 +70,12 @@ def keys_that_fit() -> int:
 
 
 def journal_most(shards: int) -> int:
-    """The largest machine, in bytes, with which all shards and their journals take at most half of the memory.
+    """Return the largest machine, in bytes, for which a shard keeps a journal.
 
-    A journal takes the arrays' copy, and events of half its bytes.
+    Machine and journal take three times as much: the arrays, their copy, and events. All shards together then take at
+    most half of the memory.
     """
-    return _memory() // (5 * shards)
+    return _memory() // (6 * shards)
 
 
 def _memory() -> int:

@@ -258,7 +258,7 @@ class OptimizerStateFile:
             self._begin_file()
 
     def settle(self) -> None:
-        """Wait until no tensor is read for a file, before a step changes the state; after SETTLE_S give the file up."""
+        """Wait until the thread has read all tensors, so that a step may change them. After SETTLE_S give the file up."""
         if not self.torn and not self.settled.wait(SETTLE_S):
             self.torn = True
 

@@ -82,7 +82,7 @@ def killed(*args: object) -> int:
 def test_an_event_that_is_not_whole_has_not_happened(
     call: str, both: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do remains of earlier events count, which lie behind the last one."""
+    """The journal also ignores the bytes of older events behind the last one."""
     journal = filled(both, 9)
     journal.begin(server())
     for count in range(2):
