@@ -5,10 +5,10 @@ How it works
     file "machine 0": | serial 7 | the machine but for its large arrays |           of events long ago
     file "machine 1": | serial 8 | the machine but for its large arrays |           the newest
     files "live", "copy": the large arrays (array_segment.py)
-    file "events":    | serial 8 | event | event | ... | 0 | remains of earlier events
+    file "events": the events since then (event_log.py); serial 8
 
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
-   seen of this machine.
+   seen of this machine. The machine reads large payloads in the journal.
 2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
    newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
    when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when the
@@ -21,10 +21,9 @@ Rules
 - The files have no name. They lie in memory where the system has memfd_create(2), and are temporary files elsewhere;
   then there is no segment, and the machine is written with its arrays. ps-serve holds the files too, so they outlive the
   process and end with ps-serve.
-- A machine that is not whole does not count. `note` writes the first word of an event last, and an event without it
-  does not count.
+- A machine that is not whole does not count, nor does an event.
 - The journal takes the memory of the arrays' copy, and of events. These have at most twice the larger of BYTES_MIN and
-  EVENTS_RATIO of the machine. `begin` keeps the pages that the last events took, and gives others back.
+  EVENTS_RATIO of the machine. The payloads that wait in the machine are among them.
 - A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
@@ -38,14 +37,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from narrows.protocols.config.memory import EVENTS_RATIO
 from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProcess
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
-from narrows.protocols.wire import pack, unpack
 from narrows.ps.journal.array_segment import ArraySegment
+from narrows.ps.journal.event_log import EventLog
 from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
@@ -53,8 +51,6 @@ from narrows.ps.store.store import HEAP, ArrayAllocator
 
 # Serial number of the machine (0: there is none), its bytes, and the file with its arrays (1: "live", 0: "copy").
 HEAD = struct.Struct("<QQB")
-SERIAL = struct.Struct("<Q")  # of the machine that the events follow
-RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
 BYTES_MIN = 1 << 26  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
@@ -128,7 +124,7 @@ class Journal:
         heads = [self._head(file) for file in files[MACHINES]]
         self.turn = int(heads[1] > heads[0])  # index of the newest machine's file
         self.serial, self.size, self.live = heads[self.turn]  # of the machine in it; serial 0: there is none
-        self.end = SERIAL.size  # offset of the next event
+        self.log = EventLog(files[EVENTS], self.segment is not None)
         self.spent_ns = self.copy_ns = 0  # time of handling the events; time of writing their machine
         self.clock = -1  # the machine's min clock, as `due` has seen it last
         self.failure = ""  # why there is no journal any more, "": there is one
@@ -157,7 +153,7 @@ class Journal:
         """
         times, self.clock = 1 if clock != self.clock else 2, clock
         longest_ns, most = max(REPLAY_NS, COPY_TIMES * self.copy_ns), max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
-        return not self.failure and (self.spent_ns >= times * longest_ns or self.end - SERIAL.size >= times * most)
+        return not self.failure and (self.spent_ns >= times * longest_ns or self.log.nbytes >= times * most)
 
     def spend(self, took_ns: int) -> None:
         """Count the time that handling an event took: a replay takes as long."""
@@ -174,7 +170,7 @@ class Journal:
             os.ftruncate(other, 0)
             with open(os.dup(other), "wb") as file:
                 file.seek(HEAD.size)
-                freeze(server, file, self.lent, self.segment)
+                freeze(server, file, self.lent, self.segment, self.log)
                 self.size = file.tell() - HEAD.size
             self.serial, self.turn = self.serial + 1, 1 - self.turn
             os.pwrite(other, HEAD.pack(self.serial, self.size, 1), 0)
@@ -187,33 +183,33 @@ class Journal:
         """Copy the arrays of the newest machine, which are in "live". Events follow it from now on. Raises OSError."""
         if self.segment is not None:
             self.segment.keep()
-        os.ftruncate(self.files[EVENTS], min(os.fstat(self.files[EVENTS]).st_size, self.end + RECORD.size))
-        os.pwrite(self.files[EVENTS], SERIAL.pack(self.serial) + RECORD.pack(0), 0)
+        self.log.restart(self.serial)
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
-        self.live, self.end = 0, SERIAL.size
+        self.live = 0
 
-    def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> None:
-        """Write an event. `frames`: the frames of its message, as received."""
-        if self.failure:
-            return
-        about = pack([event.described(), [len(f) for f in frames]])
-        parts = [about, *frames, RECORD.pack(0)]
-        size = sum(map(len, parts))
+    def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Write an event.
+
+        Args:
+            event: the event.
+            frames: the frames of its message, as received.
+
+        Returns:
+            The same frames; the journal has the large ones, and the machine should read them there.
+        """
         try:
-            written = os.pwritev(self.files[EVENTS], parts, self.end + RECORD.size)
-            if written != size:
-                raise OSError(f"{written} of {size} bytes were written")
-            os.pwrite(self.files[EVENTS], RECORD.pack(len(about)), self.end)
+            return frames if self.failure else self.log.append(event, frames)
         except OSError as error:
-            return self.give_up(error)
-        self.end += size
+            self.give_up(error)
+            return frames
 
     def give_up(self, error: Exception) -> None:
         """Empty the journal: it lacks an event, so no process may go on with it. Most likely the memory is full."""
         self.failure = getattr(error, "strerror", None) or str(error)
-        for file in self.files[:COPY]:
+        for file in self.files[MACHINES]:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
+        self.log.drop()
         if self.segment is not None:
             self.segment.drop_copy()
 
@@ -225,7 +221,7 @@ class Journal:
         """
         with open(os.dup(self.files[MACHINES][self.turn]), "rb") as file:
             file.seek(HEAD.size)
-            server = thaw(file, self.lent, self.arrays, back=not self.live)
+            server = thaw(file, self.lent, self.arrays, back=not self.live, log=self.log)
         if self.segment is not None:
             self.segment.begun()
         if self.live:
@@ -237,21 +233,7 @@ class Journal:
 
     def events(self) -> Iterator[MachineEvent]:
         """Read each event that followed the newest machine. `note` then writes new events behind the last one."""
-        file, size = self.files[EVENTS], os.fstat(self.files[EVENTS]).st_size
-        if self.failure or os.pread(file, SERIAL.size, 0) != SERIAL.pack(self.serial):
-            return
-        while self.end + RECORD.size <= size:
-            (length,) = RECORD.unpack(os.pread(file, RECORD.size, self.end))
-            if not length:
-                break
-            described: Any = unpack(os.pread(file, length, self.end + RECORD.size))
-            about, lengths = described
-            at, frames = self.end + RECORD.size + length, list[Buffer]()
-            for each in lengths:
-                frames.append(os.pread(file, each, at))
-                at += each
-            yield MachineEvent.of(about, frames)
-            self.end = at
+        return iter(()) if self.failure or self.log.serial != self.serial else self.log.events()
 
     def replay(
         self, server: Server, load: Callable[[int], None], note: Callable[[MachineEvent], None] = lambda event: None

@@ -6,7 +6,7 @@ to a table of what a machine may contain.
 - Classes: those of the packages in `OURS`, which do no I/O (tests/test_layout.py), and those in `STANDARD`.
 - Functions: those in `FUNCTIONS`, by name. A value coding, whose kernels are compiled functions, is found by its SPEC.
 - Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted. The journal writes the offset of an
-  array in its segment in the place of the bytes.
+  array in its segment in the place of the bytes, and that of a payload in its events.
 - The allocator of a machine's arrays is not written: a machine gets that of the process that reads it.
 - Bound methods: the object and the name of the method, if the class of the object is admitted.
 - Nothing else can be written. Writer and reader use the same table: what was written can be read.
@@ -34,6 +34,7 @@ from narrows.compression.replica import HostReplica
 from narrows.compression.value_codings import Sectioned, by_spec
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.journal.array_segment import ArraySegment
+from narrows.ps.journal.event_log import EventLog
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
@@ -58,6 +59,7 @@ STANDARD |= {("functools", "partial")}  # its function has to be admitted too
 FUNCTIONS = {
     (__name__, "_array"),
     (__name__, "_bound"),
+    (__name__, "_logged"),
     (__name__, "_placed"),
     (__name__, "_value"),
     ("narrows.compression.predict", "clock_s"),
@@ -116,6 +118,11 @@ def _placed(offset: int, count: int) -> npt.NDArray[Any]:
     raise pickle.UnpicklingError("only a journal has arrays by their place")
 
 
+def _logged(offset: int, length: int) -> memoryview:
+    """Stands for `EventLog.view`, as `_placed` for `ArraySegment.at`."""
+    raise pickle.UnpicklingError("only a journal has payloads by their place")
+
+
 def _value(kind: str, values: bytes) -> np.generic:
     found: Any = _array(kind, (), values)[()]
     return cast(np.generic, found)
@@ -130,9 +137,9 @@ def _bound(owner: Any, name: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, lent: Callable[[], bool], segment: ArraySegment | None) -> None:
+    def __init__(self, file: Any, lent: Callable[[], bool], segment: ArraySegment | None, log: EventLog | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.lent, self.segment = lent, segment
+        self.lent, self.segment, self.log = lent, segment, log
 
     def persistent_id(self, found: Any) -> str | None:
         if type(found) is ALIASED:
@@ -155,6 +162,8 @@ class _Pickler(pickle.Pickler):
             return _array, (found.dtype.str, found.shape, pickle.PickleBuffer(values))
         if isinstance(found, np.generic):
             return _value, (found.dtype.str, found.tobytes())
+        if isinstance(found, memoryview) and self.log is not None and (offset := self.log.place(found)) >= 0:
+            return _logged, (offset, found.nbytes)
         if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
             return bytes, (bytes(found),)
         if isinstance(found, Sectioned):
@@ -170,12 +179,21 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, lent: Callable[[], bool], arrays: ArrayAllocator, back: bool | None) -> None:
+    def __init__(
+        self,
+        file: Any,
+        lent: Callable[[], bool],
+        arrays: ArrayAllocator,
+        back: bool | None,
+        log: EventLog | None,
+    ) -> None:
         super().__init__(file)
         self.lends = {LENT: lent, ALIAS: None, ARRAYS: arrays}
-        self.own = {(__name__, "_array"): partial(_housed, arrays)}
+        self.own: dict[tuple[str, str], Any] = {(__name__, "_array"): partial(_housed, arrays)}
         if isinstance(arrays, ArraySegment) and back is not None:
             self.own[__name__, "_placed"] = partial(arrays.at, back=back)
+        if log is not None:
+            self.own[__name__, "_logged"] = log.view
 
     def persistent_load(self, name: Any) -> Any:
         if name not in self.lends:
@@ -186,7 +204,13 @@ class _Unpickler(pickle.Unpickler):
         return self.own.get((module, name)) or _admitted(module, name)
 
 
-def freeze(server: Server, file: Any, lent: Callable[[], bool], segment: ArraySegment | None = None) -> None:
+def freeze(
+    server: Server,
+    file: Any,
+    lent: Callable[[], bool],
+    segment: ArraySegment | None = None,
+    log: EventLog | None = None,
+) -> None:
     """Write a machine. Call it between two events.
 
     Args:
@@ -194,11 +218,12 @@ def freeze(server: Server, file: Any, lent: Callable[[], bool], segment: ArraySe
         file: a binary file; the bytes are appended to it.
         lent: the function that the runner gave its machine; it is not written.
         segment: of arrays that are not written; None: all are.
+        log: of payloads that are not written; None: all are.
 
     Raises:
         pickle.PicklingError: an object of the machine has a class that the table does not admit.
     """
-    _Pickler(file, lent, segment).dump(server)
+    _Pickler(file, lent, segment, log).dump(server)
 
 
 def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
@@ -208,7 +233,13 @@ def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
     return file.getvalue()
 
 
-def thaw(file: Any, lent: Callable[[], bool], arrays: ArrayAllocator = HEAP, back: bool | None = None) -> Server:
+def thaw(
+    file: Any,
+    lent: Callable[[], bool],
+    arrays: ArrayAllocator = HEAP,
+    back: bool | None = None,
+    log: EventLog | None = None,
+) -> Server:
     """Read a machine that `freeze` wrote.
 
     Args:
@@ -216,12 +247,13 @@ def thaw(file: Any, lent: Callable[[], bool], arrays: ArrayAllocator = HEAP, bac
         lent: the function that the reader's runner gives the machine.
         arrays: the allocator of the reader's runner. Of a journal, the segment that it was written with.
         back: of a journal: True if arrays of the segment come from its copy. None: the bytes name no places in it.
+        log: of a journal, its events. None: the bytes name no places in them.
 
     Raises:
         RemoteProtocolError: the bytes are no machine, or name something that the table does not admit.
     """
     try:
-        server = _Unpickler(file, lent, arrays, back).load()
+        server = _Unpickler(file, lent, arrays, back, log).load()
         if not isinstance(server, Server):
             raise TypeError(f"a {type(server).__name__}")
         if (planned := server.shard.model_shard) is not None:

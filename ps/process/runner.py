@@ -154,7 +154,9 @@ class ServerRunner:
         """
         self.began_ns = time.monotonic_ns()
         if self.journal is not None:
-            self.journal.note(event, frames)
+            noted = self.journal.note(event, frames)
+            if noted is not frames:
+                event, frames = replace(event, message=decode(noted)), noted
         self._at_once(self.original.note(event, frames))
         return self.server.happen(event)
 

@@ -307,8 +307,8 @@ class Host(Protocol):
 class Shadow(Protocol):
     """Goes along with a process."""
 
-    def written(self, event: MachineEvent) -> None:
-        """It is about to happen."""
+    def written(self, event: MachineEvent) -> MachineEvent:
+        """It is about to happen. Return it as the machine should read it."""
 
     def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None: ...
     def changed(self) -> None:
@@ -454,7 +454,7 @@ class Process:
         kill = self.kills.pop() if self.kills and self.kills[-1].event <= self.events else None
         self.leave = kill.effects if kill is not None else -1
         if self.shadow is not None:
-            self.shadow.written(event)
+            event = self.shadow.written(event)
         if event.kind is EventKind.ABOVE and event.message is not None:
             self.server.now_ns, self.server.happened = event.now_ns, self.server.happened + 1
             effects = self.server.handle_above(event.message, event.now_ns)  # `happen` would end the session quietly

@@ -70,7 +70,7 @@ class Twin(Kept):
         for event in journal.events():
             with suppress(NarrowsError):  # a message that was refused
                 _follow(self.server, event)
-        assert (journal.serial, journal.end) == (self.journal.serial, self.journal.end)
+        assert (journal.serial, journal.log.end) == (self.journal.serial, self.journal.log.end)
         if self.count % (BEGIN_EVERY * REPLAY_EVERY) == 0:
             self.begin()
 

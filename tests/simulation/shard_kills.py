@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.wire import encode
+from narrows.protocols.wire import decode, encode
 from narrows.ps.journal.array_segment import ArraySegment
 from narrows.ps.journal.journal import COPY, LIVE, Journal, JournalReplay, files
 from narrows.ps.replication.events import MachineEvent
@@ -68,7 +68,7 @@ class Kept:
 
     def __init__(self, process: Process) -> None:
         self.process, self.files = process, files()
-        self.journal = Journal(self.files, assume_lent, arrays=self.arrays())
+        self.journal = self.opened()
         shard = process.server.shard
         shard.resources = replace(shard.resources, arrays=self.journal.arrays)
         self.count, self.stale = 0, False
@@ -87,6 +87,12 @@ class Kept:
         segment.least = 1
         return segment
 
+    def opened(self) -> Journal:
+        """The journal of the next life. The machine reads small frames in it too, as it has small arrays there."""
+        journal = Journal(self.files, assume_lent, arrays=self.arrays())
+        journal.log.least = 1 if journal.segment is not None else journal.log.least
+        return journal
+
     def begin(self) -> None:
         """From what the process is now."""
         with unwatched(self.process.server):
@@ -94,8 +100,9 @@ class Kept:
         assert not self.journal.failure, self.journal.failure
         self.stale = False
 
-    def written(self, event: MachineEvent) -> None:
-        self.journal.note(event, encode(event.message) if event.message is not None else [])
+    def written(self, event: MachineEvent) -> MachineEvent:
+        frames = self.journal.note(event, encode(event.message) if event.message is not None else [])
+        return replace(event, message=decode(frames)) if frames else event
 
     def changed(self) -> None:
         """A checkpoint was read: it may be gone when it would be read again."""
@@ -111,7 +118,7 @@ class Kept:
     ) -> JournalReplay:
         """As the next process begins: `take` the machine as it was written, and do all again that has happened since. `note` is
         told of each event before."""
-        self.journal = Journal(self.files, assume_lent, arrays=self.arrays())
+        self.journal = self.opened()
         assert self.journal.whole
         server = self.journal.machine()
         take(server)

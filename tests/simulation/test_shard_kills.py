@@ -11,6 +11,7 @@ import pytest
 from narrows.protocols import messages
 from narrows.protocols.config.settings import Settings
 from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.journal.event_log import EventLog
 from narrows.ps.journal.journal import Journal, JournalReplay
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
@@ -89,17 +90,24 @@ def test_the_checkpoint_before_a_damaged_one_is_still_there() -> None:
 # Bugs planted: what makes the next process the same as the one before, or keeps a stranger and an old life out.
 
 
-def writes_late(kept: Kept, event: MachineEvent, late: dict[int, MachineEvent] = {}) -> None:  # noqa: B006
+def writes_late(kept: Kept, event: MachineEvent, late: dict[int, MachineEvent] = {}) -> MachineEvent:  # noqa: B006
     """An event is written with the next one: what follows from it may be sent before."""
     before = late.get(id(kept))
     late[id(kept)] = event
     if before is not None:
         written_of(kept, before)
+    return event
 
 
-def loses_one(kept: Kept, event: MachineEvent) -> None:
-    if event.kind is not EventKind.BELOW or event.now_ns % 8:
-        written_of(kept, event)
+def loses_one(kept: Kept, event: MachineEvent) -> MachineEvent:
+    return written_of(kept, event) if event.kind is not EventKind.BELOW or event.now_ns % 8 else event
+
+
+def writes_over(log: EventLog, serial: int) -> None:
+    """Events begin at the first byte again, though the machine still reads payloads there."""
+    log.gone.extend(log.held)
+    restart_of(log, serial)
+    log.held.clear()
 
 
 def folds_again(journal: Journal, server: Server, load: Callable[[int], None], note: Any) -> JournalReplay:
@@ -141,8 +149,10 @@ def as_it_is(disk: Disk, shard: int, shards: int, clock: int) -> bool:
 
 
 written_of, replay_of, apply_of, begins_of = Kept.written, Journal.replay, Store.apply, Disk._begins
+restart_of = EventLog.restart
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "an effect sent before its event is written": ([(Kept, "written", writes_late)], killed, "seed"),
+    "events over payloads that wait": ([(EventLog, "restart", writes_over)], killed, "seed"),
     "an event of the journal lost": ([(Kept, "written", loses_one)], killed, "seed"),
     "a replayed update folded twice": ([(Journal, "replay", folds_again)], killed, "the log gives"),
     "checkpoints dropped by what is done again": ([(Kept, "changed", lambda kept: None)], killed, "says it has checkpoint"),

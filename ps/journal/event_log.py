@@ -1,0 +1,212 @@
+"""The events of a server's machine since its newest writing, in one file. Large frames are read where they lie.
+
+How it works
+
+    file: | serial, begin | pages given back | held frame | pages given back | event | event | ... | 0 | remains |
+                                                                               ^ begin                ^ end
+
+    event: | bytes of the description | description: the event, and the length of each frame | frame | frame |
+
+1. `append` writes an event. It returns the frames for the machine: a frame of `least` bytes or more as a view of the
+   file. So a payload that waits in the machine is in memory once, and not as the network's and as the journal's.
+2. `restart` begins the events anew. They follow the last frame that the machine still holds.
+3. `place` finds a view again, so the journal writes an offset in its place; `view` makes the view of an offset.
+
+Rules
+- `append` writes the first word of an event last. An event without it does not count.
+- A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
+- `restart` gives back the pages before the first event, but those of held frames. The pages behind stay for new events.
+  A machine that was written before may name frames that are gone: it must not be needed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from narrows.protocols.messages import Buffer
+from narrows.protocols.wire import pack, unpack
+from narrows.ps.replication.events import MachineEvent
+
+HEAD = struct.Struct("<QQ")  # serial number of the machine that the events follow, and the offset of the first event
+RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
+LEAST_BYTES = 1 << 18  # of a frame that the machine reads in the file
+WINDOW_BYTES = 1 << 32  # of addresses that are mapped at once
+PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class EventLog:
+    """The events in a file.
+
+    Args:
+        file: descriptor of the file; what it has is kept.
+        maps: False: no frame is read in the file. The file is no memory, or the system gives no pages back.
+    """
+
+    def __init__(self, file: int, maps: bool = True) -> None:
+        self.file, self.least = os.dup(file), LEAST_BYTES if maps else sys.maxsize  # views may outlive the journal
+        weakref.finalize(self, os.close, self.file)
+        found = os.pread(file, HEAD.size, 0)
+        head: tuple[int, int] = HEAD.unpack(found) if len(found) == HEAD.size else (0, HEAD.size)
+        self.serial, self.begin = head
+        self.end = self.begin  # offset of the next event; `events` moves it behind those of an earlier process
+        self.windows: list[tuple[int, int, mmap.mmap, int]] = []  # offset, bytes, mapped there, address
+        self.held: dict[int, tuple[int, int]] = {}  # number of a view -> offsets of its first byte, and behind its last
+        self.gone: deque[int] = deque()  # numbers of views that nothing refers to, as finalizers have noted them
+        self.numbers = count()
+        self.dropped = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the events."""
+        return self.end - self.begin
+
+    def append(self, event: MachineEvent, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Write an event.
+
+        Args:
+            event: the event.
+            frames: the frames of its message, as received.
+
+        Returns:
+            The same frames; the large ones are views of the file.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        about = pack([event.described(), [len(f) for f in frames]])
+        parts = [about, *frames, RECORD.pack(0)]
+        size = sum(map(len, parts))
+        written = os.pwritev(self.file, parts, self.end + RECORD.size)
+        if written != size:
+            raise OSError(f"{written} of {size} bytes were written")
+        os.pwrite(self.file, RECORD.pack(len(about)), self.end)
+        at, self.end = self.end + RECORD.size + len(about), self.end + size
+        if all(len(frame) < self.least for frame in frames):
+            return frames
+        mapped: list[Buffer] = []
+        for frame in frames:
+            mapped.append(self.view(at, len(frame)) if len(frame) >= self.least else frame)
+            at += len(frame)
+        return mapped
+
+    def events(self) -> Iterator[MachineEvent]:
+        """Read each event. `append` then writes behind the last one."""
+        size = os.fstat(self.file).st_size
+        while self.end + RECORD.size <= size:
+            (length,) = RECORD.unpack(os.pread(self.file, RECORD.size, self.end))
+            if not length:
+                break
+            described: Any = unpack(os.pread(self.file, length, self.end + RECORD.size))
+            about, lengths = described
+            at, frames = self.end + RECORD.size + length, list[Buffer]()
+            for each in lengths:
+                frames.append(self.view(at, each) if each >= self.least else os.pread(self.file, each, at))
+                at += each
+            yield MachineEvent.of(about, frames)
+            self.end = at
+
+    def restart(self, serial: int) -> None:
+        """Begin the events anew.
+
+        Args:
+            serial: number of the machine that they follow.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._settle()
+        self.begin = max((high for _, high in self.held.values()), default=HEAD.size)
+        os.ftruncate(self.file, min(os.fstat(self.file).st_size, max(self.end, self.begin) + RECORD.size))
+        os.pwrite(self.file, RECORD.pack(0), self.begin)
+        os.pwrite(self.file, HEAD.pack(serial, self.begin), 0)
+        self.serial, self.end = serial, self.begin
+        self._give_back(self.begin)
+
+    def drop(self) -> None:
+        """Remove all events, and every page as soon as no frame is held there."""
+        self.dropped = True
+        self._settle()
+        with contextlib.suppress(OSError):
+            os.pwrite(self.file, HEAD.pack(0, HEAD.size), 0)
+            if not self.held:
+                os.ftruncate(self.file, 0)
+            self._give_back(os.fstat(self.file).st_size)
+
+    # Views.
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return the bytes at an offset, uint8[length], where they are.
+
+        Raises:
+            ValueError: the file has no such bytes.
+        """
+        if not 0 <= offset <= offset + length <= os.fstat(self.file).st_size:
+            raise ValueError(f"{length} bytes at {offset} are beyond the events")
+        first, _, window, _ = self._window(offset, length)
+        array = np.frombuffer(window, np.uint8, length, offset - first)
+        array.flags.writeable = False
+        number = next(self.numbers)
+        self.held[number] = (offset, offset + length)
+        weakref.finalize(array, self._release, number).atexit = False
+        return array.data
+
+    def place(self, view: memoryview) -> int:
+        """Return the offset of the bytes of a view that `view` has made, or of a part of it; -1 for any other."""
+        if not view.nbytes or not view.c_contiguous:
+            return -1
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        for first, size, _, begin in self.windows:
+            if begin <= address < begin + size:
+                return first + int(address) - begin
+        return -1
+
+    def _release(self, number: int) -> None:
+        self.gone.append(number)
+        if self.dropped:
+            self.drop()
+
+    def _settle(self) -> None:
+        """Forget the views that nothing refers to."""
+        while self.gone:
+            del self.held[self.gone.popleft()]
+
+    def _window(self, offset: int, length: int) -> tuple[int, int, mmap.mmap, int]:
+        """Return the mapping that has this range."""
+        for window in self.windows:
+            if window[0] <= offset and offset + length <= window[0] + window[1]:
+                return window
+        first = offset // PAGE * PAGE
+        room = max(WINDOW_BYTES, length + PAGE)
+        size = os.fstat(self.file).st_size
+        os.ftruncate(self.file, first + room)  # mmap wants a file of this length; it may be shorter afterwards
+        mapped = mmap.mmap(self.file, room, offset=first)
+        os.ftruncate(self.file, size)
+        address = np.frombuffer(mapped, np.uint8, 1).__array_interface__["data"][0]
+        self.windows.append((first, room, mapped, int(address)))
+        return self.windows[-1]
+
+    def _give_back(self, end: int) -> None:
+        """Give back the pages before `end` but those of held frames, and the addresses that have none."""
+        at = HEAD.size
+        for low, high in [*sorted(self.held.values()), (end, end)]:
+            begin, until = -(-at // PAGE) * PAGE, low // PAGE * PAGE
+            for first, room, window, _ in self.windows:
+                left, right = max(begin, first), min(until, first + room)
+                if left < right:
+                    with contextlib.suppress(OSError):
+                        window.madvise(mmap.MADV_REMOVE, left - first, right - left)
+            at = max(at, high)
+        ranges = self.held.values()
+        used = [w for w in self.windows if any(w[0] < high and low < w[0] + w[1] for low, high in ranges)]
+        self.windows = used or self.windows[:1]
