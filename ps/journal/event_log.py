@@ -15,8 +15,8 @@ How it works
 Rules
 - `append` writes the first word of an event last. An event without it does not count.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
-- `restart` gives back the pages before the first event, but those of held frames. The pages behind stay for new events.
-  A machine that was written before may name frames that are gone: it must not be needed any more.
+- `restart` gives back the pages before the first event, but those of held frames. As many pages as the last events took
+  stay for new ones. A machine that was written before may name frames that are gone: it must not be needed any more.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ class EventLog:
         self.end = self.begin  # offset of the next event; `events` moves it behind those of an earlier process
         self.windows: list[tuple[int, int, mmap.mmap, int]] = []  # offset, bytes, mapped there, address
         self.held: dict[int, tuple[int, int]] = {}  # number of a view -> offsets of its first byte, and behind its last
+        self.waiting = 0  # bytes of held frames of the events
         self.gone: deque[int] = deque()  # numbers of views that nothing refers to, as finalizers have noted them
         self.numbers = count()
         self.dropped = False
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the events."""
-        return self.end - self.begin
+    def past_bytes(self) -> int:
+        """Bytes of the events, but for held frames: these are a part of the machine."""
+        self._settle()
+        return self.end - self.begin - self.waiting
 
     def append(self, event: MachineEvent, frames: Sequence[Buffer]) -> Sequence[Buffer]:
         """Write an event.
@@ -126,8 +128,9 @@ class EventLog:
             OSError: the file cannot be written.
         """
         self._settle()
-        self.begin = max((high for _, high in self.held.values()), default=HEAD.size)
-        os.ftruncate(self.file, min(os.fstat(self.file).st_size, max(self.end, self.begin) + RECORD.size))
+        behind = self.end - self.begin + RECORD.size
+        self.begin, self.waiting = max((high for _, high in self.held.values()), default=HEAD.size), 0
+        os.ftruncate(self.file, min(os.fstat(self.file).st_size, self.begin + behind))
         os.pwrite(self.file, RECORD.pack(0), self.begin)
         os.pwrite(self.file, HEAD.pack(serial, self.begin), 0)
         self.serial, self.end = serial, self.begin
@@ -158,6 +161,7 @@ class EventLog:
         array.flags.writeable = False
         number = next(self.numbers)
         self.held[number] = (offset, offset + length)
+        self.waiting += length if offset >= self.begin else 0
         weakref.finalize(array, self._release, number).atexit = False
         return array.data
 
@@ -179,7 +183,8 @@ class EventLog:
     def _settle(self) -> None:
         """Forget the views that nothing refers to."""
         while self.gone:
-            del self.held[self.gone.popleft()]
+            low, high = self.held.pop(self.gone.popleft())
+            self.waiting -= high - low if low >= self.begin else 0
 
     def _window(self, offset: int, length: int) -> tuple[int, int, mmap.mmap, int]:
         """Return the mapping that has this range."""

@@ -11,9 +11,9 @@ How it works
    seen of this machine. The machine reads large payloads in the journal.
 2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
    newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
-   when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when the
+   when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when past
    events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN. It waits for the next fold of a clock, up
-   to twice these limits, for then the fewest pushes wait in the machine.
+   to twice these limits, for then the fewest pushes wait in the machine. Payloads that wait are no past.
 3. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
@@ -22,8 +22,8 @@ Rules
   then there is no segment, and the machine is written with its arrays. ps-serve holds the files too, so they outlive the
   process and end with ps-serve.
 - A machine that is not whole does not count, nor does an event.
-- The journal takes the memory of the arrays' copy, and of events. These have at most twice the larger of BYTES_MIN and
-  EVENTS_RATIO of the machine. The payloads that wait in the machine are among them.
+- The journal takes the memory of the arrays' copy, and of past events. These have at most twice the larger of BYTES_MIN
+  and EVENTS_RATIO of the machine, or the payloads of one clock if they are more.
 - A machine that is larger than `most` has no journal: a process that dies then goes back to a checkpoint.
 - machine_pickling.py writes and reads the machine, for the journal and for a standby.
 """
@@ -149,11 +149,11 @@ class Journal:
         """Return True if it is time to write the machine anew.
 
         Args:
-            clock: the min clock of the machine after its newest event.
+            clock: the min clock of the machine after its newest event; -1: it has no weights.
         """
         times, self.clock = 1 if clock != self.clock else 2, clock
         longest_ns, most = max(REPLAY_NS, COPY_TIMES * self.copy_ns), max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
-        return not self.failure and (self.spent_ns >= times * longest_ns or self.log.nbytes >= times * most)
+        return not self.failure and (self.spent_ns >= times * longest_ns or self.log.past_bytes >= times * most)
 
     def spend(self, took_ns: int) -> None:
         """Count the time that handling an event took: a replay takes as long."""

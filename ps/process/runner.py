@@ -172,7 +172,9 @@ class ServerRunner:
         if self.began_ns:
             journal.spend(time.monotonic_ns() - self.began_ns)
         self.began_ns = 0
-        if self.anew or journal.due(self.server.shard.min_clock):
+        shard = self.server.shard
+        has_weights = shard.model_shard is not None and shard.model_shard.store.publication >= 0
+        if self.anew or journal.due(shard.min_clock if has_weights else -1):
             self.anew = False
             journal.begin(self.server)
         if journal.failure:

@@ -114,3 +114,18 @@ def test_a_window_that_has_no_held_frame_is_unmapped(file: int, monkeypatch: pyt
     gc.collect()
     log.restart(1)
     assert len(log.windows) <= 2 and held[0] == frames(8)[1], "windows may overlap"
+
+
+def test_frames_that_wait_are_no_past(file: int) -> None:
+    log = EventLog(file)
+    held = [log.append(event(number), frames(number))[1] for number in range(3)]
+    assert 0 < log.past_bytes < LARGE
+    del held[1:]
+    gc.collect()
+    assert 2 * LARGE < log.past_bytes < 3 * LARGE
+    log.restart(1)
+    assert log.past_bytes == 0, "the machine has what waits"
+    more = log.append(event(4), frames(4))[1]
+    del held[:]
+    gc.collect()
+    assert 0 < log.past_bytes < LARGE and more[0] == 4
