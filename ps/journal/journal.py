@@ -5,7 +5,7 @@ How it works
     file "machine 0": | serial 7 | the machine but for its large arrays |           of events long ago
     file "machine 1": | serial 8 | the machine but for its large arrays |           the newest
     files "live", "copy": the large arrays (array_segment.py)
-    file "events": the events since then (event_log.py); serial 8
+    file "events": the events since then (event_file.py); serial 8
 
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
    seen of this machine. The machine reads large payloads in the journal.
@@ -43,7 +43,7 @@ from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProc
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.ps.journal.array_segment import ArraySegment
-from narrows.ps.journal.event_log import EventLog
+from narrows.ps.journal.event_file import EventFile
 from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
@@ -124,7 +124,7 @@ class Journal:
         heads = [self._head(file) for file in files[MACHINES]]
         self.turn = int(heads[1] > heads[0])  # index of the newest machine's file
         self.serial, self.size, self.live = heads[self.turn]  # of the machine in it; serial 0: there is none
-        self.log = EventLog(files[EVENTS], self.segment is not None)
+        self.event_file = EventFile(files[EVENTS], self.segment is not None)
         self.spent_ns = self.copy_ns = 0  # time of handling the events; time of writing their machine
         self.clock = -1  # the machine's min clock, as `due` has seen it last
         self.failure = ""  # why there is no journal any more, "": there is one
@@ -153,7 +153,7 @@ class Journal:
         """
         times, self.clock = 1 if clock != self.clock else 2, clock
         longest_ns, most = max(REPLAY_NS, COPY_TIMES * self.copy_ns), max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
-        return not self.failure and (self.spent_ns >= times * longest_ns or self.log.past_bytes >= times * most)
+        return not self.failure and (self.spent_ns >= times * longest_ns or self.event_file.past_bytes >= times * most)
 
     def spend(self, took_ns: int) -> None:
         """Count the time that handling an event took: a replay takes as long."""
@@ -170,7 +170,7 @@ class Journal:
             os.ftruncate(other, 0)
             with open(os.dup(other), "wb") as file:
                 file.seek(HEAD.size)
-                freeze(server, file, self.lent, self.segment, self.log)
+                freeze(server, file, self.lent, self.segment, self.event_file)
                 self.size = file.tell() - HEAD.size
             self.serial, self.turn = self.serial + 1, 1 - self.turn
             os.pwrite(other, HEAD.pack(self.serial, self.size, 1), 0)
@@ -183,7 +183,7 @@ class Journal:
         """Copy the arrays of the newest machine, which are in "live". Events follow it from now on. Raises OSError."""
         if self.segment is not None:
             self.segment.keep()
-        self.log.restart(self.serial)
+        self.event_file.restart(self.serial)
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
         self.live = 0
 
@@ -198,7 +198,7 @@ class Journal:
             The same frames; the journal has the large ones, and the machine should read them there.
         """
         try:
-            return frames if self.failure else self.log.append(event, frames)
+            return frames if self.failure else self.event_file.append(event, frames)
         except OSError as error:
             self.give_up(error)
             return frames
@@ -209,7 +209,7 @@ class Journal:
         for file in self.files[MACHINES]:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
-        self.log.drop()
+        self.event_file.drop()
         if self.segment is not None:
             self.segment.drop_copy()
 
@@ -221,7 +221,7 @@ class Journal:
         """
         with open(os.dup(self.files[MACHINES][self.turn]), "rb") as file:
             file.seek(HEAD.size)
-            server = thaw(file, self.lent, self.arrays, back=not self.live, log=self.log)
+            server = thaw(file, self.lent, self.arrays, back=not self.live, events=self.event_file)
         if self.segment is not None:
             self.segment.begun()
         if self.live:
@@ -233,7 +233,7 @@ class Journal:
 
     def events(self) -> Iterator[MachineEvent]:
         """Read each event that followed the newest machine. `note` then writes new events behind the last one."""
-        return iter(()) if self.failure or self.log.serial != self.serial else self.log.events()
+        return iter(()) if self.failure or self.event_file.serial != self.serial else self.event_file.events()
 
     def replay(
         self, server: Server, load: Callable[[int], None], note: Callable[[MachineEvent], None] = lambda event: None

@@ -34,7 +34,7 @@ from narrows.compression.replica import HostReplica
 from narrows.compression.value_codings import Sectioned, by_spec
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.journal.array_segment import ArraySegment
-from narrows.ps.journal.event_log import EventLog
+from narrows.ps.journal.event_file import EventFile
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
@@ -119,7 +119,7 @@ def _placed(offset: int, count: int) -> npt.NDArray[Any]:
 
 
 def _logged(offset: int, length: int) -> memoryview:
-    """Stands for `EventLog.view`, as `_placed` for `ArraySegment.at`."""
+    """Stands for `EventFile.view`, as `_placed` for `ArraySegment.at`."""
     raise pickle.UnpicklingError("only a journal has payloads by their place")
 
 
@@ -137,9 +137,11 @@ def _bound(owner: Any, name: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, lent: Callable[[], bool], segment: ArraySegment | None, log: EventLog | None) -> None:
+    def __init__(
+        self, file: Any, lent: Callable[[], bool], segment: ArraySegment | None, events: EventFile | None = None
+    ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.lent, self.segment, self.log = lent, segment, log
+        self.lent, self.segment, self.events = lent, segment, events
 
     def persistent_id(self, found: Any) -> str | None:
         if type(found) is ALIASED:
@@ -162,7 +164,7 @@ class _Pickler(pickle.Pickler):
             return _array, (found.dtype.str, found.shape, pickle.PickleBuffer(values))
         if isinstance(found, np.generic):
             return _value, (found.dtype.str, found.tobytes())
-        if isinstance(found, memoryview) and self.log is not None and (offset := self.log.place(found)) >= 0:
+        if isinstance(found, memoryview) and self.events is not None and (offset := self.events.place(found)) >= 0:
             return _logged, (offset, found.nbytes)
         if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
             return bytes, (bytes(found),)
@@ -185,15 +187,15 @@ class _Unpickler(pickle.Unpickler):
         lent: Callable[[], bool],
         arrays: ArrayAllocator,
         back: bool | None,
-        log: EventLog | None,
+        events: EventFile | None = None,
     ) -> None:
         super().__init__(file)
         self.lends = {LENT: lent, ALIAS: None, ARRAYS: arrays}
         self.own: dict[tuple[str, str], Any] = {(__name__, "_array"): partial(_housed, arrays)}
         if isinstance(arrays, ArraySegment) and back is not None:
             self.own[__name__, "_placed"] = partial(arrays.at, back=back)
-        if log is not None:
-            self.own[__name__, "_logged"] = log.view
+        if events is not None:
+            self.own[__name__, "_logged"] = events.view
 
     def persistent_load(self, name: Any) -> Any:
         if name not in self.lends:
@@ -209,7 +211,7 @@ def freeze(
     file: Any,
     lent: Callable[[], bool],
     segment: ArraySegment | None = None,
-    log: EventLog | None = None,
+    events: EventFile | None = None,
 ) -> None:
     """Write a machine. Call it between two events.
 
@@ -218,12 +220,12 @@ def freeze(
         file: a binary file; the bytes are appended to it.
         lent: the function that the runner gave its machine; it is not written.
         segment: of arrays that are not written; None: all are.
-        log: of payloads that are not written; None: all are.
+        events: of payloads that are not written; None: all are.
 
     Raises:
         pickle.PicklingError: an object of the machine has a class that the table does not admit.
     """
-    _Pickler(file, lent, segment, log).dump(server)
+    _Pickler(file, lent, segment, events).dump(server)
 
 
 def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
@@ -238,7 +240,7 @@ def thaw(
     lent: Callable[[], bool],
     arrays: ArrayAllocator = HEAP,
     back: bool | None = None,
-    log: EventLog | None = None,
+    events: EventFile | None = None,
 ) -> Server:
     """Read a machine that `freeze` wrote.
 
@@ -247,13 +249,13 @@ def thaw(
         lent: the function that the reader's runner gives the machine.
         arrays: the allocator of the reader's runner. Of a journal, the segment that it was written with.
         back: of a journal: True if arrays of the segment come from its copy. None: the bytes name no places in it.
-        log: of a journal, its events. None: the bytes name no places in them.
+        events: of a journal, its events. None: the bytes name no places in them.
 
     Raises:
         RemoteProtocolError: the bytes are no machine, or name something that the table does not admit.
     """
     try:
-        server = _Unpickler(file, lent, arrays, back, log).load()
+        server = _Unpickler(file, lent, arrays, back, events).load()
         if not isinstance(server, Server):
             raise TypeError(f"a {type(server).__name__}")
         if (planned := server.shard.model_shard) is not None:

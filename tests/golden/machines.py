@@ -117,10 +117,11 @@ class _Recorder:
     def __init__(self, process: Process, kept: dict[str, list[Any]]) -> None:
         self.events: list[Any] = kept.setdefault(process.port, [])
 
-    def written(self, event: MachineEvent) -> None:
+    def written(self, event: MachineEvent) -> MachineEvent:
         frames = [bytes(frame) for frame in encode(event.message)] if event.message is not None else []
         frames[:1] = [frame[PREFIX_BYTES:] for frame in frames[:1]]  # without the version of the wire
         self.events.append([event.described(), frames])
+        return event
 
     def happened(self, event: MachineEvent, effects: Sequence[ServerEffect]) -> None: ...
 

@@ -70,7 +70,7 @@ class Twin(Kept):
         for event in journal.events():
             with suppress(NarrowsError):  # a message that was refused
                 _follow(self.server, event)
-        assert (journal.serial, journal.log.end) == (self.journal.serial, self.journal.log.end)
+        assert (journal.serial, journal.event_file.end) == (self.journal.serial, self.journal.event_file.end)
         if self.count % (BEGIN_EVERY * REPLAY_EVERY) == 0:
             self.begin()
 

@@ -90,7 +90,7 @@ class Kept:
     def opened(self) -> Journal:
         """The journal of the next life. The machine reads small frames in it too, as it has small arrays there."""
         journal = Journal(self.files, assume_lent, arrays=self.arrays())
-        journal.log.least = 1 if journal.segment is not None else journal.log.least
+        journal.event_file.least = 1 if journal.segment is not None else journal.event_file.least
         return journal
 
     def begin(self) -> None:

@@ -64,9 +64,8 @@ def forgets(*names: str) -> Callable[[Any], Any]:
     return state
 
 
-def leaves_out(journal: Journal, event: MachineEvent, frames: Any, note: Callable[..., None] = Journal.note) -> None:
-    if event.kind is not EventKind.TICK:
-        note(journal, event, frames)
+def leaves_out(journal: Journal, event: MachineEvent, frames: Any, note: Callable[..., Any] = Journal.note) -> Any:
+    return note(journal, event, frames) if event.kind is not EventKind.TICK else frames
 
 
 def by_another_clock(server: Server, event: MachineEvent) -> list[ServerEffect]:

@@ -11,7 +11,7 @@ import pytest
 from narrows.protocols import messages
 from narrows.protocols.config.settings import Settings
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.journal.event_log import EventLog
+from narrows.ps.journal.event_file import EventFile
 from narrows.ps.journal.journal import Journal, JournalReplay
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
@@ -103,7 +103,7 @@ def loses_one(kept: Kept, event: MachineEvent) -> MachineEvent:
     return written_of(kept, event) if event.kind is not EventKind.BELOW or event.now_ns % 8 else event
 
 
-def writes_over(log: EventLog, serial: int) -> None:
+def writes_over(log: EventFile, serial: int) -> None:
     """Events begin at the first byte again, though the machine still reads payloads there."""
     log.gone.extend(log.held)
     restart_of(log, serial)
@@ -149,10 +149,10 @@ def as_it_is(disk: Disk, shard: int, shards: int, clock: int) -> bool:
 
 
 written_of, replay_of, apply_of, begins_of = Kept.written, Journal.replay, Store.apply, Disk._begins
-restart_of = EventLog.restart
+restart_of = EventFile.restart
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "an effect sent before its event is written": ([(Kept, "written", writes_late)], killed, "seed"),
-    "events over payloads that wait": ([(EventLog, "restart", writes_over)], killed, "seed"),
+    "events over payloads that wait": ([(EventFile, "restart", writes_over)], killed, "seed"),
     "an event of the journal lost": ([(Kept, "written", loses_one)], killed, "seed"),
     "a replayed update folded twice": ([(Journal, "replay", folds_again)], killed, "the log gives"),
     "checkpoints dropped by what is done again": ([(Kept, "changed", lambda kept: None)], killed, "says it has checkpoint"),

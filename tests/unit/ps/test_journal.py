@@ -60,7 +60,7 @@ def test_what_was_written_is_read(both: tuple[int, ...]) -> None:
     journal.note(MachineEvent(EventKind.WROTE, 9, values=(4, [1, 4], 17)), [])
     found, events = again(both)
     assert events == [event(0), event(1), event(2), MachineEvent(EventKind.WROTE, 9, values=(4, [1, 4], 17))]
-    assert found.machine().shard.ledger == server().shard.ledger and found.log.end == journal.log.end
+    assert found.machine().shard.ledger == server().shard.ledger and found.event_file.end == journal.event_file.end
 
 
 @pytest.mark.parametrize("about", [[99, 0, b"", []], ["x", 0, b"", []], [1, 0, b"", None], [1, 0, b""], None])
@@ -88,7 +88,7 @@ def test_an_event_that_is_not_whole_has_not_happened(
     for count in range(2):
         journal.note(event(count), encode(HELLO))
     with monkeypatch.context() as patch:
-        patch.setattr(f"narrows.ps.journal.event_log.os.{call}", killed)
+        patch.setattr(f"narrows.ps.journal.event_file.os.{call}", killed)
         with pytest.raises(Killed):
             journal.note(event(2), encode(HELLO))
     found, events = again(both)
@@ -115,7 +115,7 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, ...], monkeypatch:
 
     journal = filled(both, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("narrows.ps.journal.event_log.os.pwritev", full)
+        patch.setattr("narrows.ps.journal.event_file.os.pwritev", full)
         journal.note(event(2), encode(HELLO))
     assert journal.failure == "No space left on device" and not journal.due(3)
     journal.note(event(3), encode(HELLO))

@@ -34,7 +34,7 @@ class ArraySizes(machine_pickling._Pickler):
     """Counts the float32 values of a machine that lie in arrays of at least LEAST."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO(), assume_lent, None, None)
+        super().__init__(io.BytesIO(), assume_lent, None)
         self.found = dict[int, int]()
 
     def reducer_override(self, found: Any) -> Any:

@@ -45,7 +45,7 @@ WINDOW_BYTES = 1 << 32  # of addresses that are mapped at once
 PAGE = mmap.ALLOCATIONGRANULARITY
 
 
-class EventLog:
+class EventFile:
     """The events in a file.
 
     Args:
@@ -165,9 +165,9 @@ class EventLog:
         weakref.finalize(array, self._release, number).atexit = False
         return array.data
 
-    def place(self, view: memoryview) -> int:
-        """Return the offset of the bytes of a view that `view` has made, or of a part of it; -1 for any other."""
-        if not view.nbytes or not view.c_contiguous:
+    def place(self, view: Buffer) -> int:
+        """Return the offset of the bytes of a view that `view` has made, or of a part of it; -1 for other bytes."""
+        if not isinstance(view, memoryview) or not view.nbytes or not view.c_contiguous:
             return -1
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         for first, size, _, begin in self.windows:

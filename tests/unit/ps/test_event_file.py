@@ -11,7 +11,7 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.wire import decode, encode
-from narrows.ps.journal.event_log import HEAD, PAGE, EventLog
+from narrows.ps.journal.event_file import HEAD, PAGE, EventFile
 from narrows.ps.replication.events import EventKind, MachineEvent
 
 LARGE = 1 << 18  # bytes of a frame that is read in the file
@@ -38,94 +38,94 @@ def kept_pages(file: int) -> int:
 
 
 def test_a_large_frame_is_a_view_of_the_file(file: int) -> None:
-    log = EventLog(file)
-    noted = log.append(event(1), frames(1))
+    events = EventFile(file)
+    noted = events.append(event(1), frames(1))
     assert isinstance(noted[1], memoryview) and noted[1].readonly and noted[1] == frames(1)[1]
-    assert noted[0] == frames(1)[0] and not log.place(memoryview(b"elsewhere")) >= 0
-    assert bytes(log.view(log.place(noted[1][100:200]), 100)) == bytes([1]) * 100, "a part of it has a place too"
+    assert noted[0] == frames(1)[0] and not events.place(memoryview(b"elsewhere")) >= 0
+    assert bytes(events.view(events.place(noted[1][100:200]), 100)) == bytes([1]) * 100, "a part of it has a place too"
     small = frames(2, LARGE - 1)
-    assert log.append(event(2), small) is small
+    assert events.append(event(2), small) is small
     with pytest.raises(ValueError, match="beyond the events"):
-        log.view(os.fstat(file).st_size, 1)
+        events.view(os.fstat(file).st_size, 1)
 
 
 def test_without_maps_no_frame_is_read_in_the_file(file: int) -> None:
-    log, sent = EventLog(file, maps=False), frames(1)
-    assert log.append(event(1), sent) is sent and not log.windows
+    events, sent = EventFile(file, maps=False), frames(1)
+    assert events.append(event(1), sent) is sent and not events.windows
 
 
 def test_a_frame_that_is_held_outlives_new_beginnings(file: int) -> None:
-    log = EventLog(file)
-    held = log.append(event(1), frames(1))[1]
+    events = EventFile(file)
+    held = events.append(event(1), frames(1))[1]
     values = np.frombuffer(held, np.uint8)[5:]  # the machine keeps a part, by another object
     del held
     for turn in range(2, 9):
-        log.restart(turn)
-        log.append(event(turn), frames(turn))
-        log.append(event(turn + 100), frames(turn))
+        events.restart(turn)
+        events.append(event(turn), frames(turn))
+        events.append(event(turn + 100), frames(turn))
         assert (values == 1).all() and values.size == LARGE - 5
     assert kept_pages(file) <= 3 * LARGE + 8 * PAGE, "the held frame, and the events since the last beginning"
     del values
     gc.collect()
-    log.restart(9)
-    assert log.begin == HEAD.size, "nothing is held: events begin at the first byte again"
-    assert [*EventLog(file).events()] == []
+    events.restart(9)
+    assert events.begin == HEAD.size, "nothing is held: events begin at the first byte again"
+    assert [*EventFile(file).events()] == []
 
 
 def test_the_next_process_reads_events_behind_held_frames(file: int) -> None:
-    log = EventLog(file)
-    held = log.append(event(1), frames(1))[1]
-    log.restart(2)
-    log.append(event(2), frames(2))
-    log.append(event(3), frames(3, 10))
-    again = EventLog(file)
+    events = EventFile(file)
+    held = events.append(event(1), frames(1))[1]
+    events.restart(2)
+    events.append(event(2), frames(2))
+    events.append(event(3), frames(3, 10))
+    again = EventFile(file)
     found = list(again.events())
-    assert again.serial == 2 and [each.now_ns for each in found] == [2, 3] and again.end == log.end
+    assert again.serial == 2 and [each.now_ns for each in found] == [2, 3] and again.end == events.end
     assert [each.message for each in found] == [decode(frames(2)), decode(frames(3, 10))]
-    assert again.view(log.place(held), LARGE) == held, "a machine that names the frame finds it"
+    assert again.view(events.place(held), LARGE) == held, "a machine that names the frame finds it"
     del found
     gc.collect()
-    still = again.view(log.place(held), LARGE)
-    EventLog(file)
+    still = again.view(events.place(held), LARGE)
+    EventFile(file)
     again.end = again.begin  # as of a process that was killed before it read the events
     again.restart(3)
     assert still == held
 
 
 def test_a_file_of_dropped_events_is_empty_once_nothing_is_held(file: int) -> None:
-    log = EventLog(file)
-    first, second = (log.append(event(number), frames(number))[1] for number in (1, 2))
-    log.drop()
-    assert LARGE <= kept_pages(file) <= 2 * LARGE + 4 * PAGE and EventLog(file).serial == 0
+    events = EventFile(file)
+    first, second = (events.append(event(number), frames(number))[1] for number in (1, 2))
+    events.drop()
+    assert LARGE <= kept_pages(file) <= 2 * LARGE + 4 * PAGE and EventFile(file).serial == 0
     del first
     gc.collect()
     assert second == frames(2)[1] and kept_pages(file) <= LARGE + 2 * PAGE
     del second
     gc.collect()
-    assert kept_pages(file) == 0 and not log.held
+    assert kept_pages(file) == 0 and not events.held
 
 
 def test_a_window_that_has_no_held_frame_is_unmapped(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrows.ps.journal.event_log.WINDOW_BYTES", 2 * LARGE)
-    log = EventLog(file)
-    held = [log.append(event(number), frames(number))[1] for number in range(9)]
-    assert len(log.windows) > 3 and all(each == frames(number)[1] for number, each in enumerate(held))
+    monkeypatch.setattr("narrows.ps.journal.event_file.WINDOW_BYTES", 2 * LARGE)
+    events = EventFile(file)
+    held = [events.append(event(number), frames(number))[1] for number in range(9)]
+    assert len(events.windows) > 3 and all(each == frames(number)[1] for number, each in enumerate(held))
     del held[:8]
     gc.collect()
-    log.restart(1)
-    assert len(log.windows) <= 2 and held[0] == frames(8)[1], "windows may overlap"
+    events.restart(1)
+    assert len(events.windows) <= 2 and held[0] == frames(8)[1], "windows may overlap"
 
 
 def test_frames_that_wait_are_no_past(file: int) -> None:
-    log = EventLog(file)
-    held = [log.append(event(number), frames(number))[1] for number in range(3)]
-    assert 0 < log.past_bytes < LARGE
+    events = EventFile(file)
+    held = [events.append(event(number), frames(number))[1] for number in range(3)]
+    assert 0 < events.past_bytes < LARGE
     del held[1:]
     gc.collect()
-    assert 2 * LARGE < log.past_bytes < 3 * LARGE
-    log.restart(1)
-    assert log.past_bytes == 0, "the machine has what waits"
-    more = log.append(event(4), frames(4))[1]
+    assert 2 * LARGE < events.past_bytes < 3 * LARGE
+    events.restart(1)
+    assert events.past_bytes == 0, "the machine has what waits"
+    more = events.append(event(4), frames(4))[1]
     del held[:]
     gc.collect()
-    assert 0 < log.past_bytes < LARGE and more[0] == 4
+    assert 0 < events.past_bytes < LARGE and more[0] == 4
