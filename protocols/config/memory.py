@@ -18,7 +18,7 @@ from narrows.protocols.messages.state import CREDIT_MAX
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
-EVENTS_RATIO = 0.5  # a journal begins anew once events have this share of the bytes of the arrays
+EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the arrays
 # Arrays that a journal and a checkpoint have, and scratch of a shard's fold by the rule of the mode.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
 SCRATCH = {FoldRule.OPTIMIZER: 0, FoldRule.ADD: 0, FoldRule.OUTER: 2, FoldRule.MIX: 0}
@@ -237,12 +237,13 @@ def journal_arrays(saved: float, clock: float) -> list[ModelArray]:
 
     Args:
         saved: the arrays that the journals copy, in models.
-        clock: the pushes of one clock, in models.
+        clock: the pushes of one clock, in models. They wait in the journal too, and count as pushes. Where they are more
+            than the limit of past events, the journal begins anew with each fold, and has no past events.
     """
-    events = EVENTS_RATIO * saved + min(EVENTS_RATIO * saved, clock)
+    events = EVENTS_RATIO * saved if clock < EVENTS_RATIO * saved else 0.0
     return [
         ModelArray("journal's copy", saved, "of the arrays"),
-        ModelArray("journal's events", events, "since that copy, and to the end of a clock"),
+        ModelArray("journal's events", events, "that are folded, since that copy"),
     ]
 
 
