@@ -13,6 +13,7 @@ How it works
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
+from lab.launch import CommandFailed
 from lab.link import Way
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +217,35 @@ def out_option(bench: str) -> Callable[[Command], Command]:
     default = RESULTS / f"{Path(bench).name}.jsonl"
     text = f"JSON lines  [default: bench/results/{default.name}, which the pages are made of]"
     return click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=default, help=text)
+
+
+def rows_option(rows: Iterable[str]) -> Callable[[Command], Command]:
+    """The option --rows of a script."""
+    return click.option("--rows", "pattern", default="*", help=f"of {', '.join(rows)}")
+
+
+def measure_rows(recorder: Recorder, rows: Iterable[str], pattern: str, measure: Callable[[str], object]) -> None:
+    """Measure each row whose name matches a pattern, and record it.
+
+    Args:
+        recorder: Of the script.
+        rows: The names of all rows.
+        pattern: Of the names, as a shell has them.
+        measure: Measures the row of a name, and records it.
+
+    Raises:
+        click.UsageError: No row matches.
+        click.ClickException: A command of a row has failed.
+    """
+    chosen = fnmatch.filter(rows, pattern)
+    if not chosen:
+        raise click.UsageError(f"--rows {pattern}: there is none; rows: {', '.join(rows)}")
+    with recorder:
+        for name in chosen:
+            try:
+                measure(name)
+            except CommandFailed as error:
+                raise click.ClickException(f"{name}: {error}") from None
 
 
 # Tables.

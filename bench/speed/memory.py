@@ -19,7 +19,6 @@ Rules
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
@@ -237,7 +236,7 @@ def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> reco
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rows", "pattern", default="*", help=f"of {', '.join(ROWS)}")
+@record.rows_option(ROWS)
 @click.option("--millions", default=100, help="parameters of the model")
 @click.option(
     "--give-back", is_flag=True, help="glibc gives arrays back as they are freed, so what it would keep is not counted"
@@ -245,16 +244,13 @@ def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> reco
 @record.out_option("speed/memory")
 def main(pattern: str, millions: int, give_back: bool, out: Path) -> None:
     """Measure the memory of workers and servers."""
-    chosen = {name: flags for name, flags in ROWS.items() if fnmatch.fnmatchcase(name, pattern)}
-    if not chosen:
-        raise click.UsageError(f"--rows {pattern}: there is none; rows: {', '.join(ROWS)}")
-    with record.Recorder("speed/memory", out) as recorder:
-        for name, flags in chosen.items():
-            try:
-                found = measure(flags, millions, give_back)
-            except launch.CommandFailed as error:
-                raise click.ClickException(f"{name}: {error}") from None
-            recorder.add(name, found, arguments={"millions": millions} | ({"give-back": True} if give_back else {}))
+    recorder = record.Recorder("speed/memory", out)
+    arguments = {"millions": millions} | ({"give-back": True} if give_back else {})
+
+    def row(name: str) -> None:
+        recorder.add(name, measure(ROWS[name], millions, give_back), arguments=arguments)
+
+    record.measure_rows(recorder, ROWS, pattern, row)
 
 
 if __name__ == "__main__":

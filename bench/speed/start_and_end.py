@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import sys
 import tempfile
@@ -81,21 +80,17 @@ def measure(name: str, flags: Sequence[str], millions: int) -> record.Figures:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rows", "pattern", default="*", help=f"of {', '.join(ROWS)}")
+@record.rows_option(ROWS)
 @click.option("--millions", default=5, help="parameters of the model")
 @record.out_option("speed/start_and_end")
 def main(pattern: str, millions: int, out: Path) -> None:
     """Count the bytes of start and end."""
-    chosen = {name: flags for name, flags in ROWS.items() if fnmatch.fnmatchcase(name, pattern)}
-    if not chosen:
-        raise click.UsageError(f"--rows {pattern}: there is none; rows: {', '.join(ROWS)}")
-    with record.Recorder("speed/start_and_end", out) as recorder:
-        for name, flags in chosen.items():
-            try:
-                found = measure(name, flags, millions)
-            except launch.CommandFailed as error:
-                raise click.ClickException(f"{name}: {error}") from None
-            recorder.add(name, found, arguments={"millions": millions})
+    recorder = record.Recorder("speed/start_and_end", out)
+
+    def row(name: str) -> None:
+        recorder.add(name, measure(name, ROWS[name], millions), arguments={"millions": millions})
+
+    record.measure_rows(recorder, ROWS, pattern, row)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import signal
@@ -33,7 +32,6 @@ import click
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lab import launch, record
-from lab.launch import CommandFailed
 
 WORKER = str(Path(__file__).with_name("straggler_worker.py"))
 SLOWED = 4.0  # times its own step
@@ -149,7 +147,7 @@ def figures(blocks: Sequence[Result]) -> record.Figures:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rows", "pattern", default="*", help=f"of {', '.join(ROWS)}")
+@record.rows_option(ROWS)
 @click.option("--rounds", default=3, help="of a block with both alike and one with one slowed")
 @click.option("--steps", default=40, help="of the fast worker that a block counts")
 @click.option("--server", type=click.Choice(["both", "fast", "slow"]), default="both", help="cores of the server")
@@ -160,18 +158,15 @@ def main(pattern: str, rounds: int, steps: int, server: str, out: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise click.ClickException("this needs two cores: one for each worker")
-    chosen = {name: flags for name, flags in ROWS.items() if fnmatch.fnmatchcase(name, pattern)}
-    if not chosen:
-        raise click.UsageError(f"--rows {pattern}: there is none; rows: {', '.join(ROWS)}")
     room = {"both": set(cores), "fast": {cores[0]}, "slow": {cores[1]}}[server]
-    with record.Recorder("speed/straggler", out) as recorder:
-        for name, flags in chosen.items():
-            try:
-                blocks = measure(flags, rounds, steps, cores, room)
-            except CommandFailed as error:
-                raise click.ClickException(f"{name}: {error}") from None
-            arguments = {"rounds": rounds, "steps": steps, "server's cores": server, "slowed": SLOWED}
-            recorder.add(name, figures(blocks), seed=0, arguments=arguments)
+    recorder = record.Recorder("speed/straggler", out)
+    arguments = {"rounds": rounds, "steps": steps, "server's cores": server, "slowed": SLOWED}
+
+    def row(name: str) -> None:
+        found = figures(measure(ROWS[name], rounds, steps, cores, room))
+        recorder.add(name, found, seed=0, arguments=arguments)
+
+    record.measure_rows(recorder, ROWS, pattern, row)
 
 
 if __name__ == "__main__":
