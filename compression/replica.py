@@ -23,7 +23,7 @@ class ArrayReplica(Generic[A]):
     On the host, payloads of raw values are views of the arrays that the caller gave, not copies.
 
     Attributes:
-        pulled: the pulled state, float32[end - begin].
+        pulled: the pulled state, float32[end - begin]; empty once it is `handed_over`.
         feedbacks: keys and error feedback of each fragment; update c carries fragment c % len(feedbacks).
     """
 
@@ -83,12 +83,19 @@ class ArrayReplica(Generic[A]):
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
         self.check(pieces)
+        if not len(self.pulled):
+            return
         with self.home.aside() if self.aside else nullcontext():
             for piece in pieces:
                 if add:
                     self.home.add(piece, 1.0, self.pulled, self.begin)
                 else:
                     self.home.put(piece, self.pulled, self.begin)
+
+    def handed_over(self) -> A:
+        """Return the pulled state, which is the caller's from now on. Later states are checked, and change nothing."""
+        pulled, self.pulled = self.pulled, self.home.empty(0)
+        return pulled  # type: ignore[no-any-return]
 
     def check(self, pieces: Sequence[PieceLike]) -> None:
         """Raise PayloadError if a payload is not valid for the keys of its piece."""

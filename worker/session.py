@@ -46,6 +46,7 @@ from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.runtime.cli import output
+from narrows.protocols.runtime.network.hosts import memory_bytes
 from narrows.protocols.runtime.network.key_files import SecretKeyFile, member_key
 from narrows.worker.check.script_watch import ScriptWatch
 from narrows.worker.checkpoint.optimizer_state import OptimizerStateFile
@@ -229,7 +230,7 @@ class RunSession(LoaderFacts):
         self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:
             return self.engine
-        self.figures = WorkerMetrics(self.engine, self.link)
+        self.figures = WorkerMetrics(self.engine, self.link, memory_bytes())
         self.link.member.figures.read_from(self.figures.rows)
         if self.engine.device_notice:
             _say(self.engine.device_notice)

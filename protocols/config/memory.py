@@ -211,25 +211,27 @@ def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
             not gossip,
             ModelArray("pushes", facts.workers * facts.up / mode.fragments, "that wait for others, or for parts"),
         ),
-        *((True, row) for row in parent_arrays(facts)),
+        *((True, row) for row in (parent_arrays(*facts.parent) if facts.parent is not None else ())),
     )
     return [row for there, row in rows if there and row.models]
 
 
-def parent_arrays(facts: ShardFacts) -> list[ModelArray]:
-    """Return the arrays of a cluster's shards toward the parent's; none without a parent."""
-    if facts.parent is None:
-        return []
-    mode, child = facts.parent
+def parent_arrays(mode: Mode, child: ArrayFacts) -> list[ModelArray]:
+    """Return the arrays of a cluster's shards toward the parent's.
+
+    Args:
+        mode: of the parent's run.
+        child: the facts of the cluster as a worker there.
+    """
+    kept = [ModelArray("base", 1, "updates are measured from it")]
     if mode.rule is FoldRule.MIX:
         names = ("model", "references", "outer momentum", "offers")
-        kept = [row for row in worker_arrays(mode, child) if row.name in names]
+        kept += [row for row in worker_arrays(mode, child) if row.name in names]
     else:
         raw = ModelArray("raw updates", mode.window, "in flight to the parent, or part of its state here")
         left = ModelArray("residual", 1, "what the parent's SPEC leaves out")
-        kept = [raw if child.lossless else left]
-    first = (ModelArray("state", 1, "the parent's, as pulled"), ModelArray("base", 1, "updates are measured from it"))
-    return [row._replace(name=f"parent's {row.name}") for row in (*first, *kept)]
+        kept += [ModelArray("state", 1, "the parent's, as pulled"), raw if child.lossless else left]
+    return [row._replace(name=f"parent's {row.name}") for row in kept]
 
 
 def journal_arrays(saved: float, clock: float) -> list[ModelArray]:

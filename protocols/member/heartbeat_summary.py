@@ -60,6 +60,8 @@ class Summary:
     replays: int = 0  # counter: CUDA graphs replayed there
     graphs: int = 0  # CUDA graphs that the worker keeps
     scratch_bytes: int = 0  # scratch memory of kernels on the GPU
+    # Of the member's host; of a cluster: what its server leaves of it for what its parent's mode needs. 0: not known.
+    memory_bytes: int = 0
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """Return `stale` with one more step of this staleness."""

@@ -13,7 +13,6 @@ How it works
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -159,9 +158,9 @@ def _towards(hosts: Sequence[str]) -> str:
 
 
 def _joins(flags: dict[str, Any], host: str) -> ProbeJoin:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = flags["name"] or socket.gethostname()
-    return ProbeJoin(name, host, memory)
+    from narrows.protocols.runtime.network.hosts import memory_bytes
+
+    return ProbeJoin(flags["name"] or socket.gethostname(), host, memory_bytes())
 
 
 def _join(address: str, flags: dict[str, Any]) -> int:

@@ -51,6 +51,7 @@ from narrows.ps.coordinator.resharding import Resharding
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat, skips
 from narrows.ps.coordinator.sample_leases import SampleLeases
 from narrows.ps.coordinator.shared_buffers import SharedBuffers
+from narrows.ps.planner.host_memory import UNKNOWN, HostMemory
 from narrows.ps.planner.step_prices import CodecCost
 
 TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
@@ -77,6 +78,7 @@ class Coordinator:
         keys_max: the largest number of model parameters that the shards have memory for.
         away: host of each shard that is on another machine, by shard.
         coded: cost of each SPEC, for replanning.
+        here: memory of the host of this process, for replanning.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Coordinator:
         keys_max: int = KEYS_MAX,
         away: Mapping[int, str] | None = None,
         coded: Mapping[str, CodecCost] | None = None,
+        here: HostMemory = UNKNOWN,
     ) -> None:
         self.stop_ns = -1  # gossip: when the user stopped the server; -1 unless workers are handing over their models
         self.version, self.lines = 1, {0: ShardLine(b"")}  # of the newest ledger; by shard, 0 is in this process
@@ -105,7 +108,7 @@ class Coordinator:
         self.agreements = Agreements(run, clocks, above, self.gossip_directory)
         self.remote_shards, self.replans = (
             RemoteShards(run, resharding),
-            Replans(run, clocks, self.members, resharding, coded or {}),
+            Replans(run, clocks, self.members, resharding, coded or {}, here),
         )
         self.start_notice = StartNotice(run, clocks, above, self.checkpoint_schedule, self.gossip_directory)
         first = (self.checkpoint_schedule, self.ranges, clocks, self.gossip_directory, above, self.members)

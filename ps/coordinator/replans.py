@@ -8,12 +8,13 @@ Rules
   each member has sent figures.
 - A way that gains more than GAIN for --replan-after seconds without a break is proposed, once in each plan. With
   --replan change it becomes the next plan.
+- A way for which a host has no memory is not among them (`too_small`, ps/planner/host_memory.py).
 - Figures measured under one plan do not count under the next. So a change back takes as long to decide as the change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrows.protocols.config.modes import FoldRule
@@ -24,8 +25,9 @@ from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run, Seat
+from narrows.ps.planner.host_memory import UNKNOWN, VALUE_BYTES, HostMemory, server_models, too_small
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
-from narrows.ps.planner.replanning import ChildRates, WayPrice, present, prices
+from narrows.ps.planner.replanning import ChildRates, WayPrice, present, prices, unmeasured
 from narrows.ps.planner.step_prices import CodecCost
 
 GAIN = 0.2  # the share of the time to a loss that another way must save
@@ -43,12 +45,24 @@ class StepMeter:
 
 
 class Replans(Decision):
-    """Decides whether to replan. `coded`: cost of each SPEC. If the run's own SPEC has none, no way is compared."""
+    """Decides whether to replan.
+
+    Args:
+        coded: cost of each SPEC. If the run's own SPEC has none, no way is compared.
+        here: memory of the host of the coordinator, and of all shards that are not on another machine.
+    """
 
     def __init__(
-        self, run: Run, clocks: Clocks, members: Members, resharding: Resharding, coded: Mapping[str, CodecCost]
+        self,
+        run: Run,
+        clocks: Clocks,
+        members: Members,
+        resharding: Resharding,
+        coded: Mapping[str, CodecCost],
+        here: HostMemory = UNKNOWN,
     ) -> None:
         self.run, self.clocks, self.members, self.resharding, self.coded = run, clocks, members, resharding, coded
+        self.here = here
         self.plan = run.settings.plan_number  # the plan that the following figures belong to
         self.steps: dict[tuple[int, ...], StepMeter] = {}  # by (member, ranks of the path to the worker below it)
         self.due_ns, self.since_ns = 0, -1  # when to compare next; since when another way gains, -1: none does
@@ -124,10 +138,38 @@ class Replans(Decision):
         if not open_ or not children or self.members.plan is None or self.plan != run.settings.plan_number:
             return None
         now = present(run.settings, self.coded)
-        ways = [now, *(WAYS if self.resharding.fixed else BELOW)]
+        ways = [now, *self._roomy(now, WAYS if self.resharding.fixed else BELOW)]
         here, *others = prices([child for _, child in children], self.members.plan.size, self.coded, ways)
+        if not others:
+            return None
         slowest = max(children, key=lambda each: 1 / (each[1].up or 1e30) + 1 / (each[1].down or 1e30))
         return min(others, key=lambda price: price.cost), here, *slowest
+
+    def _roomy(self, now: ModeAndSpec, ways: Sequence[ModeAndSpec]) -> list[ModeAndSpec]:
+        """Return the ways for which all hosts of the run have memory."""
+        away, members = len(self.resharding.away), self.run.declared
+        servers = [self.here] * (self.run.shards - away) + [UNKNOWN] * away
+        workers = [
+            HostMemory(seat.host, seat.rows[0].summary.memory_bytes) for seat in members if not seat.rows[0].runs
+        ]
+        clusters = [
+            HostMemory(seat.host.rpartition(":")[0], seat.rows[0].summary.memory_bytes)
+            for seat in members
+            if seat.rows[0].runs
+        ]
+        size, updates = self.members.plan.size if self.members.plan is not None else 0, self._updates
+        return [way for way in ways if not too_small(way, now, size, servers, workers, clusters, updates)]
+
+    @property
+    def _updates(self) -> bool:
+        return self.run.settings.push == "update"
+
+    def room(self) -> int:
+        """Return the memory that this server leaves of its host for what its parent's mode needs; 0: not known."""
+        if self.members.plan is None or not self.here.bytes:
+            return 0
+        models = server_models(unmeasured(self.run.settings), len(self.run.declared), self._updates)
+        return max(1, self.here.bytes - int(VALUE_BYTES * models * self.members.plan.size))
 
     def _propose(self, best: WayPrice, here: WayPrice, seat: Seat, child: ChildRates) -> None:
         run, fixed = self.run, self.resharding.fixed

@@ -118,6 +118,7 @@ class ParentGossip:
         if place.clock == 0:
             return self.seat.begin(now_ns)
         self.seat.exchange.begin(place.worker, place.epoch, place.clock)
+        self.seat.replica.handed_over()  # to nobody: no state of the parent comes at this clock
         if before is not None:
             self.driver.keep(before)
             self.seat.keep(model=None)
@@ -132,7 +133,7 @@ class ParentGossip:
                 continue
             effects += self.seat.take(event, now_ns)
             if isinstance(event, e.StateArrived) and self.driver.phase is GossipPhase.EMPTY:
-                self.driver.begin_as_founder(self.seat.replica.pulled.copy(), self.before)
+                self.driver.begin_as_founder(self.seat.replica.handed_over(), self.before)
                 self.seat.keep(model=None)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)
         return effects

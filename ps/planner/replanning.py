@@ -81,14 +81,21 @@ def prices(
     return [WayPrice(way, step_s, step_s * way.steps(len(children))) for way, step_s in found]
 
 
+def unmeasured(settings: Settings) -> ModeAndSpec:
+    """Return the mode and SPEC of these settings, without losses."""
+    steps = settings.local_steps if settings.sync == "local" else -1
+    return ModeAndSpec(
+        settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps
+    )
+
+
 def present(settings: Settings, coded: Mapping[str, CodecCost]) -> ModeAndSpec:
     """Return the mode and SPEC of these settings.
 
     The losses are those of the row of WAYS with the same mode and the nearest bytes, if WAYS has no row of these
     settings.
     """
-    steps = settings.local_steps if settings.sync == "local" else -1
-    way = ModeAndSpec(settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps)
+    way = unmeasured(settings)
 
     def far(row: ModeAndSpec) -> tuple[bool, float, int]:
         wide = abs(math.log(coded[row.compress].bytes / coded[way.compress].bytes))

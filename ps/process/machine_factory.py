@@ -12,7 +12,6 @@ How it works
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import socket
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from narrows.compression import ladder
@@ -34,11 +32,12 @@ from narrows.protocols.config.timing import Timing, standby_lost_ns
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.cli.output import emit
-from narrows.protocols.runtime.network.hosts import reached
+from narrows.protocols.runtime.network.hosts import memory_bytes, reached
 from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.protocols.wire import pack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.planner.host_memory import HostMemory
 from narrows.ps.planner.step_prices import coded
 from narrows.ps.process.config import OF_PRIMARY, ServerConfig
 from narrows.ps.replication.replication_primary import ReplicationPrimary
@@ -66,7 +65,7 @@ def _optimizers(arrays: ArrayAllocator) -> Callable[[ModelSpec, int, int], Serve
 
 def keys_that_fit() -> int:
     """The number of parameters whose master copy and published copy, float32 each, fit into this machine's memory."""
-    return _memory() // 8
+    return memory_bytes() // 8
 
 
 def journal_most(shards: int) -> int:
@@ -75,15 +74,7 @@ def journal_most(shards: int) -> int:
     Machine and journal take three times as much: the arrays, their copy, and events. All shards together then take at
     most half of the memory.
     """
-    return _memory() // (6 * shards)
-
-
-def _memory() -> int:
-    """Bytes of memory that this computer has, or that its container may use."""
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
-        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return most
+    return memory_bytes() // (6 * shards)
 
 
 def original(
@@ -184,7 +175,9 @@ def machine(
             if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))
         priced = coded() if ladder(settings.compress).auto else coded(settings.compress)
-        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(config.away), priced)
+        here = HostMemory(socket.gethostname(), memory_bytes())
+        away = dict(config.away)
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), away, priced, here)
         if not config.again:
             coordinator.checkpoint_schedule.resumed(from_workers=mixes and config.resume)
             if restart >= 0:

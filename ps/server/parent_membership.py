@@ -132,6 +132,7 @@ class ParentMembership:
             loss=sum(losses) / len(losses) if losses else None,
             left_steps=max((summary.left_steps for summary in ours), default=0),
             lost=coordinator.members.lost,
+            memory_bytes=coordinator.replans.room(),
         )
         return SummaryRow((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
 

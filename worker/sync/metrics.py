@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from narrows.compression.home import HOST
 from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.runtime.trace import PARTS
@@ -26,9 +27,13 @@ SHOWN = ("loss", "total_steps")  # the values of record() that a summary carries
 
 
 class WorkerMetrics:
-    """The counters of one engine's steps, since this worker began."""
+    """The counters of one engine's steps, since this worker began.
 
-    def __init__(self, engine: Engine, link: MemberLink) -> None:
+    Args:
+        host_bytes: the memory of the host.
+    """
+
+    def __init__(self, engine: Engine, link: MemberLink, host_bytes: int) -> None:
         self.engine, self.link = engine, link
         self.steps = self.updates = 0
         self.samples = 0  # samples of these steps, as loaders gave them
@@ -42,6 +47,7 @@ class WorkerMetrics:
         self.spent = (0.0, 0.0)  # seconds of waiting and of encoding, from the first step to the newest one
         self.began_s = self.stepped_s = time.monotonic()
         self.parts = dict(engine.trace.seconds)
+        self.memory_bytes = host_bytes if engine.home is HOST else 0  # of where this worker's arrays live
         self.device = engine.home.figures()  # at the newest step: the main thread alone may ask
 
     def stepped(self, batch: int) -> dict[str, float]:
@@ -110,6 +116,7 @@ class WorkerMetrics:
             loss=self.shown.get("loss"),
             left_steps=self.left_steps,
             skipped=self.engine.skips.steps,
+            memory_bytes=self.memory_bytes,
             **self.device._asdict(),
         )
         return (SummaryRow((), "", "", summary),)

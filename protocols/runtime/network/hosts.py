@@ -1,4 +1,4 @@
-"""Hosts and addresses of this machine and of others: the endpoint to dial, IPv6 or not, and the own address."""
+"""Hosts and addresses of this machine and of others: the endpoint to dial, IPv6 or not, the own address, the memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 import sys
+from pathlib import Path
 
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, bracketed, local_endpoint, parse_address
 
@@ -81,3 +82,11 @@ def reached(bound: str, parent: str) -> str:
     with contextlib.suppress(OSError):
         return own_host(*parse_address("--parent", parent))
     return socket.gethostname()
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that this computer has, or that its container may use."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most

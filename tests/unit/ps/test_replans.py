@@ -21,7 +21,8 @@ from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.replans import Replans
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Run, Seat
-from narrows.ps.planner.modes_and_specs import BELOW, WAYS
+from narrows.ps.planner.host_memory import UNKNOWN, HostMemory, parent_models, server_models, too_small, worker_models
+from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.replanning import ChildRates, present, prices
 from narrows.ps.planner.step_prices import coded
 
@@ -33,7 +34,7 @@ CODED = coded("dense")
 class Watched:
     """A run of two members that say every second what they measure; `links`: the rate of each."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, server_bytes: int = 0, **flags: Any) -> None:
         known: dict[str, Any] = {
             "sync": "bsp",
             "push": "update",
@@ -47,13 +48,13 @@ class Watched:
         roster = Members(run, rounds, above, GossipDirectory(run), KEYS_MAX)
         roster.plan = ModelSpec((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),))
         self.moves = Resharding(run, rounds, above, CheckpointSchedule(run, rounds, above), roster, {})
-        self.replans = Replans(run, rounds, roster, self.moves, CODED)
+        self.replans = Replans(run, rounds, roster, self.moves, CODED, HostMemory("halle", server_bytes))
         self.run, self.seats = run, list[Seat]()
         self.joins()
         self.joins()
         run.move("start")
         rounds.open(0)
-        self.steps, self.now_s, self.links = 0, 0, [WIDE, WIDE]
+        self.steps, self.now_s, self.links, self.memory_bytes = 0, 0, [WIDE, WIDE], 0
 
     def joins(self) -> None:
         seat = self.run.sit(m.Hello(f"{len(self.seats)}", "leipzig"), b"", 0)
@@ -62,7 +63,13 @@ class Watched:
         self.seats.append(seat)
 
     def says(self, seat: Seat, rate: float, computing_s: float = 0.1, runs: str = "") -> None:
-        told = Summary(steps=self.steps, compute_seconds=self.steps * computing_s, rate_up=rate, rate_down=rate)
+        told = Summary(
+            steps=self.steps,
+            compute_seconds=self.steps * computing_s,
+            rate_up=rate,
+            rate_down=rate,
+            memory_bytes=self.memory_bytes,
+        )
         rows = [SummaryRow((seat.rank,), "leipzig", runs, replace(told, round_trip_seconds=0.02))]
         rows += [SummaryRow((seat.rank, 0), "below", "", told)] if runs else []
         self.replans.heard(seat, tuple(rows))
@@ -147,6 +154,52 @@ def test_what_takes_a_restart_is_said(flags: dict[str, Any], why: str) -> None:
     (log,) = watched.goes(100)
     assert "it takes a restart: " in str(log.values["text"]) and why in str(log.values["text"])
     assert not log.values["changes"] and watched.moves.phase is ReshardPhase.STILL
+
+
+def test_a_plan_fits_into_the_memory_of_all_hosts() -> None:
+    """Both workers are on one host. Links are wide, so that other ways gain, and each of these takes more memory."""
+    by_name = {str(way): way for way in WAYS}
+    now = by_name["ssp, S = 2, cycle:0.03+sign"]
+
+    def chosen(workers: float = 0, server: float = 0) -> ModeAndSpec | None:
+        """`workers`, `server`: of the two hosts, in models."""
+        watched = Watched(sync="ssp", staleness=2, compress=now.compress, server_bytes=int(server * 4 * KEYS))
+        watched.links, watched.memory_bytes = [1e9, 1e9], int(workers * 4 * KEYS)
+        said = watched.goes(70)
+        assert bool(said) == (watched.moves.phase is ReshardPhase.ASKED)
+        return by_name[str(said[0].values["to"])] if said else None
+
+    best = chosen()
+    assert best is not None and chosen(1e3, 1e3) == best, "a host whose memory is not known has enough"
+    for room in (2 * worker_models(best) - 0.01, 2 * worker_models(now) + 0.03):
+        other = chosen(workers=room)
+        assert other not in (best, None) and 2 * worker_models(other) <= room, "another one gains"
+    for room in (server_models(best, 2) - 0.01, server_models(now, 2) + 0.08):
+        other = chosen(server=room)
+        assert other not in (best, None) and server_models(other, 2) <= room
+    assert chosen(workers=2 * worker_models(now)) is None and chosen(server=server_models(now, 2)) is None
+    assert chosen(workers=1, server=1) is None, "no way is smaller than the present one"
+
+
+def test_a_way_that_needs_no_more_than_the_present_one_is_taken_on_any_host() -> None:
+    """The account names all arrays, of which a run may touch less: the run goes on, so its present arrays fit."""
+    watched = Watched(sync="ssp", compress="int4", server_bytes=1)
+    watched.links, watched.memory_bytes = [WIDE, NARROW], 1
+    assert len(watched.goes(70)) == 1
+
+
+def test_a_cluster_says_what_its_own_arrays_leave() -> None:
+    now, dense = ModeAndSpec("ssp", (), "int4", 1), ModeAndSpec("ssp", (), staleness=1)
+    known, less = (
+        HostMemory("here", int(4e6 * parent_models(dense))),
+        HostMemory("here", int(4e6 * parent_models(dense)) - 9),
+    )
+    assert too_small(dense, now, 1e6, [UNKNOWN], [UNKNOWN], [known, HostMemory("there")]) == ""
+    assert too_small(dense, now, 1e6, [UNKNOWN], [UNKNOWN], [known, less]) == "here", "two clusters on one host"
+    watched = Watched(server_bytes=int(9e9))
+    models = server_models(WAYS[0], 2, updates=True)
+    assert watched.replans.room() == int(9e9) - int(4 * KEYS * models) and Watched().replans.room() == 0
+    assert Watched(server_bytes=9).replans.room() == 1, "0: not known"
 
 
 def test_clusters_are_compared_by_what_those_below_them_compute() -> None:
