@@ -129,6 +129,7 @@ def forked(forks: Starter) -> bool:
 
 # How it ends.
 
+KEPT = "class Kept:\n    def __init__(self, name): self.name = name\n    def __del__(self): print('destroyed', self.name)\n"
 ENDS = {
     "well": "print('done')",
     "by an error": "def f():\n    raise ValueError('boom')\nprint('begins')\nf()",
@@ -154,6 +155,24 @@ ENDS = {
     "with a hook that fails": "import sys\ndef hook(*error): raise ValueError('in the hook')\nsys.excepthook = hook\n1 / 0",
     "with a warning": "import warnings\nwarnings.warn('beware')",
     "with a closed stdout": "import sys\nsys.stdout.close()\n",
+    "with a file that nobody closes": "import os\nfile = open(os.dup(1), 'w')\nprint('kept', file=file)\nprint('first')",
+    "with a file in a cycle": "import os\nfile = [open(os.dup(1), 'w')]\nfile.append(file)\nfile[0].write('kept\\n')",
+    "with a file that a shared module holds": "import json, os\njson.file = open(os.dup(1), 'w')\njson.file.write('kept\\n')",
+    "with output of C": "import ctypes\nctypes.CDLL(None).puts(b'by C')\nprint('first', flush=True)",
+    "with objects": KEPT + "_b, a, c = Kept('first'), Kept('second'), Kept('third')\nraise SystemExit(3)",
+    "with objects in a cycle": KEPT + "a, b = Kept('in a'), Kept('in b')\na.b, b.a = b, a\ndel a, b",
+    "with an object that refers to the script": KEPT + "import os\nclass Sees(Kept):\n"
+    "    def __del__(self): print(os and os.getpid() > 0, type(Kept))\nsees = Sees('it')",
+    "with an object that fails": "import sys\nclass Fails:\n    def __del__(self): 1 / 0\n"
+    "sys.unraisablehook = lambda each: print('unraisable', each.exc_type)\nfails = Fails()",
+    "with objects of its modules": "import sys, types\nown = types.ModuleType('own')\nsys.modules['own'] = own\n"
+    "exec('class Kept:\\n    def __del__(self): print(\"own\")\\nkept = Kept()', own.__dict__)\ndel own",
+    "with a finalizer": "import weakref\nclass Mine: pass\nmine = Mine()\nweakref.finalize(mine, print, 'finalized')",
+    "beside a thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + KEPT
+    + "kept = Kept('well')",
+    "beside a thread of ours": KEPT + "import threading\nkept = Kept('well')\n"
+    "threading.Thread(target=threading.Event().wait, name='narrows-x', daemon=True).start()",
+    "in a fork": KEPT + "import os, sys\nkept = Kept('each')\nif os.fork() == 0: sys.exit(5)\nprint(os.wait()[1] >> 8)",
 }  # fmt: skip
 
 
@@ -182,6 +201,18 @@ def test_a_command_of_narrows_ends_as_a_script_does_but_destroys_nothing(here: P
             assert expected[1].endswith("destroyed") and got[0] == expected[0] and got[2] == expected[2]
             assert got[1] == expected[1].removesuffix("destroyed").rstrip("\n")
         assert starter.children.forks
+
+
+def test_a_script_destroys_what_is_its_own_and_nothing_that_all_share(here: Path) -> None:
+    """Pages that it shares with its fork server are not copied at its end: of torch these are 0.2 GB."""
+    (here / "far").mkdir()
+    (here / "far" / "shared.py").write_text(KEPT + "kept = Kept('shared')")
+    (here / "own.py").write_text("from shared import Kept\nkept = Kept('own')")
+    (here / "script.py").write_text("import own, shared\nkept = shared.Kept('script')")
+    with forker([("", "shared")], PYTHONPATH=str(here / "far")) as starter:
+        code, out, err = starter.run(str(here / "script.py"))
+        assert (code, err, starter.children.forks) == (0, "", True)
+        assert sorted(out.splitlines()) == ["destroyed own", "destroyed script"]
 
 
 def test_a_script_that_is_interrupted(here: Path, forks: Starter) -> None:

@@ -147,6 +147,7 @@ class ForkServer:
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)(say)
+        interpreter.will_fork()
         gc.enable()
         gc.freeze()  # so that no child copies these pages by looking for garbage on them
         self.tell("ready", unfit())
@@ -242,6 +243,7 @@ class ForkedEnvironment:
 
 
 def main() -> None:
+    interpreter.will_fork(first=True)
     begins: Begins | None = ForkServer(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
     while begins is not None:
         begins = begins()
