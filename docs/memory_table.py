@@ -55,14 +55,16 @@ def of_worker(settings: Settings) -> list[ModelArray]:
 
 def of_shards(settings: Settings) -> list[ModelArray]:
     codecs = Codecs.of(settings.compress, settings.compress_down)
-    return shard_arrays(settings.mode(), ShardFacts.of(codecs, WORKERS, MOMENTS))
+    return shard_arrays(settings.mode(), ShardFacts.of(settings, codecs, MOMENTS))
 
 
 def arrays_of(runs: dict[str, dict[str, Any]], arrays: Callable[[Settings], list[ModelArray]]) -> str:
     """Return a table with a row for each run, and a column for each array that any of them has."""
     rows: dict[str, dict[str, float]] = {}
     for name, flags in runs.items():
-        rows[name] = {array.name: array.models for array in arrays(Settings(**flags).validated())}
+        rows[name] = {
+            array.name: array.models for array in arrays(Settings(**{"workers": WORKERS} | flags).validated())
+        }
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [f"| | {' | '.join(columns)} | in all |", f"|---{'|---' * len(columns)}|---|"]
     for name, models in rows.items():

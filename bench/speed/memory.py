@@ -191,7 +191,7 @@ def account(flags: Sequence[str] | None) -> tuple[float, float]:
     given: dict[str, Any] = {name: int(word) if word.isdigit() else word for name, word in words.items()}
     settings = Settings(workers=WORKERS, shards=SHARDS, **given).validated()
     mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
-    shards = ShardFacts.of(codecs, WORKERS, MOMENTS)
+    shards = ShardFacts.of(settings, codecs, MOMENTS)
     here, there = worker_arrays(mode, ArrayFacts.of(settings, codecs, MOMENTS)), shard_arrays(mode, shards)
     return sum(row.models for row in here), sum(row.models for row in there)
 

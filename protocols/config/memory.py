@@ -19,9 +19,8 @@ from narrows.protocols.messages.state import CREDIT_MAX
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
 EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the arrays
-# Arrays that a journal and a checkpoint have, and scratch of a shard's fold by the rule of the mode.
+# Arrays that a journal and a checkpoint have.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
-SCRATCH = {FoldRule.OPTIMIZER: 0, FoldRule.ADD: 0, FoldRule.OUTER: 2, FoldRule.MIX: 0}
 
 
 class ModelArray(NamedTuple):
@@ -52,6 +51,8 @@ class SpecLadder(Protocol):
     def rungs(self) -> Sequence[RungBytes]: ...
     @property
     def lossless(self) -> bool: ...
+    @property
+    def raw(self) -> bool: ...
     @property
     def auto(self) -> bool: ...
 
@@ -171,6 +172,8 @@ class ShardFacts(NamedTuple):
         down_lossless: the SPEC of states leaves nothing out.
         fixed: the SPEC of states cannot change; False under `auto`.
         moments: values that the script's optimizer keeps for each parameter.
+        raw: updates always travel as float32: their mean is summed as it is used, and needs no array.
+        momentum: the outer optimizer has momentum.
         journal: each shard has a journal.
         standby: each shard has a standby. The rows count the standbys too.
         parent: of a cluster: the mode of its parent's run, and the facts of the cluster as a worker there.
@@ -182,15 +185,18 @@ class ShardFacts(NamedTuple):
     down_lossless: bool
     fixed: bool = True
     moments: float = 0.0
+    raw: bool = False
+    momentum: bool = True
     journal: bool = True
     standby: bool = False
     parent: tuple[Mode, ArrayFacts] | None = None
 
     @classmethod
-    def of(cls, codecs: RunCodecs, workers: int, moments: float) -> ShardFacts:
-        """Return the facts of shards with a journal alone."""
+    def of(cls, settings: Settings, codecs: RunCodecs, moments: float) -> ShardFacts:
+        """Return the facts of shards of a run with these validated settings, with a journal alone."""
         up, down = codecs.up.rungs[0].share, codecs.down.rungs[0].share
-        return cls(workers, up, down, codecs.down.lossless, not codecs.down.auto, moments)
+        fixed, momentum = not codecs.down.auto, settings.outer_momentum > 0
+        return cls(settings.workers, up, down, codecs.down.lossless, fixed, moments, codecs.up.raw, momentum)
 
 
 def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
@@ -204,8 +210,8 @@ def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
         (True, ModelArray("weights", 1, "the master copy")),
         (not shared, ModelArray("published weights", 1, "as all children have them")),
         (steps_here, ModelArray("optimizer's state", facts.moments, "the script's: the shards step")),
-        (mode.rule is FoldRule.OUTER, ModelArray("outer momentum", 1, "of the outer optimizer")),
-        (averages, ModelArray("mean", 1, "of the updates of a clock")),
+        (mode.rule is FoldRule.OUTER and facts.momentum, ModelArray("outer momentum", 1, "of the outer optimizer")),
+        (averages and not facts.raw, ModelArray("mean", 1, "of the coded updates of a clock")),
         (True, ModelArray("kept differences", kept, "of late publications, for children that are behind")),
         (
             not gossip,
@@ -260,11 +266,11 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
     machine = sum(row.models for row in kept)
     saved = sum(row.models for row in kept if row.name in SAVED) + (facts.parent is not None)  # what it owes the parent
     coding = 0.0 if facts.down_lossless else 1 + 2 * facts.down  # the difference, its payload, and a copy of that
-    scratch = max(SCRATCH[mode.rule], coding) / mode.fragments
+    scratch = coding / mode.fragments
     lent = facts.down_lossless and mode.rule is not FoldRule.MIX
     rows = (
         (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
-        (True, ModelArray("scratch", scratch, "of a fold, or a difference to be coded")),
+        (True, ModelArray("scratch", scratch, "a difference to be coded")),
         *((facts.journal, row) for row in journal_arrays(saved, facts.workers * facts.up / mode.fragments)),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
         (facts.standby, ModelArray("standby", machine, "its machine: it frees the bytes that it makes it of")),

@@ -74,7 +74,7 @@ def server_models(way: ModeAndSpec, children: int, updates: bool = False, parent
     """
     settings, codecs = _resolved(way, updates)
     above = _child(parent, True) if parent is not None else None
-    facts = ShardFacts.of(codecs, children, MOMENTS)._replace(journal=False, parent=above)
+    facts = ShardFacts.of(settings, codecs, MOMENTS)._replace(workers=children, journal=False, parent=above)
     return sum(row.models for row in shard_arrays(settings.mode(), facts))
 
 

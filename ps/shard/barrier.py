@@ -6,7 +6,6 @@ Rules
 - A shard holds an update until the ledger closes a clock over a set that names it (ps/coordinator/clocks.py).
 - It folds the updates of a set in the order of worker ids, each with its samples over those of the set.
 - An update that no set will name, since its worker left, is dropped and logged.
-- `early` sums a part once all live members have sent it. The store begins anew if the set is another one in the end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from narrows.ps.shard.folding import rates_of, unpack_hyper
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.store.changes import Change, Fold, OuterStep, PushedUpdate, Step, Terms
 from narrows.ps.store.hyperparameter_vote import most_agreed
-from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.update_gain import GONE, Gain
 
 Shares = tuple[float, ...]
@@ -37,7 +35,6 @@ class FoldAtBarrier:
         mode: Mode,
         assembler: PushAssembler,
         turn: Callable[[int], Keys],
-        mean: WeightedMean,
         gain: Gain,
         filters: UpdateFilters,
     ) -> None:
@@ -47,18 +44,10 @@ class FoldAtBarrier:
             mode: The mode of the run.
             assembler: The assembler, which knows the members.
             turn: Gives the keys [begin, end) that are exchanged at a clock.
-            mean: The store's mean, whose sums `early` may take before the clock closes.
             gain: The gain of the shard.
             filters: The filters that each update of a set passes.
         """
-        self.mode, self.assembler, self.turn, self.mean, self.gain, self.filters = (
-            mode,
-            assembler,
-            turn,
-            mean,
-            gain,
-            filters,
-        )
+        self.mode, self.assembler, self.turn, self.gain, self.filters = mode, assembler, turn, gain, filters
         self.held: dict[int, dict[int, PushedUpdate]] = {}  # update's clock -> worker -> update; no entry is empty
         # clock -> its set, while the norm over all shards is awaited
         self.closing: dict[int, tuple[Terms, Shares]] = {}
@@ -74,22 +63,6 @@ class FoldAtBarrier:
 
     def contains(self, seat: PushSequence, clock: int, publication: int) -> m.Weights:
         return ()
-
-    def early(self, part: int) -> None:
-        """Sum one part as soon as all live members have sent it, while other parts are still on their way.
-
-        The live members are most likely the set that the clock closes over. The store checks this when it needs the
-        sum, and sums again if the set is another one.
-        """
-        pieces: dict[int, m.Push] = {}
-        for _, seat in sorted(self.assembler.seats.items()):
-            accepted = self.held.get(seat.taken, {}).get(seat.worker)
-            found = dict(enumerate(accepted)) if accepted else seat.partial.get(seat.taken, {})
-            if part not in found:
-                return
-            pieces[seat.worker] = found[part]
-        shares = self.filters.shares([(worker, piece.samples) for worker, piece in pieces.items()])
-        self.mean.early(list(zip(shares, pieces.values(), strict=True)))
 
     def _take(self, worker: int, update: int) -> PushedUpdate:
         """Remove a held update and return it."""

@@ -164,7 +164,7 @@ class ModelShard:
             index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust)
         )
         self.folding: Folding = (
-            FoldAtBarrier(mode, assembler, self.turn, store.mean, gain, filters)
+            FoldAtBarrier(mode, assembler, self.turn, gain, filters)
             if mode.barrier
             else FoldAtOnce(mode, assembler, store.whole, gain, filters)
         )
@@ -299,7 +299,8 @@ class ModelShard:
         def clip(terms: Terms, clock: int) -> float | None:
             if self.plan.max_grad_norm <= 0:
                 return 1.0
-            self.norms[clock] = self.store.norm(terms)
+            if clock not in self.norms:
+                self.norms[clock] = self.store.norm(terms)
             if clock not in norms:
                 return None
             del self.norms[clock]

@@ -17,11 +17,9 @@ from dataclasses import replace
 from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import ASKS_MAX
-from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import FRAME_VALUES, pack
-from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.folding import unpack_hyper
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.push_assembler import PushSequence, check_part
@@ -123,12 +121,6 @@ class ShardRequests:
             if rates:
                 self.store.tables.check_rates(rates)
         self.assembler.add(seat, push, model_shard.turn(push.clock), squared)
-        if (
-            isinstance(model_shard.folding, FoldAtBarrier)
-            and push.clock == seat.taken
-            and model_shard.mode.rule is not FoldRule.ADD
-        ):
-            model_shard.folding.early(push.part)
         effects: list[ServerEffect] = []
         while update := self.assembler.next(seat):
             clock, made = seat.clock, self.store.publication

@@ -1,70 +1,105 @@
-"""The mean of the updates of a clock, at the keys of one shard. No I/O."""
+"""The mean of the updates of a clock, at the keys of one shard. No I/O.
+
+How it works
+
+    pushes (raw)    | worker 0 ....... | worker 1 ....... |      mean(low, high) adds their values at these keys alone
+    pushes (coded)  one payload a shard: `of` adds all values to `total`, and mean(low, high) is a view of it
+
+`of` returns a function that gives the mean at keys [low, high). Its caller asks for one part of PART_VALUES after the
+other: a part of the mean, of x and of the optimizer's state stay together in the CPU's cache, and no array of the
+shard's size holds the mean of raw pushes.
+
+Rules
+- The sum is in the order of the terms, in float32, weight times value then added: bit for bit repeatable, whatever the
+  parts are.
+- Each update has all keys that are asked for.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from narrows.compression import codecs
 from narrows.compression.codecs import PieceLike
-from narrows.protocols.config.key_ranges import Keys
-from narrows.ps.store.changes import FloatArray, Terms, Update
+from narrows.ps.store.changes import FloatArray, Terms
 
-AT_ONCE = 1 << 14  # keys that are sorted in one call, so that their values stay in the CPU's cache
+PART_VALUES = (
+    1 << 18
+)  # of a part that is summed, then used: 1 MiB, so that an optimizer's arrays of it stay in the cache
+AT_ONCE = 1 << 14  # keys whose values are ranked together, for the same reason
 
-Pieces = list[tuple[float, PieceLike]]  # (weight, piece) of the same keys, in the order in which they are added
+# Gives the mean at keys [low, high), counted from the shard's first key: float32[high - low]. The caller may change the
+# array, which is valid until the next call. Each key is asked for once.
+Mean = Callable[[int, int], FloatArray]
+Row = tuple[float, Sequence[PieceLike], Sequence[int]]  # weight, pieces in the order of keys, first key of each
+
+
+def parts_of(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut [begin, end) into parts of at most PART_VALUES keys."""
+    for low in range(begin, end, PART_VALUES):
+        yield low, min(end, low + PART_VALUES)
+
+
+def _at(row: Row, low: int, high: int) -> Iterator[PieceLike]:
+    """Yield what the pieces of a row have of keys [low, high)."""
+    _, pieces, begins = row
+    for piece in pieces[max(0, bisect_right(begins, low) - 1) :]:
+        if piece.begin >= high:
+            return
+        inside = low <= piece.begin and piece.end <= high
+        yield piece if inside else codecs.cut(piece, max(low, piece.begin), min(high, piece.end))
 
 
 class WeightedMean:
-    """The sum of weight * update, float32[size]. The memory is kept: to allocate it costs more than the sum.
-
-    A part may be summed as soon as all members have sent it, while other parts are still on their way (`early`). `of`
-    checks that these were the right terms, and sums again if not.
-    """
+    """The sum of weight * update. Its arrays are kept: to allocate them costs more than the sum."""
 
     def __init__(self, begin: int, size: int) -> None:
         self.begin, self.size = begin, size
-        self.total: FloatArray | None = None
-        self.taken: dict[Keys, Pieces] = {}  # keys [begin, end) -> the pieces that `total` is the sum of there
+        self.total: FloatArray | None = None  # float32[size], of coded updates
+        self.part: FloatArray | None = None  # float32, a part of the mean of raw updates
 
-    def early(self, pieces: Pieces) -> None:
-        """Sum one part of each update."""
-        keys = {(piece.begin, piece.end) for _, piece in pieces}
-        if len(keys) == 1:
-            self._sum(tuple((weight, [piece]) for weight, piece in pieces))
-            self.taken[keys.pop()] = pieces
+    def of(self, terms: Terms) -> Mean:
+        """Return the function that gives the sum of `terms`, part by part.
 
-    def of(self, terms: Terms) -> FloatArray:
-        """Return the sum of `terms` at the keys that they have. The array is valid until the next call."""
-        wanted: dict[Keys, Pieces] = {}
+        Args:
+            terms: The updates. The function reads their payloads.
+        """
+        rows: list[Row] = []
         for weight, update in terms:
-            for piece in update:
-                if piece.codec != codecs.ROWS:  # which have no keys
-                    wanted.setdefault((piece.begin, piece.end), []).append((weight, piece))
-        if not all(_same(self.taken.get(keys, []), pieces) for keys, pieces in wanted.items()):
-            self._sum(terms)
-            self.taken = wanted
-        assert self.total is not None
-        return self.total
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the sums out: `of` makes them again of the same terms, in the same order."""
-        return {**vars(self), "total": None, "taken": {}}
-
-    def clear(self) -> None:
-        """Drop the references to the terms: they are folded."""
-        self.taken.clear()
-
-    def _sum(self, terms: Terms) -> None:
-        """Sum the terms into `total`, in their order."""
+            keyed = [piece for piece in update if piece.codec != codecs.ROWS and piece.begin < piece.end]
+            keyed.sort(key=lambda piece: piece.begin)
+            rows.append((weight, keyed, [piece.begin for piece in keyed]))
+        if all(piece.codec in codecs.CUT for _, pieces, _ in rows for piece in pieces):
+            return lambda low, high: self._summed(rows, low, high)
         if self.total is None:
             self.total = np.empty(self.size, np.float32)
-        for turn, (weight, update) in enumerate(terms):
-            for piece in update:
-                (codecs.add if turn else codecs.put)(piece, weight, self.total, self.begin)
+        _, pieces, begins = rows[0]
+        total, low, high = self.total, begins[0] - self.begin, pieces[-1].end - self.begin
+        self._sum(rows, low, total[low:high])
+        return lambda low, high: total[low:high]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the sums out: no change needs those of another."""
+        return {**vars(self), "total": None, "part": None}
+
+    def _summed(self, rows: Sequence[Row], low: int, high: int) -> FloatArray:
+        if self.part is None or self.part.size < high - low:
+            self.part = np.empty(high - low, np.float32)
+        out = self.part[: high - low]
+        self._sum(rows, low, out)
+        return out
+
+    def _sum(self, rows: Sequence[Row], low: int, out: FloatArray) -> None:
+        """Set `out` to the sum at keys [low, low + out.size)."""
+        low += self.begin
+        for turn, row in enumerate(rows):
+            for piece in _at(row, low, low + out.size):
+                (codecs.add if turn else codecs.put)(piece, row[0], out, low)
 
 
 class TrimmedMean(WeightedMean):
@@ -78,31 +113,38 @@ class TrimmedMean(WeightedMean):
         super().__init__(begin, size)
         self.cut = cut
 
-    def _sum(self, terms: Terms) -> None:
-        if self.total is None:
-            self.total = np.empty(self.size, np.float32)
-        parts = {tuple((piece.begin, piece.end) for piece in update) for _, update in terms}
-        if len(parts) == 1:  # usual; updates that are cut into different parts need all their values in memory at once
-            for number, (begin, end) in enumerate(parts.pop()):
-                self._trim(begin, end, [(weight, [update[number]]) for weight, update in terms])
-        else:
-            self._trim(self.begin, self.begin + self.size, terms)
-
-    def _trim(self, begin: int, end: int, terms: Sequence[tuple[float, Update]]) -> None:
-        assert self.total is not None
-        n = len(terms)
-        values = np.zeros((n, end - begin), np.float32)
-        for own, (weight, update) in zip(values, terms, strict=True):
-            for piece in update:
-                codecs.put(piece, weight, own, begin)
+    def _sum(self, rows: Sequence[Row], low: int, out: FloatArray) -> None:
+        n = len(rows)
+        values = np.empty((n, out.size), np.float32)
+        for row, own in zip(rows, values, strict=True):
+            for piece in _at(row, self.begin + low, self.begin + low + out.size):
+                codecs.put(piece, row[0], own, self.begin + low)
         gone = min(math.ceil(self.cut * n), (n - 1) // 2)
-        out = self.total[begin - self.begin : end - self.begin]
         with np.errstate(over="ignore", invalid="ignore"):
-            for first in range(0, end - begin, AT_ONCE):
+            for first in range(0, out.size, AT_ONCE):
                 at = slice(first, first + AT_ONCE)
-                ranked = np.sort(np.ascontiguousarray(values[:, at].T), axis=1)
-                np.multiply(ranked[:, gone : n - gone].mean(axis=1), np.float32(n), out=out[at])
+                kept = _trimmed([own[at] for own in values], gone)
+                total = kept[0]
+                for each in kept[1:]:
+                    total += each
+                total /= np.float32(len(kept))
+                np.multiply(total, np.float32(n), out=out[at])
 
 
-def _same(some: Pieces, others: Pieces) -> bool:
-    return len(some) == len(others) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(some, others, strict=True))
+def _trimmed(rows: list[FloatArray], gone: int) -> list[FloatArray]:
+    """Rank the values of each key as far as it is needed, in place, and return the rows between the ends.
+
+    Each pass exchanges neighbours: upward it takes the highest value that is left to the end, downward the lowest.
+
+    Args:
+        rows: float32, one for each update.
+        gone: the number of rows that are left out at either end.
+    """
+    spare, n = np.empty_like(rows[0]), len(rows)
+    for done in range(gone):
+        for i in (*range(done, n - 1 - done), *range(n - 3 - done, done - 1, -1)):
+            a, b = rows[i], rows[i + 1]
+            np.fmin(a, b, out=spare)  # of a number and a NaN the number
+            np.maximum(a, b, out=b)  # of a number and a NaN the NaN
+            rows[i], spare = spare, a
+    return rows[gone : n - gone]

@@ -54,7 +54,7 @@ from narrows.ps.store.changes import (
     Terms,
 )
 from narrows.ps.store.embedding_rows import EmbeddingRows
-from narrows.ps.store.reduction import TrimmedMean, WeightedMean
+from narrows.ps.store.reduction import Mean, TrimmedMean, WeightedMean, parts_of
 from narrows.ps.store.update_gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept coded; a child further behind gets the whole state
@@ -63,14 +63,12 @@ DELTAS_MAX = CREDIT_MAX  # publications kept coded; a child further behind gets 
 class ServerOptimizer(Protocol):
     """Steps the weights of a shard along a folded gradient; see `TorchOptimizer` (ps/store/torch_optimizer.py)."""
 
-    def step(
-        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
-    ) -> None:
+    def step(self, weights: FloatArray, gradient: Mean, hyper: bytes, absent: Sequence[int], scale: float) -> None:
         """Take one step of the optimizer.
 
         Args:
             weights: The weights of the shard, float32[size], changed in place.
-            gradient: The folded gradient, float32[size].
+            gradient: Gives the folded gradient, part by part.
             hyper: The packed hyper-parameters of the parameter groups.
             absent: Indices of the tensors without a gradient; they stay as they are.
             scale: The factor on the learning rate.
@@ -127,6 +125,15 @@ def assume_lent() -> bool:
     return True
 
 
+def _times(mean: Mean, factor: np.float32) -> Mean:
+    def product(low: int, high: int) -> FloatArray:
+        part = mean(low, high)
+        part *= factor
+        return part
+
+    return product
+
+
 class Store:
     """The arrays of keys [begin, end)."""
 
@@ -174,7 +181,7 @@ class Store:
         self.x: FloatArray = self._zeros()
         self.p: FloatArray = self.x
         self.outer, self.optimizer = outer, optimizer
-        self.momentum: FloatArray | None = self._zeros() if outer else None
+        self.momentum: FloatArray | None = self._zeros() if outer and outer[1] else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
@@ -204,7 +211,7 @@ class Store:
             return 0.0
         mean = self.mean.of(terms)
         with np.errstate(over="ignore", invalid="ignore"):  # a square that overflows counts as not finite
-            return float(np.dot(mean, mean))
+            return sum(float(np.dot(part, part)) for part in (mean(*at) for at in parts_of(0, self.size)))
 
     def _zeros(self) -> FloatArray:
         made = self.allocator.empty(self.size)
@@ -273,23 +280,26 @@ class Store:
         self.tables.fold([each for each in pieces if each[1].codec == codecs.ROWS], rates)
 
     def _outer(self, change: OuterStep) -> None:
-        assert self.outer is not None and self.momentum is not None
+        assert self.outer is not None
         rate, momentum = np.float32(self.outer[0]), np.float32(self.outer[1])
-        at = self._at(change.keys)
-        x, velocity, mean = self._own_x()[at], self.momentum[at], self.mean.of(change.terms)[at]
-        velocity *= momentum
-        velocity += mean
-        x += rate * (mean + momentum * velocity)
-        self.mean.clear()
+        x, mean = self._own_x(), self.mean.of(change.terms)
+        for low, high in parts_of(change.keys[0] - self.begin, change.keys[1] - self.begin):
+            step = mean(low, high)
+            if self.momentum is not None:
+                velocity = self.momentum[low:high]
+                velocity *= momentum
+                velocity += step
+                step += momentum * velocity
+            step *= rate
+            x[low:high] += step
 
     def _step(self, change: Step) -> None:
         assert self.optimizer is not None
         mean = self.mean.of(change.terms)
         if change.shrink < 1.0:
-            mean *= np.float32(change.shrink)
+            mean = _times(mean, np.float32(change.shrink))
         self.optimizer.step(self._own_x(), mean, change.hyper, change.absent, change.scale)
         self._fold_rows([change.scale * weight for weight, _ in change.terms], change.terms, change.rates)
-        self.mean.clear()
 
     def _rebase(self, change: Rebase) -> None:
         x = self._own_x()

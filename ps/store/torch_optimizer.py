@@ -1,14 +1,25 @@
 """The script's optimizer on a shard: any elementwise class of torch.optim, rebuilt by name from plain values.
 
-The piece of each tensor that lies on the shard is one torch parameter, a view of the shard's flat weights. So an
-elementwise optimizer does to the piece what it would do to the whole tensor. A piece without a gradient in this step is
-skipped, as in one process.
+How it works
+
+    keys of the shard  | tensor 0 | tensor 1 ........................ | 2 | 3 | 4 ...
+    chunks             | ........ | ........ | ........ | ....        | . | . | . ...   of at most PART_VALUES
+    parts              | ........ | ........ | ........ | ................... | ...     an optimizer of torch for each
+
+1. The piece of each tensor that lies on the shard is cut into chunks. A chunk is one torch parameter, a view of the
+   shard's flat weights. So an elementwise optimizer does to the chunks what it would do to the whole tensor.
+2. A step goes from part to part. The mean of a part is summed, then its chunks step: so torch's passes over weights,
+   gradient and state find them in the CPU's cache.
+3. The state of a piece is one array for each name that torch gives it, such as "exp_avg". The chunks' states are views
+   of it. torch makes the state of a chunk in its first step, and it moves to that array at once.
+4. A piece without a gradient in this step is skipped, as in one process.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,9 +31,8 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import unpack
 from narrows.ps.store.changes import FloatArray
 from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
+from narrows.ps.store.reduction import PART_VALUES, Mean
 from narrows.ps.store.store import HEAP, ArrayAllocator
-
-FIRST_PARTS = 16  # of the first step, which makes the state
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
@@ -33,6 +43,115 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
 def _kinds(values: dict[str, Any]) -> dict[str, object]:
     """Return what decides which state an optimizer keeps: its flags, and whether each number is 0."""
     return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
+
+
+@dataclass(slots=True)
+class TensorPiece:
+    """The piece of one tensor that lies on the shard.
+
+    Attributes:
+        group: its parameter group.
+        tensor: its index in the model spec.
+        low, high: its keys, counted from the shard's first key.
+        state: its state by name, float32[high - low]; a number that holds for all keys has no axis.
+        loaded: the state that its chunks begin with, {} if torch makes it.
+        live: torch's state of its first chunk, {} before the first step: there the numbers are the newest.
+    """
+
+    group: int
+    tensor: int
+    low: int
+    high: int
+    state: dict[str, FloatArray] = field(default_factory=dict)
+    loaded: dict[str, FloatArray] = field(default_factory=dict)
+    live: dict[str, Any] = field(default_factory=dict)
+
+    def values(self) -> Iterator[tuple[str, FloatArray]]:
+        """Yield the name and value of each state, without copies."""
+        for name, value in self.state.items():
+            newest = value if value.ndim else self.live.get(name, value)
+            yield name, newest.detach().float().numpy() if torch.is_tensor(newest) else newest
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Keys [low, high) of one piece, and the torch parameter that is their view."""
+
+    piece: TensorPiece
+    low: int
+    high: int
+    parameter: torch.nn.Parameter
+
+
+class OptimizerPart:
+    """Neighbouring chunks, which step together. `arrays`: the allocator of their state."""
+
+    def __init__(self, chunks: list[Chunk], arrays: ArrayAllocator) -> None:
+        self.chunks, self.arrays = chunks, arrays
+        self.low, self.high = chunks[0].low, chunks[-1].high
+        self.groups = sorted({chunk.piece.group for chunk in chunks})
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop torch's optimizer: the next step builds it anew."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.entries = 0  # of torch's state, when it was last moved to the pieces' arrays
+
+    def show(self, weights: torch.Tensor) -> None:
+        """Make the parameters views of these weights."""
+        for chunk in self.chunks:
+            chunk.parameter.data = weights[chunk.low : chunk.high]
+
+    def _build(self, kind: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Build torch's optimizer, with the state that was loaded."""
+        lists = [
+            {"params": [chunk.parameter for chunk in self.chunks if chunk.piece.group == group], **groups[group]}
+            for group in self.groups
+        ]
+        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
+        built: torch.optim.Optimizer = kind(lists, **groups[0])
+        for chunk in self.chunks:
+            piece, state = chunk.piece, built.state[chunk.parameter]
+            for name, value in piece.loaded.items():
+                at = value[chunk.low - piece.low : chunk.high - piece.low] if value.ndim else value.copy()
+                state[name] = torch.from_numpy(at)
+            if chunk.low == piece.low:
+                piece.live = state
+        return built
+
+    def step(self, kind: Any, gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> None:
+        """Step the chunks of all tensors but the absent ones. `kind`: the class of torch.optim."""
+        if self.optimizer is None:  # of absent tensors too: Adagrad makes their state here, on all shards alike
+            self.optimizer = self._build(kind, groups)
+        for target, group in zip(self.optimizer.param_groups, self.groups, strict=True):
+            target.update(groups[group])
+        stepped = [chunk for chunk in self.chunks if chunk.piece.tensor not in absent]
+        if stepped:
+            values = torch.from_numpy(gradient(self.low, self.high))
+            for chunk in stepped:
+                chunk.parameter.grad = values[chunk.low - self.low : chunk.high - self.low]
+            self.optimizer.step()
+            for chunk in stepped:
+                chunk.parameter.grad = None
+        if self.entries != (entries := sum(map(len, self.optimizer.state.values()))):
+            for chunk in self.chunks:
+                self._move(chunk, self.optimizer.state[chunk.parameter])
+            self.entries = entries
+
+    def _move(self, chunk: Chunk, state: dict[str, Any]) -> None:
+        """Move the state that torch has made to the arrays of the piece."""
+        piece = chunk.piece
+        for name, value in state.items():
+            if not torch.is_tensor(value):
+                continue
+            if not value.ndim:
+                piece.state.setdefault(name, value.numpy())
+                continue
+            if name not in piece.state:
+                piece.state[name] = self.arrays.empty(piece.high - piece.low)
+            own = torch.from_numpy(piece.state[name][chunk.low - piece.low : chunk.high - piece.low])
+            if own.data_ptr() != value.data_ptr():
+                state[name] = own.copy_(value)
 
 
 class TorchOptimizer:
@@ -54,23 +173,30 @@ class TorchOptimizer:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
         self.made_of, self.arrays = (plan, begin, end), arrays
         self.kind: Any = getattr(torch.optim, plan.optimizer)
-        self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
+        self.parameters = inspect.signature(self.kind.__init__).parameters
+        self.known = set(self.parameters) - {"self", "params"}
         self.checked: bytes | None = None  # the newest hyper-parameters that `check` has accepted
         self.first: list[dict[str, Any]] | None = None  # the first that it has accepted
-        offsets = plan.offsets()
-        self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
-        for group in plan.groups:
-            pieces = []
-            for tensor in group:
-                low, high = max(offsets[tensor], begin), min(offsets[tensor + 1], end)
-                if low < high:
-                    empty = torch.nn.Parameter(torch.empty(high - low), requires_grad=False)
-                    pieces.append((tensor, low - begin, high - begin, empty))
-            self.pieces.append(pieces)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.pieces = [
+            [TensorPiece(group, tensor, low - begin, high - begin) for tensor, low, high in pieces]
+            for group, pieces in enumerate(plan.pieces(begin, end))
+        ]
         self.base: FloatArray | None = None
-        self.pending: dict[str, FloatArray] = {}
-        self.housed = -1  # entries of torch's state whose arrays are the allocator's; -1 before the first step
+        self.parts = self._parts()
+
+    def _parts(self) -> list[OptimizerPart]:
+        """Cut the pieces into chunks, and put neighbouring chunks together. A chunk is a part at most."""
+        parts, chunks, size = list[OptimizerPart](), list[Chunk](), 0
+        for piece in sorted((piece for pieces in self.pieces for piece in pieces), key=lambda piece: piece.low):
+            for low in range(piece.low, piece.high, PART_VALUES):
+                high = min(piece.high, low + PART_VALUES)
+                if chunks and size + high - low > PART_VALUES:
+                    parts.append(OptimizerPart(chunks, self.arrays))
+                    chunks, size = [], 0
+                empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+                chunks.append(Chunk(piece, low, high, empty))
+                size += high - low
+        return [*parts, OptimizerPart(chunks, self.arrays)] if chunks else parts
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return plain values: torch's state and parameters are views of the weights, and pickle would copy them."""
@@ -79,79 +205,23 @@ class TorchOptimizer:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         plan, begin, end, arrays, values, checked, first = state
         self.__init__(plan, begin, end, arrays=arrays)  # type: ignore[misc]
-        self.pending = values
+        self._take(values)
         self.checked, self.first = checked, first
 
-    def step(
-        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
-    ) -> None:
+    def step(self, weights: FloatArray, gradient: Mean, hyper: bytes, absent: Sequence[int], scale: float) -> None:
         """Take one step; see ServerOptimizer."""
         groups = self._groups(hyper)
-        whole = torch.from_numpy(weights)
-        if weights is not self.base:
-            for pieces in self.pieces:
-                for _, low, high, parameter in pieces:
-                    parameter.data = whole[low:high]
-            self.base = weights
-        if self.optimizer is None:
-            self.optimizer = self._build(groups)
-        grad = torch.from_numpy(gradient)
+        for values in groups:
+            values["lr"] = float(values.get("lr", self.parameters["lr"].default)) * scale
         missing = set(absent)
-        for target, values in zip(self.optimizer.param_groups, groups, strict=True):
-            target.update(values)
-            target["lr"] = float(values.get("lr", target["lr"])) * scale
-        for pieces in self.pieces:
-            for tensor, low, high, parameter in pieces:
-                parameter.grad = None if tensor in missing else grad[low:high]
+        if weights is not self.base:
+            whole = torch.from_numpy(weights)
+            for part in self.parts:
+                part.show(whole)
+            self.base = weights
         with torch.no_grad():
-            if self.housed < 0:
-                self._first(self.optimizer)
-            else:
-                self.optimizer.step()
-        if self.housed != (count := sum(map(len, self.optimizer.state.values()))):
-            self._house(self.optimizer.state)
-            self.housed = count
-
-    def _first(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the first step, for a part of the tensors at a time: so the new state is never twice in memory."""
-        whole = {each: each.grad for pieces in self.pieces for *_, each in pieces if each.grad is not None}
-        share, part, size = sum(each.numel() for each in whole) / FIRST_PARTS, list[torch.nn.Parameter](), 0
-        for each in whole:
-            each.grad = None
-        for each in whole:
-            part.append(each)
-            size += each.numel()
-            if size >= share:
-                self._take(optimizer, part, whole)
-                size = 0
-        self._take(optimizer, part, whole)
-
-    def _take(
-        self,
-        optimizer: torch.optim.Optimizer,
-        part: list[torch.nn.Parameter],
-        whole: Mapping[torch.nn.Parameter, torch.Tensor],
-    ) -> None:
-        """Take the first step of these parameters alone, and empty the list."""
-        for each in part:
-            each.grad = whole[each]
-        optimizer.step()
-        for each in part:
-            each.grad = None
-        self._house({each: optimizer.state[each] for each in part if each in optimizer.state})
-        part.clear()
-
-    def _house(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Move the state that torch has made to arrays of the allocator."""
-        for state in states.values():
-            for name, value in state.items():
-                if torch.is_tensor(value) and value.ndim and value.dtype is torch.float32:
-                    state[name] = self._housed(value.numpy()).reshape(value.shape)
-
-    def _housed(self, values: FloatArray) -> torch.Tensor:
-        array = self.arrays.empty(values.size)
-        np.copyto(array, values.reshape(-1))
-        return torch.from_numpy(array)
+            for part in self.parts:
+                part.step(self.kind, gradient, groups, missing)
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that torch refuses. Called before anything is folded."""
@@ -194,57 +264,46 @@ class TorchOptimizer:
             groups.append({k: v for k, v in plain.items() if k not in IMPLEMENTATION})
         return groups
 
-    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build torch's optimizer over the pieces, with the state that `load` has left."""
-        lists = []
-        for pieces, values in zip(self.pieces, groups, strict=True):
-            lists.append({"params": [piece[3] for piece in pieces], **values})
-        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
-        built: torch.optim.Optimizer = self.kind(lists, **groups[0])
-        if self.pending:
-            self._restore(built)
-        return built
-
-    def _values(self) -> Iterator[tuple[int, int, str, FloatArray]]:
-        """Yield (group, piece, name, value) of all state, without copies."""
-        if self.optimizer is None:
-            for key, values in self.pending.items():
-                group, index, name = key.split(".", 2)
-                yield int(group), int(index), name, values
-            return
-        for g, pieces in enumerate(self.pieces):
-            for i, piece in enumerate(pieces):
-                for name, value in self.optimizer.state.get(piece[3], {}).items():
-                    if value is not None:
-                        yield g, i, name, torch.as_tensor(value, dtype=torch.float32).detach().numpy()
+    def _values(self) -> Iterator[tuple[TensorPiece, str, str, FloatArray]]:
+        """Yield (piece, its name in a checkpoint, name, value) of all state, without copies."""
+        for pieces in self.pieces:
+            for index, piece in enumerate(pieces):
+                for name, value in piece.values():
+                    yield piece, f"{piece.group}.{index}.{name}", name, value
 
     def state(self) -> dict[str, FloatArray]:
-        """Return the state as "group.piece.name" -> float32 array; a view if torch's own array is float32."""
-        return {f"{g}.{i}.{name}": values for g, i, name, values in self._values()}
+        """Return the state as "group.piece.name" -> float32 array; the arrays of pieces are not copied."""
+        return {named: value for _, named, _, value in self._values()}
 
     def kept(self) -> list[list[Any]]:
         """See ServerOptimizer."""
-        return [[self.pieces[g][i][0], n, None if v.ndim else float(v)] for g, i, n, v in self._values()]
+        return [[piece.tensor, name, None if v.ndim else float(v)] for piece, _, name, v in self._values()]
 
     def read(self, name: str, begin: int, end: int) -> FloatArray:
         """See ServerOptimizer."""
         found = np.zeros(end - begin, np.float32)
-        for g, i, which, values in self._values():
-            _, low, high, _ = self.pieces[g][i]
-            first, last = max(low, begin), min(high, end)
+        for piece, _, which, values in self._values():
+            first, last = max(piece.low, begin), min(piece.high, end)
             if which == name and values.ndim and first < last:
-                found[first - begin : last - begin] = values[first - low : last - low]
+                found[first - begin : last - begin] = values[first - piece.low : last - piece.low]
         return found
 
     def load(self, state: dict[str, FloatArray]) -> None:
         """Take over the state of an earlier process; the next step uses it."""
-        self.optimizer, self.base, self.housed = None, None, -1
-        self.pending = {name: self._housed(values).numpy().reshape(values.shape) for name, values in state.items()}
+        taken = {}
+        for name, values in state.items():
+            taken[name] = self.arrays.empty(values.size).reshape(values.shape)
+            np.copyto(taken[name], values)
+        self._take(taken)
 
-    def _restore(self, built: torch.optim.Optimizer) -> None:
-        """Put the loaded state into torch's optimizer."""
-        for key, value in self.pending.items():
-            g, i, name = key.split(".", 2)
-            parameter = self.pieces[int(g)][int(i)][3]
-            built.state[parameter][name] = torch.from_numpy(value)
-        self.pending, self.housed = {}, sum(map(len, built.state.values()))
+    def _take(self, state: dict[str, FloatArray]) -> None:
+        """Make these arrays the state of the pieces. The next step builds torch's optimizers anew."""
+        for part in self.parts:
+            part.drop()
+        self.base = None
+        for piece in (piece for pieces in self.pieces for piece in pieces):
+            piece.state, piece.loaded, piece.live = {}, {}, {}
+        for key, values in state.items():
+            group, index, name = key.split(".", 2)
+            piece = self.pieces[int(group)][int(index)]
+            piece.state[name] = piece.loaded[name] = values

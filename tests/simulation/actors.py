@@ -47,6 +47,7 @@ from narrows.ps.shard.model_shard import ClockStage, ShardResources
 from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store.changes import LoadArrays
+from narrows.ps.store.reduction import Mean
 from narrows.ps.store.reshard_arrays import recut
 from simulation.mirror import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
 from simulation.sample_ranges import IDLE_NS, SIZE, Work
@@ -89,10 +90,8 @@ class PlainSGD:
     def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
         pass
 
-    def step(
-        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
-    ) -> None:
-        weights -= np.float32(RATE * scale) * gradient
+    def step(self, weights: FloatArray, gradient: Mean, hyper: bytes, absent: Sequence[int], scale: float) -> None:
+        weights -= np.float32(RATE * scale) * gradient(0, weights.size)
 
     def check(self, hyper: bytes) -> None:
         assert unpack(hyper) == [{"lr": RATE}]

@@ -261,9 +261,9 @@ def taken_twice(exchange: Exchange[Any], event: Any) -> Any:
     return says
 
 
-def once_summed(mean: WeightedMean, terms: Terms) -> Any:
-    """A mean that was taken early counts, whoever is in the set."""
-    return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
+def without_last(mean: WeightedMean, terms: Terms) -> Any:
+    """A mean lacks an update of the set."""
+    return mean_of(mean, terms[:-1] or terms)
 
 
 def longer(store: Store, terms: Terms) -> float:
@@ -335,7 +335,7 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     ),
     "an update taken in part": ([(PushAssembler, "next", half_here)], in_parts, "the log gives|publishes|blames"),
     "samples that count for nothing": ([(FoldAtOnce, "_change", alike)], case_of, "weight of|the log gives"),
-    "a mean of others than the set": ([(WeightedMean, "of", once_summed)], in_parts, "the log gives|publishes"),
+    "a mean of others than the set": ([(WeightedMean, "of", without_last)], in_parts, "the log gives|publishes"),
     "a jump of a clock taken for silence": (
         [(AwakeClock, "turn", by_the_wall), (AwakeClock, "now", by_the_wall)],
         case_of,

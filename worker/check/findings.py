@@ -388,7 +388,7 @@ def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
     mode, moments = settings.mode(), round(moments, 2)
     facts, shards = (
         ArrayFacts.of(settings, codecs, moments, done["rounded"]),
-        ShardFacts.of(codecs, settings.workers, moments),
+        ShardFacts.of(settings, codecs, moments),
     )
     lines = []
     for whose, arrays, more in (

@@ -17,9 +17,9 @@ def test_the_needs_are_those_of_the_account() -> None:
     way = {str(way): way for way in WAYS}
     bsp, dense, coded = (way[name] for name in ("bsp, dense", "ssp, S = 1, dense", "ssp, S = 1, topk:0.11+sign"))
     assert [round(worker_models(each), 1) for each in (bsp, dense, coded)] == [4, 11, 7]
-    assert [round(server_models(bsp, children), 3) for children in (2, 4)] == [7, 9], "a push of each child waits"
-    assert round(server_models(bsp, 2, parent=coded), 3) == 10, "the parent's state, a base and a residual"
-    assert round(stage_models(1), 3) == 4 + 6
+    assert [round(server_models(bsp, children), 3) for children in (2, 4)] == [6, 8], "a push of each child waits"
+    assert round(server_models(bsp, 2, parent=coded), 3) == 9, "the parent's state, a base and a residual"
+    assert round(stage_models(1), 3) == 4 + 5
 
 
 def test_a_plan_that_fits_is_taken_before_a_faster_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from narrows.protocols.config.key_ranges import overlaps, split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.wire import pack
-from narrows.ps.store.changes import OWED
+from narrows.ps.store.changes import OWED, FloatArray
 from narrows.ps.store.reshard_arrays import recut
 from narrows.ps.store.torch_optimizer import TorchOptimizer
 
@@ -27,6 +28,10 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+def at(gradient: FloatArray, low: int, high: int) -> FloatArray:
+    return gradient[low:high]
+
+
 def stepped(name: str, shards: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
     """Ranges and arrays of so many shards that made three steps along the same gradients; tensor 0 has none in the second."""
     plan = ModelSpec(PLAN.tensors, name, PLAN.groups)
@@ -38,7 +43,8 @@ def stepped(name: str, shards: int) -> list[tuple[tuple[int, int], dict[str, Any
         )
         for step in range(3):
             gradient = np.sin(np.arange(plan.size) * (step + 1.0)).astype(np.float32)[begin:end]
-            optimizer.step(x, gradient, pack([OPTIMIZERS[name]] * 2), [0] if step == 1 else [], 1.0)
+            hyper, absent = pack([OPTIMIZERS[name]] * 2), [0] if step == 1 else []
+            optimizer.step(x, partial(at, gradient), hyper, absent, 1.0)
         arrays = {"x": x, "p": x + 1, "outer.momentum": x * 2, OWED: x * 3} | {
             f"optimizer.{n}": v for n, v in optimizer.state().items()
         }

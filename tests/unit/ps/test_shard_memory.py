@@ -21,6 +21,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.ps.journal import machine_pickling
 from narrows.ps.server.server import Server
 from narrows.ps.shard.barrier import FoldAtBarrier
+from narrows.ps.store import reduction
 from narrows.ps.store.changes import Change, Fold, OuterStep, Publish, SetFirstWeights
 from narrows.ps.store.store import Store, assume_lent
 from narrows.worker import DistributedOptimizer
@@ -61,7 +62,7 @@ def trained(worker: int) -> tuple[DistributedOptimizer, int]:
 
 def facts_of(settings: Settings, **more: Any) -> ShardFacts:
     both = Codecs.of(settings.compress, settings.compress_down, settings.mode().push != "gradient")
-    return ShardFacts.of(both, settings.workers, 2.0)._replace(**more)
+    return ShardFacts.of(settings, both, 2.0)._replace(**more)
 
 
 def models(rows: list[ModelArray], *names: str) -> dict[str, float]:
@@ -112,7 +113,10 @@ def test_the_account_names_the_arrays_that_shards_have(
 
 @pytest.mark.parametrize("compress", SPECS)
 @pytest.mark.parametrize("mode", ["ssp", "local"])
-def test_a_fold_and_a_publication_take_the_scratch_of_the_account(mode: str, compress: str) -> None:
+def test_a_fold_and_a_publication_take_the_scratch_of_the_account(
+    mode: str, compress: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction, "PART_VALUES", 1 << 14)
     size, settings = 1 << 20, Settings(**MODES[mode], compress=compress).validated()
     barrier, codings = settings.mode().barrier, ladder(settings.compress_down)
     store = Store(0, size, barrier=barrier, codings=codings, outer=(0.7, 0.6) if barrier else None, lent=lambda: False)

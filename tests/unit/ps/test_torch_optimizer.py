@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.config.modes import ELEMENTWISE
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import pack
+from narrows.ps.store.changes import FloatArray
+from narrows.ps.store.reduction import Mean
 from narrows.ps.store.torch_optimizer import TorchOptimizer
+
+
+def given(gradient: FloatArray) -> Mean:
+    """The gradient, part by part; the optimizer may write to what it gets."""
+    return lambda low, high: gradient[low:high].copy()
 
 
 def server_side(kind: str) -> TorchOptimizer:
@@ -33,13 +42,13 @@ def test_what_needs_state_that_is_not_there_is_refused_before_a_step(
     optimizer = server_side(kind)
     weights, gradient = np.zeros(8, np.float32), np.ones(8, np.float32)
     optimizer.check(pack([first]))
-    optimizer.step(weights, gradient, pack([first]), (), 1.0)
+    optimizer.step(weights, given(gradient), pack([first]), (), 1.0)
     if not fits:
         with pytest.raises(RemoteProtocolError, match=f"{kind} refuses its hyper-parameters"):
             optimizer.check(pack([later]))
         return
     optimizer.check(pack([later]))
-    optimizer.step(weights, gradient, pack([later]), (), 1.0)
+    optimizer.step(weights, given(gradient), pack([later]), (), 1.0)
     assert np.isfinite(weights).all()
 
 
@@ -52,13 +61,126 @@ def test_one_that_was_pickled_goes_on_to_the_bit(kind: str, steps: int) -> None:
     optimizer, weights = server_side(kind), np.ones(8, np.float32)
     optimizer.check(hyper)
     for gradient in gradients[:steps]:
-        optimizer.step(weights, gradient, hyper, (), 1.0)
+        optimizer.step(weights, given(gradient), hyper, (), 1.0)
     other, others = pickle.loads(pickle.dumps((optimizer, weights)))
     for gradient in gradients[steps:]:
         for each, at in ((optimizer, weights), (other, others)):
             each.check(hyper)
-            each.step(at, gradient.copy(), hyper, (), 1.0)
+            each.step(at, given(gradient), hyper, (), 1.0)
     assert weights.tobytes() == others.tobytes()
+
+
+CHUNK = 64  # keys of a chunk below; a vector of the CPU does not cross its end
+SIZES = (3, 2 * CHUNK + 17, 1, 0, CHUNK, 5, 3 * CHUNK)
+PLAN = ModelSpec(
+    tuple(TensorSpec(f"t{i}", (n,), "float32") for i, n in enumerate(SIZES)), "", ((4, 1, 0), (2, 3, 6), (5,))
+)
+RATES: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "AdamW": {"amsgrad": True},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adagrad": {"initial_accumulator_value": 0.5},
+}
+
+
+class ManyArrays:
+    """An allocator that notes what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[FloatArray] = []
+
+    def empty(self, count: int) -> FloatArray:
+        self.made.append(np.full(count, np.nan, np.float32))
+        return self.made[-1]
+
+
+def steps_of(kind: str, count: int) -> list[tuple[FloatArray, tuple[int, ...], float, bytes]]:
+    """Gradients, absent tensors, scales and hyper-parameters of some steps; tensor 2 has no gradient in the first two."""
+    rng, given = np.random.default_rng(0), list[tuple[FloatArray, tuple[int, ...], float, bytes]]()
+    for step in range(count):
+        groups = [{"lr": 0.01 * (group + 1), **RATES.get(kind, {})} for group in range(3)]
+        absent: tuple[int, ...] = ((2, 4), (2, 5), (), (1,))[step % 4]
+        given.append((rng.standard_normal(PLAN.size).astype(np.float32), absent, 0.5 + step, pack(groups)))
+    return given
+
+
+def by_torch(kind: str, x: FloatArray, count: int) -> FloatArray:
+    """As many steps in one process, each tensor whole."""
+    weights, offsets = torch.from_numpy(x.copy()), PLAN.offsets()
+    tensors = [torch.nn.Parameter(weights[low:high]) for low, high in itertools.pairwise(offsets)]
+    groups = [{"params": [tensors[i] for i in group], **RATES.get(kind, {})} for group in PLAN.groups]
+    optimizer = getattr(torch.optim, kind)(groups, **RATES.get(kind, {}))
+    for gradient, absent, scale, _ in steps_of(kind, count):
+        for group, target in enumerate(optimizer.param_groups):
+            target["lr"] = 0.01 * (group + 1) * scale
+        for i, tensor in enumerate(tensors):
+            tensor.grad = None if i in absent else torch.from_numpy(gradient[offsets[i] : offsets[i + 1]].copy())
+        optimizer.step()
+    return weights.numpy()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr("narrows.ps.store.torch_optimizer.PART_VALUES", CHUNK)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
+def test_chunks_step_as_whole_tensors_do_to_the_bit(kind: str) -> None:
+    """Also where the weights lie elsewhere from one step to the next, and after a load in the middle."""
+    count, plan, arrays = 7, ModelSpec(PLAN.tensors, kind, PLAN.groups), ManyArrays()
+    begun = np.linspace(-1, 1, PLAN.size, dtype=np.float32)
+    for loads in (False, True):
+        optimizer, x = TorchOptimizer(plan, 0, plan.size, arrays=arrays), begun.copy()
+        for number, (gradient, absent, scale, hyper) in enumerate(steps_of(kind, count)):
+            optimizer.step(x, given(gradient), hyper, absent, scale)
+            x = x.copy()
+            if loads and number == 3:
+                saved = {name: value.copy() for name, value in optimizer.state().items()}
+                optimizer = TorchOptimizer(plan, 0, plan.size, arrays=arrays)
+                optimizer.load(saved)
+                assert {n: v.tobytes() for n, v in optimizer.state().items()} == {
+                    n: v.tobytes() for n, v in saved.items()
+                }
+        assert x.tobytes() == by_torch(kind, begun, count).tobytes()
+    made = {array.__array_interface__["data"][0]: array.size for array in arrays.made}
+    for name, value in optimizer.state().items():
+        group, index, _ = name.split(".")
+        piece = optimizer.pieces[int(group)][int(index)]
+        if value.ndim:
+            assert made[value.__array_interface__["data"][0]] == value.size == piece.high - piece.low
+            assert np.isfinite(value).all(), "no chunk of it is left out"
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_a_step_asks_for_each_part_of_the_mean_once_and_in_turn(kind: str) -> None:
+    optimizer = TorchOptimizer(ModelSpec(PLAN.tensors, kind, PLAN.groups), 0, PLAN.size)
+    gradient, _, scale, hyper = steps_of(kind, 1)[0]
+    asked: list[tuple[int, int]] = []
+
+    def noted(low: int, high: int) -> FloatArray:
+        asked.append((low, high))
+        return gradient[low:high].copy()
+
+    optimizer.step(np.zeros(PLAN.size, np.float32), noted, hyper, (), scale)
+    assert [key for low, high in asked for key in range(low, high)] == [*range(PLAN.size)]
+    assert max(high - low for low, high in asked) <= CHUNK
+    asked.clear()
+    optimizer.step(np.zeros(PLAN.size, np.float32), noted, hyper, tuple(range(len(SIZES))), scale)
+    assert not asked, "no tensor has a gradient"
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_momentum_that_begins_later_has_one_array_for_each_piece() -> None:
+    plan = ModelSpec(PLAN.tensors, "SGD", PLAN.groups)
+    optimizer, x = TorchOptimizer(plan, 0, plan.size), np.zeros(PLAN.size, np.float32)
+    gradient = steps_of("SGD", 1)[0][0]
+    for momentum in (0.0, 0.9):
+        optimizer.step(x, given(gradient), pack([{"lr": 0.1, "momentum": momentum}] * 3), (), 1.0)
+        assert len(optimizer.state()) == (6 if momentum else 0)
+    buffers = np.concatenate([optimizer.read("momentum_buffer", low, low + 1) for low in range(PLAN.size)])
+    assert buffers.tobytes() == gradient.tobytes()
 
 
 @pytest.mark.parametrize(("kind", "values"), [
