@@ -6,11 +6,14 @@ kernel once, whatever the buffer was. Sections at misaligned addresses are copie
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from narrows.compression.sampling import sample_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -27,6 +30,7 @@ Parts: TypeAlias = list[bytes | memoryview]  # bytes to be sent, one part after 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 CHUNK = 1 << 18  # values of a chunk of a `ChunkedUpdate`: 1 MiB, which a core's cache holds
+READ_ONCE = 1 << 20  # values; an update of more is computed each time that it is read, to save its array
 SPARE_WORDS = 2  # zero words after the last one, which bit readers and writers may touch
 
 
@@ -41,24 +45,104 @@ class CodedCopy(Protocol):
 assert sys.byteorder == "little", "narrows.compression needs a little-endian machine"
 
 
-class ChunkedUpdate(Protocol):
-    """An update that is computed in chunks of CHUNK values, each time that it is read. No array holds all of it.
+class ChunkedUpdate:
+    """An update that is computed in chunks, each time that it is read. No array holds all of a large one.
+
+    Args:
+        keys: the keys [begin, end) of the values.
+        source: copies the values of keys [begin, begin + len(out)) into `out`, float32[n]; or float32[end - begin].
+        start: what is subtracted, float32[end - begin]; None: nothing.
+        sampled: take a sample; False leaves it empty.
 
     Attributes:
         size: the number of values.
         sample: the values at `sample_of(size)` (sampling.py), once all chunks were read.
     """
 
-    size: int
-    sample: FloatArray
+    def __init__(
+        self,
+        keys: tuple[int, int],
+        source: "Callable[[int, Any], None] | FloatArray",
+        start: FloatArray | None,
+        sampled: bool = True,
+    ) -> None:
+        self.begin, self.size, self.source, self.start = keys[0], keys[1] - keys[0], source, start
+        self.places = sample_of(self.size if sampled else 0)
+        self.sample = np.zeros(self.places.size, np.float32)
+        self.whole: FloatArray | None = None  # a small update is read once
 
-    def chunks(self) -> Iterator[tuple[int, FloatArray]]:
-        """Yield (begin, values) for each chunk in order: float32[CHUNK], or all of a small update; valid until the next."""
+    @property
+    def small(self) -> bool:
+        """True if the update is one chunk, which is kept."""
+        return self.size <= READ_ONCE
+
+    def chunks(self, multiple: int = 1) -> Iterator[tuple[int, FloatArray]]:
+        """Yield (begin, values) for each chunk in order, or once for all of a small update.
+
+        Args:
+            multiple: each chunk but the last has a multiple of so many values; at most CHUNK, or one such multiple.
+
+        Returns:
+            The index of the first value, and float32[n], valid until the next chunk.
+        """
+        if self.small:
+            if self.whole is None:
+                self.whole = np.empty(self.size, np.float32)
+                self._fill(0, self.whole)
+            yield 0, self.whole
+            return
+        most = max(CHUNK // multiple, 1) * multiple
+        scratch = np.empty(most, np.float32)
+        for low in range(0, self.size, most):
+            values = scratch[: self.size - low]
+            self._fill(low, values)
+            yield low, values
+
+    def _fill(self, low: int, values: FloatArray) -> None:
+        """Compute the values from index `low` on, and take their part of the sample."""
+        self._read(low, values)
+        if not self.places.size:
+            return
+        first, last = np.searchsorted(self.places, (low, low + values.size))
+        self.sample[first:last] = values[self.places[first:last] - low]
+
+    def _read(self, low: int, values: FloatArray) -> None:
+        """Compute the values from index `low` on."""
+        start = self.start[low : low + values.size] if self.start is not None else np.float32(0)
+        if isinstance(self.source, np.ndarray):
+            np.subtract(self.source[low : low + values.size], start, out=values)
+            return
+        self.source(self.begin + low, values)
+        if self.start is not None:
+            values -= start
+
+    def lines(self, numbers: Counts, length: int) -> FloatArray:
+        """Return lines of values. Line i has the values from index i * length on.
+
+        Args:
+            numbers: the lines, int64[n].
+            length: of a line.
+
+        Returns:
+            float32[n, length].
+        """
+        if isinstance(self.source, np.ndarray) and self.start is not None:
+            end = self.size // length * length
+            source, start = (each[:end].reshape(-1, length) for each in (self.source, self.start))
+            return source[numbers] - start[numbers]
+        made = np.empty((numbers.size, length), np.float32)
+        for number, line in zip(numbers.tolist(), made, strict=True):
+            self._read(number * length, line)
+        return made
 
 
-def chunks_of(update: "FloatArray | ChunkedUpdate") -> Iterator[tuple[int, FloatArray]]:
-    """Yield (begin, values) for each chunk of an update; an array is one chunk."""
-    return iter([(0, update)]) if isinstance(update, np.ndarray) else update.chunks()
+Values: TypeAlias = FloatArray | ChunkedUpdate
+
+
+def chunks_of(values: Values, multiple: int = 1) -> Iterator[tuple[int, FloatArray]]:
+    """Yield (begin, values) for each chunk of values, read-only; an array is one chunk. See `ChunkedUpdate.chunks`."""
+    chunks = iter([(0, values)]) if isinstance(values, np.ndarray) else values.chunks(multiple)
+    return ((begin, read_only(part)) for begin, part in chunks)
 
 
 def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
@@ -108,6 +192,16 @@ def words_of(part: ByteArray) -> WordArray:
     words = np.zeros((part.size + 7) // 8 + SPARE_WORDS, np.uint64)
     words.view(np.uint8)[: part.size] = part
     return read_only(words)
+
+
+def written(size: int, write: "Callable[[ByteArray], None]") -> bytes:
+    """Return the bytes that `write` has written to uint8[size], size >= 1, which is aligned for float32. No copy is made."""
+    made = BytesIO()
+    made.seek(size - 1)
+    made.write(b"\0")
+    with made.getbuffer() as memory:
+        write(np.frombuffer(memory, np.uint8))
+    return made.getvalue()
 
 
 SCRATCH_BYTES_MAX = 64 << 20  # a larger scratch array is not kept for the next call

@@ -9,7 +9,16 @@ from typing import Protocol
 
 import numpy as np
 
-from narrows.compression.buffers import ByteArray, FloatArray, Parts, values_view
+from narrows.compression.buffers import (
+    ByteArray,
+    ChunkedUpdate,
+    Parts,
+    Values,
+    bytes_view,
+    chunks_of,
+    values_view,
+    written,
+)
 from narrows.compression.byte_codings import LZ4, PLAIN_BYTES, ByteCoding
 from narrows.compression.index_codings import EVERY_INDEX, CodedIndices
 from narrows.compression.kernels import cpu
@@ -44,15 +53,15 @@ class Compressor(Protocol):
         It is this compressor, unless this one scales values up to be unbiased: then it is the same one without scaling.
         """
 
-    def encode(self, values: FloatArray, memory: Memory | None = None) -> memoryview:
+    def encode(self, values: Values, memory: Memory | None = None) -> memoryview:
         """Encode values as a payload that describes itself.
 
         Args:
-            values: float32[count], contiguous. It is not changed.
+            values: float32[count], contiguous, or in chunks. It is not changed.
             memory: the memory of the stream, which takes one step; None: a fresh memory.
 
         Returns:
-            The payload. The caller owns its bytes.
+            The payload, of bytes that never change.
 
         Raises:
             NonFiniteError: the compressor is lossy, and a value is NaN or infinite or overflows when it is coded.
@@ -60,7 +69,7 @@ class Compressor(Protocol):
             ValueError: there are more values than a payload holds, 2**32 - 1.
         """
 
-    def encode_parts(self, values: FloatArray, memory: Memory | None = None) -> Parts:
+    def encode_parts(self, values: Values, memory: Memory | None = None) -> Parts:
         """Encode values as buffers that are sent one after the other. Their concatenation is encode(values).
 
         For `dense` the buffers are a header and `values` itself: the caller must not write to `values` until both are
@@ -69,6 +78,9 @@ class Compressor(Protocol):
 
     def payload_bytes_max(self, count: int) -> int:
         """Return the largest size in bytes of a payload of `count` values, whatever the values."""
+
+    def scratch_bytes_max(self, count: int) -> int:
+        """Return the most memory that an encode of `count` values takes beside the values and their payload, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +111,24 @@ class Chain:
     def contraction(self) -> "Chain":
         return Chain(self.reducer.contraction(), self.value_coding, self.byte_coding) if self.reducer else self
 
-    def encode(self, values: FloatArray, memory: Memory | None = None) -> memoryview:
+    def encode(self, values: Values, memory: Memory | None = None) -> memoryview:
         parts = self.encode_parts(values, memory)
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def encode_parts(self, values: FloatArray, memory: Memory | None = None) -> Parts:
-        values = values_view(values, "values")
+    def encode_parts(self, values: Values, memory: Memory | None = None) -> Parts:
+        if isinstance(values, ChunkedUpdate) and values.small:
+            _, values = next(chunks_of(values))
+        if isinstance(values, np.ndarray):
+            values = values_view(values, "values")
         if values.size > COUNT_MAX:
             raise ValueError(f"{values.size} values do not fit one payload; at most {COUNT_MAX} do")
         memory = memory or Memory()
-        if self.reducer is None and self.value_coding is FP32 and self.byte_coding is None:
+        if (
+            isinstance(values, np.ndarray)
+            and self.reducer is None
+            and self.value_coding is FP32
+            and not self.byte_coding
+        ):
             memory.advance()
             # An empty memoryview cannot be cast, and an empty part would be an empty frame to a transport.
             body: Parts = [values.data.cast("B")] if values.size else []
@@ -117,16 +137,16 @@ class Chain:
         if self.reducer is not None:
             if values.size > DENSE_COUNT_MAX:
                 reduced = self.reducer.reduce(values, memory)
-            elif cpu.largest_key(values) >= INFINITY_KEY:
+            elif any(cpu.largest_key(part) >= INFINITY_KEY for _, part in chunks_of(values)):
                 raise non_finite(values)
         payload = self._payload(values.size, reduced, memory)
         memory.advance()
         if self.byte_coding is not None:
-            coded = self.byte_coding.encode(payload[HEADER_BYTES:])
+            coded = self.byte_coding.encode(bytes_view(payload)[HEADER_BYTES:])
             if coded is not None:
                 header = self._header(values.size, reduced.values.size, reduced.indices, self.byte_coding.wire_id)
                 return [header.pack(), coded]
-        return [payload.data]
+        return [payload]
 
     def payload_bytes_max(self, count: int) -> int:
         kept, index_bytes = count, 0
@@ -135,19 +155,26 @@ class Chain:
         # A payload that lz4 does not shorten travels without lz4, so the byte coding adds nothing.
         return HEADER_BYTES + self.value_coding.byte_count(kept) + index_bytes
 
+    def scratch_bytes_max(self, count: int) -> int:
+        reducing = self.reducer.scratch_bytes_max(count) if self.reducer is not None and count > DENSE_COUNT_MAX else 0
+        packing = 2 * self.payload_bytes_max(count) if self.byte_coding is not None else 0  # LZ4's buffer, and its copy
+        return reducing + packing
+
     def _header(self, count: int, kept: int, indices: CodedIndices, byte_coding: int) -> Header:
         return Header(indices.wire_id, self.value_coding.wire_id, byte_coding, count, kept, indices.parameter)
 
-    def _payload(self, count: int, reduced: ReducedValues, memory: Memory) -> ByteArray:
+    def _payload(self, count: int, reduced: ReducedValues, memory: Memory) -> bytes:
         """Return the whole payload, before byte coding."""
         values, indices = reduced
         value_end = HEADER_BYTES + self.value_coding.byte_count(values.size)
-        payload: ByteArray = np.empty(value_end + indices.section.size, np.uint8)
         header = self._header(count, values.size, indices, PLAIN_BYTES)
-        payload[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
-        self.value_coding.encode(values, memory.key, payload[HEADER_BYTES:value_end])
-        payload[value_end:] = indices.section
-        return payload
+
+        def write(payload: ByteArray) -> None:
+            payload[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+            self.value_coding.encode(values, memory.key, payload[HEADER_BYTES:value_end])
+            payload[value_end:] = indices.section
+
+        return written(value_end + indices.section.size, write)
 
 
 ALL = CodedIndices(EVERY_INDEX, 0, np.empty(0, np.uint8))

@@ -21,7 +21,6 @@ from narrows.compression.buffers import (
     Parts,
     Payload,
     chunks_of,
-    read_only,
     values_view,
 )
 from narrows.compression.compressor import LAST, Compressor
@@ -29,7 +28,7 @@ from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import accumulate
 from narrows.compression.reducers import Memory
-from narrows.compression.value_codings import non_finite_at
+from narrows.compression.value_codings import non_finite
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -55,13 +54,8 @@ def checked_update(update: FloatArray | ChunkedUpdate, count: int, lossless: boo
     if update.size != count:
         raise ValueError(f"update has {update.size} values; this stream has {count}")
     # Checked first: a NaN in the residual would stay there for ever.
-    if not lossless and any(cpu.largest_key(read_only(values)) >= INFINITY_KEY for _, values in chunks_of(update)):
-        wrong = [
-            (begin + int(at), values[at])
-            for begin, values in chunks_of(update)
-            for at in np.flatnonzero(~np.isfinite(values))
-        ]
-        raise non_finite_at(len(wrong), count, *wrong[0])
+    if not lossless and any(cpu.largest_key(values) >= INFINITY_KEY for _, values in chunks_of(update)):
+        raise non_finite(update)
     return update
 
 

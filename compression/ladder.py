@@ -33,6 +33,11 @@ class Rung:
         """The payload's bytes as a share of fp32's."""
         return self.bytes / 4
 
+    @property
+    def scratch(self) -> float:
+        """The most memory that an encode takes beside values and payload, as a share of fp32's bytes."""
+        return parse(self.spec).contraction().scratch_bytes_max(_COUNT) / _COUNT / 4
+
 
 # Sorted by bytes, densest first, which is the order of loss too. tests/runs/test_auto.py measures the bytes. Sparse
 # rungs have codings of 1 or 2 bits, since updates lose less with many values of few bits. The script

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from narrows.compression.buffers import FloatArray
+from narrows.compression.buffers import Values
 from narrows.compression.index_codings import CodedIndices
 from narrows.compression.value_codings import Key
 
@@ -13,7 +13,7 @@ DENSE_COUNT_MAX = 64  # of so few values all are sent: indices would take more b
 class ReducedValues(NamedTuple):
     """The values that a reducer keeps."""
 
-    values: FloatArray  # float32[kept], read-only; valid until this thread reduces again
+    values: Values  # float32[kept], read-only; valid until this thread reduces again
     indices: CodedIndices  # the indices of the values, coded for the payload
 
 
@@ -63,11 +63,14 @@ class Reducer(Protocol):
     def index_bytes_max(self, count: int) -> int:
         """Return the largest size of the index section in bytes, for `count` values."""
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
+    def scratch_bytes_max(self, count: int) -> int:
+        """Return the most memory that `reduce` takes beside the values, in bytes."""
+
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         """Keep some values.
 
         Args:
-            values: float32[count], read-only, count > DENSE_COUNT_MAX.
+            values: float32[count], read-only, or in chunks; count > DENSE_COUNT_MAX.
             memory: the memory of the stream; only read.
 
         Raises:

@@ -12,11 +12,12 @@ values than k.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from narrows.compression.buffers import FloatArray, IndexArray, read_only, scratch
+from narrows.compression.buffers import FloatArray, IndexArray, Values, chunks_of, read_only, scratch
 from narrows.compression.errors import NonFiniteError
 from narrows.compression.index_codings import (
     STRATA,
@@ -32,7 +33,7 @@ from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.reducers import Memory, ReducedValues
-from narrows.compression.selection import pairs, select_top
+from narrows.compression.selection import bits_of, compact, pairs, select_top
 from narrows.compression.value_codings import non_finite
 
 
@@ -41,12 +42,20 @@ def kept_of(density: float, count: int) -> int:
     return min(count, max(1, round(density * count)))
 
 
-def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> ReducedValues:
+def _selected(values: Values, indices: IndexArray, kept: FloatArray) -> ReducedValues:
     # NaN and infinity have the largest keys: if the array has some, the selection has one too.
     if cpu.largest_key(kept) >= INFINITY_KEY:
         raise non_finite(values)
     coded = encode_indices(indices, values.size) if indices.size else NOTHING
     return ReducedValues(kept, coded)
+
+
+def _finite(values: Values) -> Iterator[tuple[int, FloatArray]]:
+    """Yield (begin, part) for each chunk of values. Raises NonFiniteError, of all values, where a chunk is not finite."""
+    for begin, part in chunks_of(values):
+        if cpu.largest_key(part) >= INFINITY_KEY:
+            raise non_finite(values)
+        yield begin, part
 
 
 NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # the coding of no indices, as Rice
@@ -62,6 +71,10 @@ class _Selecting(ABC):
 
     @abstractmethod
     def kept_max(self, count: int) -> int: ...
+
+    def scratch_bytes_max(self, count: int) -> int:
+        """Indices and values that are kept, and their coded indices as two streams and as one section."""
+        return 8 * self.kept_max(count) + 2 * self.index_bytes_max(count)
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class TopK(_Selecting):
     def kept_max(self, count: int) -> int:
         return kept_of(self.density, count)
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         return _selected(values, *select_top(values, self.kept_max(values.size), self.dropped_bits))
 
 
@@ -117,11 +130,16 @@ class BlockTopK(_Selecting):
         whole, rest = divmod(count, self.block)
         return whole * self.k + -(-self.k * rest // self.block)
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        bits = values.view(np.uint32)
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         places, keys = scratch("places", self.block), scratch("keys", self.block)
         indices, kept = pairs(self.kept_max(values.size))
-        found = cpu.compact_blocks(bits, self.k, self.block, places, keys, indices, kept)
+        found = 0
+        for begin, part in chunks_of(values, self.block):
+            chosen = indices[found:]
+            more = cpu.compact_blocks(part.view(np.uint32), self.k, self.block, places, keys, chosen, kept[found:])
+            if begin:
+                chosen[:more] += np.uint32(begin)
+            found += more
         return _selected(values, read_only(indices[:found]), read_only(kept[:found].view(np.float32)))
 
 
@@ -156,16 +174,20 @@ class RandomK(_Selecting):
     def index_bytes_max(self, count: int) -> int:
         return 0
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        if cpu.largest_key(values) >= INFINITY_KEY:
-            raise non_finite(values)
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         count, kept = values.size, self.kept_max(values.size)
         words: IndexArray = np.empty(RANDOM_BLOCK, np.uint32)
         cpu.random_words(*memory.key, 0, words)
         seed = int(words[0])
         indices: IndexArray = np.empty(kept, np.uint32)
         cpu.strata(seed, 0, kept, count, words, indices)
-        chosen = values[indices]
+        chosen = np.empty(kept, np.float32)
+        first = 0
+        for begin, part in _finite(values):
+            places = indices[first : first + np.searchsorted(indices[first:], np.uint32(begin + part.size))]
+            places -= np.uint32(begin)
+            np.take(part, places, out=chosen[first : first + places.size], mode="clip")  # "raise" copies
+            first += places.size
         if self.scaled:
             borders = np.arange(kept + 1, dtype=np.uint64) * np.uint64(count) // np.uint64(kept)
             with np.errstate(over="ignore"):
@@ -204,11 +226,18 @@ class Cycle(_Selecting):
     def index_bytes_max(self, count: int) -> int:
         return 0
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        if cpu.largest_key(values) >= INFINITY_KEY:
-            raise non_finite(values)
-        indices = self.indices(values.size, memory)
-        return ReducedValues(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
+        phase = memory.step % self.stride
+        kept = np.empty(stride_count(phase, self.stride, values.size), np.float32)
+        self._stride(values, phase, kept)
+        return ReducedValues(read_only(kept), self.indices(values.size, memory))
+
+    def _stride(self, values: Values, phase: int, out: FloatArray) -> None:
+        """Write every S-th value, from place `phase` on. Raises NonFiniteError: of all values."""
+        for begin, part in _finite(values):
+            first = -(-max(begin - phase, 0) // self.stride)  # strided values before this chunk
+            taken = part[phase + first * self.stride - begin :: self.stride]
+            out[first : first + taken.size] = taken
 
     def indices(self, count: int, memory: Memory) -> CodedIndices:
         """Return the coded indices of this step. An array shorter than S may have none."""
@@ -237,16 +266,17 @@ class CycleTop(Cycle):
     def kept_max(self, count: int) -> int:
         return kept_of(self.share, super().kept_max(count))
 
+    def scratch_bytes_max(self, count: int) -> int:
+        return 4 * super().kept_max(count) + super().scratch_bytes_max(count)
+
     def index_bytes_max(self, count: int) -> int:
         return STRIDED_RICE.bytes_max(self.kept_max(count), super().kept_max(count))
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        if cpu.largest_key(values) >= INFINITY_KEY:
-            raise non_finite(values)
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         phase = memory.step % self.stride
         places = stride_count(phase, self.stride, values.size)
         strided = scratch("strided", places).view(np.float32)
-        np.copyto(strided, values[phase :: self.stride])
+        self._stride(values, phase, strided)
         if not places:
             return ReducedValues(strided, NOTHING)
         positions, kept = select_top(read_only(strided), kept_of(self.share, places))
@@ -263,7 +293,7 @@ class Threshold(_Selecting):
 
     @property
     def spec(self) -> str:
-        return f"threshold:{self.threshold!r}"
+        return f"threshold:{self.threshold!r}".replace("e+", "e")  # a plus ends a stage
 
     def contraction(self) -> "Threshold":
         return self
@@ -271,9 +301,8 @@ class Threshold(_Selecting):
     def kept_max(self, count: int) -> int:
         return count
 
-    def reduce(self, values: FloatArray, memory: Memory) -> ReducedValues:
-        bits = values.view(np.uint32)
+    def reduce(self, values: Values, memory: Memory) -> ReducedValues:
         below = int(np.float32(self.threshold).view(np.uint32)) - 1
-        indices, kept = pairs(cpu.count_above(bits, below))
-        cpu.compact(bits, below, 0, indices, kept)
+        indices, kept = pairs(sum(cpu.count_above(bits, below) for _, bits in bits_of(values)))
+        compact(values, below, 0, indices, kept)
         return _selected(values, read_only(indices), read_only(kept.view(np.float32)))

@@ -5,14 +5,14 @@ cannot fail. A lossy coding is a row of data, `Sectioned`: its sections, which f
 kernels, encode(values, *sections) and decode(*sections, values).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from narrows.compression.buffers import ByteArray, FloatArray, read_only, section
+from narrows.compression.buffers import ByteArray, FloatArray, Values, chunks_of, read_only, section
 from narrows.compression.errors import NonFiniteError, PayloadError
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
@@ -89,11 +89,11 @@ class ValueCoding(Protocol):
     def byte_count(self, count: int) -> int:
         """Return the exact size in bytes of `count` values, whatever the values."""
 
-    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
+    def encode(self, values: Values, key: Key, out: ByteArray) -> None:
         """Encode values.
 
         Args:
-            values: float32[count], read-only.
+            values: float32[count], read-only, or in chunks.
             key: the key of the random numbers.
             out: uint8[byte_count(count)] at an address aligned for float32; overwritten.
 
@@ -113,10 +113,15 @@ class ValueCoding(Protocol):
         """
 
 
-def non_finite(values: FloatArray) -> NonFiniteError:
+def non_finite(values: Values) -> NonFiniteError:
     """Make the error for values with NaN or infinity. Scan the values again for their number and the first place."""
-    (places,) = np.nonzero(~np.isfinite(values))
-    return non_finite_at(places.size, values.size, int(places[0]), values[places[0]])
+    wrong, first, value = 0, 0, np.float32(0)
+    for begin, part in chunks_of(values):
+        places = np.flatnonzero(~np.isfinite(part))
+        if places.size and not wrong:
+            first, value = begin + int(places[0]), part[places[0]]
+        wrong += places.size
+    return non_finite_at(wrong, values.size, first, value)
 
 
 def non_finite_at(wrong: int, count: int, first: int, value: np.float32) -> NonFiniteError:
@@ -146,8 +151,10 @@ class Fp32:
     def byte_count(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
-        out.view(np.float32)[:] = values
+    def encode(self, values: Values, key: Key, out: ByteArray) -> None:
+        target = out.view(np.float32)
+        for begin, part in chunks_of(values):
+            target[begin : begin + part.size] = part
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
         return _Fp32Values(section(body, 0, count, np.float32))
@@ -175,6 +182,11 @@ class Section(NamedTuple):
         return int.from_bytes(array[-self.items :].tobytes(), "little") >> bits // self.per * used > 0
 
 
+def _cut(sections: Sequence[Section], arrays: Sequence[Any], begin: int, end: int) -> list[Any]:
+    """Return the part of each section that has values [begin, end); `begin` is the first of a block of each coding."""
+    return [array[each.size(begin) : each.size(end)] for each, array in zip(sections, arrays, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Sections:
     sections: tuple[Section, ...]
@@ -184,9 +196,7 @@ class _Sections:
     measured: bool
 
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
-        end = begin + scratch.size
-        pieces = [a[s.size(begin) : s.size(end)] for s, a in zip(self.sections, self.arrays, strict=True)]
-        self.decode(*pieces, scratch)
+        self.decode(*_cut(self.sections, self.arrays, begin, begin + scratch.size), scratch)
         return read_only(scratch)
 
     def largest(self) -> float | None:
@@ -204,7 +214,7 @@ class Sectioned:
     decode_kernel: Callable[..., None]
     valid: Callable[[Any], bool] | None = None  # checks the first section; in the others any code is a value
     bound: Callable[[Any], float] | None = None  # the largest magnitude of values with this valid first section
-    random: bool = False  # the encode kernel takes (stochastic, key, key, words) after the values
+    random: bool = False  # the encode kernel takes (stochastic, key, key, first block, words) after the values
     unbiased: bool = False  # random rounding
     measured: bool = (
         False  # `payload.check` measures the values' norm, where other codings have a bound from their scales
@@ -218,14 +228,17 @@ class Sectioned:
     def byte_count(self, count: int) -> int:
         return sum(section.byte_count(count) for section in self.sections)
 
-    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
+    def encode(self, values: Values, key: Key, out: ByteArray) -> None:
         arrays, end = [], 0
-        for part in self.sections:
-            begin, end = end, end + part.byte_count(values.size)
-            arrays.append(out[begin:end].view(part.dtype))
-        extra = (self.unbiased, key.seed, key.step, np.empty(RANDOM_BLOCK, np.uint32)) if self.random else ()
-        if self.encode_kernel(values, *extra, *arrays) >= INFINITY_KEY:
-            raise non_finite(values)
+        for each in self.sections:
+            begin, end = end, end + each.byte_count(values.size)
+            arrays.append(out[begin:end].view(each.dtype))
+        words = np.empty(RANDOM_BLOCK, np.uint32)
+        for begin, part in chunks_of(values, CHUNK):
+            pieces = _cut(self.sections, arrays, begin, begin + part.size)
+            extra = (self.unbiased, key.seed, key.step, begin // self.sections[0].per, words) if self.random else ()
+            if self.encode_kernel(part, *extra, *pieces) >= INFINITY_KEY:
+                raise non_finite(values)
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
         arrays, end = [], 0

@@ -286,7 +286,7 @@ class HostKernels:
             coded[0][:] = values
             largest = self.largest_key(values)
         else:
-            random = (bool(extra[0]), *extra[1:], np.empty(RANDOM_BLOCK, np.uint32)) if CODINGS[name].random else ()
+            random = (bool(extra[0]), *extra[1:], 0, np.empty(RANDOM_BLOCK, np.uint32)) if CODINGS[name].random else ()
             largest = CODINGS[name].encode_kernel(_given(values), *random, *map(_plain, coded))
         record[LARGEST] = max(int(record[LARGEST]), int(largest))
 

@@ -10,6 +10,7 @@ from narrows.compression.buffers import Counts, IndexArray
 from narrows.compression.kernels.jit import at_least, kernel, trailing_zeros
 
 COUNTS = 4 * 2048  # counters of kth_largest_key
+DIGITS = 3  # of a key, for kth_largest_key
 SAMPLE_LINE = 16  # values sampled together: one cache line of 64 bytes
 
 
@@ -28,37 +29,52 @@ def sample_keys(bits: IndexArray, group_lines: int, keys: IndexArray) -> None:
 
 
 @kernel
+def count_digit(bits: IndexArray, digit: int, prefix: int, counts: Counts) -> None:
+    """Count keys by their next digit, of those that begin with the digits `prefix`. Digits have 11, 10 and 10 bits.
+
+    counts: int64[COUNTS], which grows. Neighbours are counted in four tables: most keys share a digit, and a counter
+    cannot be raised in each cycle.
+    """
+    shift = np.uint32(20 - 10 * digit)
+    if digit == 0:
+        for i in range(bits.size):
+            digit_value = (bits[i] & np.uint32(0x7FFFFFFF)) >> shift
+            counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += 1
+    else:
+        parent, wanted = shift + np.uint32(10), np.uint32(prefix)
+        for i in range(bits.size):
+            key = bits[i] & np.uint32(0x7FFFFFFF)
+            digit_value = (key >> shift) & np.uint32(1023)
+            counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += np.int64((key >> parent) == wanted)
+
+
+@kernel
+def find_digit(counts: Counts, digit: int, prefix: int, above: int, k: int) -> tuple[int, int]:
+    """Return (the digits of the key of rank k up to this one, number of keys above them).
+
+    counts: of `count_digit`. above: the number of keys above `prefix`.
+    """
+    j = 2047 if digit == 0 else 1023
+    here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
+    while j > 0 and above + here < k:
+        above += here
+        j -= 1
+        here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
+    return (prefix << (0 if digit == 0 else 10)) | j, above
+
+
+@kernel
 def kth_largest_key(bits: IndexArray, k: int, counts: Counts) -> tuple[int, int]:
-    """Return (key of rank k, number of keys above it) for 1 <= k <= bits.size, by radix over 11, 10 and 10 bits.
+    """Return (key of rank k, number of keys above it) for 1 <= k <= bits.size, by radix over DIGITS digits.
 
     counts: int64[COUNTS], overwritten. Each digit is one read of bits; the order of equal keys does not matter.
-    Neighbours are counted in four tables, which are added at the end: most keys share a digit, and a counter cannot be
-    raised in each cycle.
     """
-    prefix = np.uint32(0)
-    above = 0
-    for digit in range(3):
-        shift = np.uint32(20 - 10 * digit)
-        width = 2048 if digit == 0 else 1024
+    prefix, above = 0, 0
+    for digit in range(DIGITS):
         counts[:] = 0
-        if digit == 0:
-            for i in range(bits.size):
-                digit_value = (bits[i] & np.uint32(0x7FFFFFFF)) >> shift
-                counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += 1
-        else:
-            parent = shift + np.uint32(10)
-            for i in range(bits.size):
-                key = bits[i] & np.uint32(0x7FFFFFFF)
-                digit_value = (key >> shift) & np.uint32(1023)
-                counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += np.int64((key >> parent) == prefix)
-        j = width - 1
-        here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
-        while j > 0 and above + here < k:
-            above += here
-            j -= 1
-            here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
-        prefix = np.uint32((prefix << np.uint32(0 if digit == 0 else 10)) | np.uint32(j))
-    return int(prefix), above
+        count_digit(bits, digit, prefix, counts)
+        prefix, above = find_digit(counts, digit, prefix, above, k)
+    return prefix, above
 
 
 @kernel

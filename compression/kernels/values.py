@@ -94,7 +94,14 @@ def _scale_pattern(top: np.uint32, code_max: np.float32, pattern_max: np.uint32)
 
 @kernel
 def encode_int8(
-    values: FloatArray, stochastic: bool, key_low: int, key_high: int, words: IndexArray, scales: Halves, codes: Codes
+    values: FloatArray,
+    stochastic: bool,
+    key_low: int,
+    key_high: int,
+    first: int,
+    words: IndexArray,
+    scales: Halves,
+    codes: Codes,
 ) -> int:
     """Write codes in -127..127 and a bf16 scale per block of 256. Return as encode_fp16 does.
 
@@ -102,7 +109,7 @@ def encode_int8(
     at most 15 significant bits: decoded values are exact, and x - decoded is exact too (Sterbenz), so error feedback
     loses nothing. A scale of 0 (all values below 2**-149 * 127 / 2) gives codes 0.
     code = x / scale to nearest even, or stochastic: floor(x / scale + u), u in [0, 1) from 24 bits of random word i under
-    the 64-bit key, which is unbiased. words: scratch, uint32[256].
+    the 64-bit key, which is unbiased. first: the number of blocks before the values. words: scratch, uint32[256].
     """
     largest = np.uint32(0)
     for block in range(scales.size):
@@ -120,7 +127,7 @@ def encode_int8(
         if pattern == np.uint32(0) or top >= np.uint32(INFINITY_KEY):
             coded[:] = 0
         elif stochastic:
-            random_words(key_low, key_high, block, words)
+            random_words(key_low, key_high, first + block, words)
             for i in range(part.size):
                 u = np.float32(words[i] >> np.uint32(8)) * np.float32(2.0**-24)
                 code = np.floor(part[i] / scale + u)
@@ -150,11 +157,15 @@ def encode_int4(
     stochastic: bool,
     key_low: int,
     key_high: int,
+    first: int,
     words: IndexArray,
     scales: Halves,
     nibbles: ByteArray,
 ) -> int:
-    """Do encode_int8 with codes in -7..7, blocks of 64, two's complement, and value 2j in the low nibble of byte j."""
+    """Do encode_int8 with codes in -7..7, blocks of 64, two's complement, and value 2j in the low nibble of byte j.
+
+    first: a multiple of 4.
+    """
     largest = np.uint32(0)
     drawn = -1
     codes = np.empty(INT4_BLOCK, np.uint8)
@@ -171,8 +182,8 @@ def encode_int4(
         packed[:] = 0
         if pattern == np.uint32(0) or top >= np.uint32(INFINITY_KEY):
             continue
-        if stochastic and block >> 2 != drawn:
-            drawn = block >> 2
+        if stochastic and (first + block) >> 2 != drawn:
+            drawn = (first + block) >> 2
             random_words(key_low, key_high, drawn, words)
         for i in range(part.size):
             code = part[i] / scale

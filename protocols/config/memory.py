@@ -42,6 +42,8 @@ class RungBytes(Protocol):
 
     @property
     def share(self) -> float: ...
+    @property
+    def scratch(self) -> float: ...
 
 
 class SpecLadder(Protocol):
@@ -169,6 +171,7 @@ class ShardFacts(NamedTuple):
     Attributes:
         workers: children of the shards.
         up, down: the bytes of an update and of a state of all keys, over those of the model as float32.
+        coding: what coding a state takes beside the state, over the same.
         down_lossless: the SPEC of states leaves nothing out.
         fixed: the SPEC of states cannot change; False under `auto`.
         moments: values that the script's optimizer keeps for each parameter.
@@ -182,6 +185,7 @@ class ShardFacts(NamedTuple):
     workers: int
     up: float
     down: float
+    coding: float
     down_lossless: bool
     fixed: bool = True
     moments: float = 0.0
@@ -195,8 +199,9 @@ class ShardFacts(NamedTuple):
     def of(cls, settings: Settings, codecs: RunCodecs, moments: float) -> ShardFacts:
         """Return the facts of shards of a run with these validated settings, with a journal alone."""
         up, down = codecs.up.rungs[0].share, codecs.down.rungs[0].share
-        fixed, momentum = not codecs.down.auto, settings.outer_momentum > 0
-        return cls(settings.workers, up, down, codecs.down.lossless, fixed, moments, codecs.up.raw, momentum)
+        lossless, fixed, momentum = codecs.down.lossless, not codecs.down.auto, settings.outer_momentum > 0
+        coding = 0.0 if lossless else max(rung.share + rung.scratch for rung in codecs.down.rungs)
+        return cls(settings.workers, up, down, coding, lossless, fixed, moments, codecs.up.raw, momentum)
 
 
 def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
@@ -265,12 +270,10 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
     kept = machine_arrays(mode, facts)
     machine = sum(row.models for row in kept)
     saved = sum(row.models for row in kept if row.name in SAVED) + (facts.parent is not None)  # what it owes the parent
-    coding = 0.0 if facts.down_lossless else 1 + 2 * facts.down  # the difference, its payload, and a copy of that
-    scratch = coding / mode.fragments
     lent = facts.down_lossless and mode.rule is not FoldRule.MIX
     rows = (
         (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
-        (True, ModelArray("scratch", scratch, "a difference to be coded")),
+        (True, ModelArray("scratch", facts.coding / mode.fragments, "of coding a difference, and its payload")),
         *((facts.journal, row) for row in journal_arrays(saved, facts.workers * facts.up / mode.fragments)),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
         (facts.standby, ModelArray("standby", machine, "its machine: it frees the bytes that it makes it of")),

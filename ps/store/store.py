@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression import Ladder, Memory, NonFiniteError, accumulate, codecs, ladder
+from narrows.compression.buffers import ChunkedUpdate
 from narrows.protocols.config.checkpoint_names import OPTIMIZER
 from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.memory import DELTA_BYTES_RATIO
@@ -393,12 +394,10 @@ class Store:
         # publication n has the pushes of clock n - 1, since publication 0 is the first weights
         memory.go_to(self.publication - 1)
         at = self._at(keys)
-        # the allocator's memory serves for copies of a state on its way, too
-        left = self.allocator.empty(keys[1] - keys[0])
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.subtract(self.x[at], self.p[at], out=left)
+        left = ChunkedUpdate(keys, self.x[at], self.p[at], sampled=False)
         try:
-            return bytes(self.down.encode(left, memory))
+            with np.errstate(over="ignore", invalid="ignore"):
+                return b"".join(self.down.encode_parts(left, memory))  # of one part: the part itself
         except NonFiniteError:
             return None
 

@@ -283,6 +283,7 @@ def _codes(
     stochastic: bool,
     key_low: int,
     key_high: int,
+    first: int,
     words: Array,
     scales: Array,
     block: int,
@@ -300,17 +301,17 @@ def _codes(
             continue
         code = part / scale
         if stochastic:
-            random_words(key_low, key_high, i * block // 256, words)
-            own = words[i * block % 256 :][: part.size]
+            random_words(key_low, key_high, (first + i) * block // 256, words)
+            own = words[(first + i) * block % 256 :][: part.size]
             code = np.floor(code + (own >> 8).astype(np.float32) * np.float32(2.0**-24))
         codes[i * block : (i + 1) * block] = np.clip(np.rint(code), -top, top)
     return codes
 
 
 def encode_int8(
-    values: Array, stochastic: bool, key_low: int, key_high: int, words: Array, scales: Array, codes: Array
+    values: Array, stochastic: bool, key_low: int, key_high: int, first: int, words: Array, scales: Array, codes: Array
 ) -> int:
-    codes[:] = _codes(values, stochastic, key_low, key_high, words, scales, 256, 127, 0x7BFF)
+    codes[:] = _codes(values, stochastic, key_low, key_high, first, words, scales, 256, 127, 0x7BFF)
     return largest_key(values)
 
 
@@ -319,9 +320,16 @@ def decode_int8(scales: Array, codes: Array, out: Array) -> None:
 
 
 def encode_int4(
-    values: Array, stochastic: bool, key_low: int, key_high: int, words: Array, scales: Array, nibbles: Array
+    values: Array,
+    stochastic: bool,
+    key_low: int,
+    key_high: int,
+    first: int,
+    words: Array,
+    scales: Array,
+    nibbles: Array,
 ) -> int:
-    codes = _codes(values, stochastic, key_low, key_high, words, scales, 64, 7, 0x7DFF) % 16
+    codes = _codes(values, stochastic, key_low, key_high, first, words, scales, 64, 7, 0x7DFF) % 16
     pairs = np.append(codes, np.zeros(codes.size % 2, np.int64)).reshape(-1, 2)
     nibbles[:] = pairs[:, 0] + 16 * pairs[:, 1]
     return largest_key(values)
@@ -335,7 +343,7 @@ def decode_int4(scales: Array, nibbles: Array, out: Array) -> None:
 
 
 def encode_int12(values: Array, scales: Array, triples: Array) -> int:
-    codes = _codes(values, False, 0, 0, triples, scales, 256, 2047, 0x79FF) % 4096
+    codes = _codes(values, False, 0, 0, 0, triples, scales, 256, 2047, 0x79FF) % 4096
     pairs = np.append(codes, np.zeros(codes.size % 2, np.int64)).reshape(-1, 2)
     words = (pairs[:, 0] + 4096 * pairs[:, 1]).astype("<u4")
     triples[:] = words.view(np.uint8).reshape(-1, 4)[:, :3].ravel()

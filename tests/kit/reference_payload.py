@@ -36,7 +36,7 @@ def value_part(coding: str, values: Array, stochastic: bool = False, key: tuple[
     if coding == "fp32":
         return values.tobytes()
     arrays = [np.empty(items * -(-values.size // per), dtype) for dtype, items, per in SECTIONS[coding]]
-    extra = (stochastic, *key, np.empty(256, np.uint32)) if coding in ("int8", "int4") else ()
+    extra = (stochastic, *key, 0, np.empty(256, np.uint32)) if coding in ("int8", "int4") else ()
     getattr(reference, f"encode_{coding}")(values, *extra, *arrays)
     return b"".join(array.tobytes() for array in arrays)
 

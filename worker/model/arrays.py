@@ -25,64 +25,25 @@ they may be in a device's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from narrows.compression import PayloadError
-from narrows.compression.buffers import CHUNK
+from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.codecs import RAW, Piece, PieceLike, check
 from narrows.compression.home import HOST, Feedback, Home
 from narrows.compression.replica import ArrayReplica, HostReplica
-from narrows.compression.sampling import sample_of
 from narrows.protocols.config.key_ranges import CodedPiece, Keys, parts
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
-READ_ONCE = 1 << 20  # values; an update of more is read twice, in chunks, to save its array
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 # A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].
 SharedWeights: TypeAlias = "Iterator[CodedPiece] | Array"
-
-
-class LazyUpdate:
-    """A `ChunkedUpdate` of parameters or gradients, on the host.
-
-    Args:
-        keys: the keys [begin, end) of the values.
-        read: copies keys [begin, begin + len(out)) of parameters or gradients into `out`, float32[n].
-        start: what is subtracted, float32[end - begin]; None: nothing.
-    """
-
-    def __init__(self, keys: Keys, read: Callable[[int, Array], None], start: FloatArray | None) -> None:
-        self.begin, self.size, self.read, self.start = keys[0], keys[1] - keys[0], read, start
-        self.places = sample_of(self.size)
-        self.sample = np.zeros(self.places.size, np.float32)
-        self.whole: FloatArray | None = None  # a small update is read once
-
-    def chunks(self) -> Iterator[tuple[int, FloatArray]]:
-        if self.size <= READ_ONCE:
-            if self.whole is None:
-                self.whole = np.empty(self.size, np.float32)
-                self._fill(0, self.whole)
-            yield 0, self.whole
-            return
-        scratch = np.empty(CHUNK, np.float32)
-        for low in range(0, self.size, CHUNK):
-            values = scratch[: self.size - low]
-            self._fill(low, values)
-            yield low, values
-
-    def _fill(self, low: int, values: FloatArray) -> None:
-        """Compute the values from index `low` on, and take their part of the sample."""
-        self.read(self.begin + low, values)
-        if self.start is not None:
-            values -= self.start[low : low + values.size]
-        first, last = np.searchsorted(self.places, (low, low + values.size))
-        self.sample[first:last] = values[self.places[first:last] - low]
 
 
 class InPlaceArrays(HostReplica):
@@ -243,7 +204,7 @@ class WorkerArrays:
             self.landings = [self.home.landing(self.flat.size) for _ in range(self.rounds)]
         return self.landings[turn % len(self.landings)]
 
-    def moved(self, keys: Keys, turn: int, lazy: bool = False) -> Array | LazyUpdate:
+    def moved(self, keys: Keys, turn: int, lazy: bool = False) -> Array | ChunkedUpdate:
         """Return what the parameters of these keys have moved by.
 
         Args:
@@ -253,28 +214,28 @@ class WorkerArrays:
         """
         begin, end = keys
         if lazy and self.home is HOST:
-            return LazyUpdate(keys, self.flat.read_keys, self._at(self.start, begin, end))
+            return ChunkedUpdate(keys, self.flat.read_keys, self._at(self.start, begin, end))
         update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update, self._at(self.start, begin, end))
         return update
 
-    def gradients(self, keys: Keys, turn: int, lazy: bool = False) -> Array | LazyUpdate:
+    def gradients(self, keys: Keys, turn: int, lazy: bool = False) -> Array | ChunkedUpdate:
         """Return the gradients of these keys: the memory of p.grad if it may be lent, else a copy in buffer `turn`.
 
         `lazy` as in `moved`.
         """
         begin, end = keys
         if lazy and self.home is HOST:
-            return LazyUpdate(keys, self.flat.read_gradients, None)
+            return ChunkedUpdate(keys, self.flat.read_gradients, None)
         lent = self.flat.lend_gradient(begin, end) if self.lends else None
         if lent is None:
             lent = self._at(self.buffer(turn), begin, end)
             self.flat.read_gradients(begin, lent)
         return lent
 
-    def where_not_finite(self, begin: int, values: Array | LazyUpdate) -> str:
+    def where_not_finite(self, begin: int, values: Array | ChunkedUpdate) -> str:
         """Name the first tensor with a value that is not finite; values[0] is key `begin`."""
-        for low, part in values.chunks() if isinstance(values, LazyUpdate) else [(0, self.home.host(values))]:
+        for low, part in values.chunks() if isinstance(values, ChunkedUpdate) else [(0, self.home.host(values))]:
             wrong = ~np.isfinite(part)
             if wrong.any():
                 return repr(self.flat.name_of(begin + low + int(np.argmax(wrong))))

@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
 from narrows.compression import NonFiniteError
+from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.home import Feedback
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
@@ -36,7 +37,7 @@ from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.group.group import Group, GroupEndedError
-from narrows.worker.model.arrays import LazyUpdate, WorkerArrays
+from narrows.worker.model.arrays import WorkerArrays
 from narrows.worker.model.flat import Array
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.sync.tuning import CodecTuning
@@ -232,7 +233,7 @@ class ShardExchanges:
 
     def push(
         self,
-        updates: Sequence[Array | LazyUpdate],
+        updates: Sequence[Array | ChunkedUpdate],
         last: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),
@@ -259,7 +260,7 @@ class ShardExchanges:
             self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
-    def _encoded(self, updates: Sequence[Array | LazyUpdate], last: bool) -> list[Sequence[CodedPiece]]:
+    def _encoded(self, updates: Sequence[Array | ChunkedUpdate], last: bool) -> list[Sequence[CodedPiece]]:
         """Encode the update of the present clock for every shard; see `push`."""
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")

@@ -33,13 +33,14 @@ from typing import Any, cast
 import torch
 
 from narrows.compression import NonFiniteError
+from narrows.compression.buffers import ChunkedUpdate
 from narrows.protocols import effects as e
 from narrows.protocols.config.key_ranges import CodedPiece, Keys
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import pack
-from narrows.worker.model.arrays import LazyUpdate, SharedWeights, WorkerArrays
+from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
 from narrows.worker.sync.sample_client import SampleClient
@@ -256,7 +257,7 @@ class UpdateStep:
         self,
         what: str,
         keys: Sequence[Keys],
-        values: Sequence[Array | LazyUpdate],
+        values: Sequence[Array | ChunkedUpdate],
         last: bool = False,
         hyper: bytes = b"",
         rows: Sequence[Sequence[CodedPiece]] = (),

@@ -244,7 +244,8 @@ def test_value_codings(kind: str) -> None:
                 continue
             random: tuple[Any, ...] = ((),)
             if coding in ("int8", "int4"):
-                random = tuple((stochastic, 3, 2**32 - 1, np.empty(256, np.uint32)) for stochastic in (False, True))
+                drawn = [(stochastic, 3, 2**32 - 1, first) for stochastic in (False, True) for first in (0, 8)]
+                random = tuple((*each, np.empty(256, np.uint32)) for each in drawn)
             for extra in random:
                 got = [np.full(items * -(-size // per), 77, dtype) for dtype, items, per in sections]
                 want = [array.copy() for array in got]

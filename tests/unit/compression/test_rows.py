@@ -29,7 +29,7 @@ def _halves(encode: Callable[..., int], decode: Callable[..., None]) -> Callable
 
 def _int8(row: Row) -> Row:
     scales, codes, out = np.empty(-(-row.size // 256), np.uint16), np.empty(row.size, np.int8), np.empty_like(row)
-    reference.encode_int8(row, False, 0, 0, np.empty(256, np.uint32), scales, codes)
+    reference.encode_int8(row, False, 0, 0, 0, np.empty(256, np.uint32), scales, codes)
     reference.decode_int8(scales, codes, out)
     return out
 

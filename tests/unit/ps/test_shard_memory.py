@@ -15,6 +15,7 @@ from kit.specs import MODES, NO_QUORUM
 from torch import nn
 
 from narrows.compression import codecs, ladder
+from narrows.compression.buffers import CHUNK
 from narrows.compression.ladder import Codecs
 from narrows.protocols.config.memory import ArrayFacts, ModelArray, ShardFacts, machine_arrays, shard_arrays
 from narrows.protocols.config.settings import Settings
@@ -117,7 +118,7 @@ def test_a_fold_and_a_publication_take_the_scratch_of_the_account(
     mode: str, compress: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reduction, "PART_VALUES", 1 << 14)
-    size, settings = 1 << 20, Settings(**MODES[mode], compress=compress).validated()
+    size, settings = 1 << 22, Settings(**MODES[mode], compress=compress).validated()
     barrier, codings = settings.mode().barrier, ladder(settings.compress_down)
     store = Store(0, size, barrier=barrier, codings=codings, outer=(0.7, 0.6) if barrier else None, lent=lambda: False)
     whole = codecs.raw_pieces(np.random.default_rng(0).normal(size=size).astype(np.float32), 0, [(0, size)])
@@ -133,11 +134,16 @@ def test_a_fold_and_a_publication_take_the_scratch_of_the_account(
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             store.apply(each)
-            taken = max(taken, tracemalloc.get_traced_memory()[1] - before)
+            peak = tracemalloc.get_traced_memory()[1] - before
+            coded = store.deltas.get(store.publication, (None, None))[1]
+            if isinstance(each, Publish) and coded is not None and codings.sparse:
+                # the memory of places and values that are kept is not freed
+                peak += 8 * int(np.frombuffer(coded[8:12], np.uint32)[0])
+            taken = max(taken, peak)
     finally:
         tracemalloc.stop()
     account = models(shard_arrays(settings.mode(), facts_of(settings))).get("scratch", 0.0)
-    assert taken / 4 / size == pytest.approx(account, rel=0.05, abs=0.05)
+    assert taken / 4 / size == pytest.approx(account, rel=0.05, abs=0.05 + 2 * CHUNK / size)
 
 
 @pytest.mark.parametrize("compress", SPECS)

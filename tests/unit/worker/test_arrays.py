@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from narrows.compression import ErrorFeedback, Memory, NonFiniteError, PayloadError, ladder, parse
+from narrows.compression import ErrorFeedback, Memory, NonFiniteError, PayloadError, buffers, ladder, parse
+from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.codecs import CODED, RAW, Piece
-from narrows.worker.model import arrays
-from narrows.worker.model.arrays import InPlaceArrays, LazyUpdate, WorkerArrays
+from narrows.worker.model.arrays import InPlaceArrays, WorkerArrays
 from narrows.worker.model.device_placement import device_home
 from narrows.worker.model.flat import FlatModel
 
@@ -67,8 +67,8 @@ def test_an_update_that_is_read_in_chunks_codes_as_its_array(
     spec: str, chunk: int, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk:  # else the update is small, and is read once
-        monkeypatch.setattr(arrays, "CHUNK", chunk)
-        monkeypatch.setattr(arrays, "READ_ONCE", 0)
+        monkeypatch.setattr(buffers, "CHUNK", chunk)
+        monkeypatch.setattr(buffers, "READ_ONCE", 0)
     net = Mixed()
     flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
     sent = []
@@ -86,15 +86,15 @@ def test_an_update_that_is_read_in_chunks_codes_as_its_array(
             if last and clock == 2:
                 replica.sent_last(clock)
             assert held.where_not_finite(0, moved) == "the residual"
-        assert isinstance(moved, LazyUpdate) == lazy
+        assert isinstance(moved, ChunkedUpdate) == lazy
         sent.append((pieces, replica.held_back, feedback.residual.tobytes() if feedback.residual is not None else b""))
         assert not last or not np.any(feedback.residual)
     assert sent[0] == sent[1]
 
 
 def test_an_update_in_chunks_that_is_not_finite_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "CHUNK", 16)
-    monkeypatch.setattr(arrays, "READ_ONCE", 0)
+    monkeypatch.setattr(buffers, "CHUNK", 16)
+    monkeypatch.setattr(buffers, "READ_ONCE", 0)
     net = Mixed()
     flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
     held = WorkerArrays(flat, shared=False, direct=False, rounds=1)
