@@ -140,7 +140,10 @@ class GiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Member: one part of a whole state, before the others are here. `StateArrived` has it again."""
+    """Member: one part of a whole state, before the others are here. `StateArrived` has it again.
+
+    It has no payload there if the owner asked for that (`Member.write_in_place`).
+    """
 
     shard: int
     state: State

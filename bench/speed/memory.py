@@ -13,8 +13,9 @@ Rules
 - "checkpoints": of the servers and of the optimizers' states, and model.safetensors at the end. Other rows write no file.
 - "plain": PyTorch alone.
 - "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
-  first step of a small model takes, and less what the servers took before there was a model. Servers count with the files of
-  their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays: a tenth, of PyTorch's too.
+  first step of a small model takes, with all kernels loaded, and less what the servers took before there was a model. Servers
+  count with the files of their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays: a
+  tenth, of PyTorch's too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lab import launch, record
 
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, ShardFacts, shard_arrays, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, ShardFacts, crossing, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 ROWS: dict[str, tuple[str, ...] | None] = {
@@ -71,10 +72,10 @@ def worker(millions: int, plain: bool) -> None:
 
     import torch
 
+    from narrows.compression import warm_up
     from narrows.worker import DistributedOptimizer
 
-    layers = max(1, millions * 1_000_000 // WIDTH**2)
-    models = 4.0 * layers * WIDTH**2
+    layers, models = len(sizes(millions)), 4.0 * sum(sizes(millions))
     peak()
     base = peak()
 
@@ -87,6 +88,8 @@ def worker(millions: int, plain: bool) -> None:
         (model(x) - x).pow(2).mean().backward()
         optimizer.step()
 
+    if not plain:
+        warm_up()  # the kernels, which ps-worker loads in any case
     small = torch.nn.Linear(1, 1)
     step(small, torch.optim.AdamW(small.parameters()), 1)
     peak()
@@ -180,7 +183,12 @@ def _files(pid: int) -> dict[int, int]:
     return found
 
 
-def account(flags: Sequence[str] | None) -> tuple[float, float]:
+def sizes(millions: int) -> list[int]:
+    """Return the values of each tensor of the model."""
+    return [WIDTH**2] * max(1, millions * 1_000_000 // WIDTH**2)
+
+
+def account(flags: Sequence[str] | None, millions: int) -> tuple[float, float]:
     """Return what a worker and all servers hold in the steps of a row, in models."""
     if flags is None:
         return 2 + MOMENTS, 0.0
@@ -192,7 +200,8 @@ def account(flags: Sequence[str] | None) -> tuple[float, float]:
     settings = Settings(workers=WORKERS, shards=SHARDS, **given).validated()
     mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
     shards = ShardFacts.of(settings, codecs, MOMENTS)
-    here, there = worker_arrays(mode, ArrayFacts.of(settings, codecs, MOMENTS)), shard_arrays(mode, shards)
+    facts = ArrayFacts.of(settings, codecs, MOMENTS)._replace(copied=crossing(sizes(millions), SHARDS))
+    here, there = worker_arrays(mode, facts), shard_arrays(mode, shards)
     return sum(row.models for row in here), sum(row.models for row in there)
 
 
@@ -225,7 +234,7 @@ def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> reco
         if code:
             raise launch.CommandFailed(f"{' '.join(command)}\nexit code {code}\n{launch.tail(errors)}")
     figures: record.Figures = {f"worker, {phase}": (peaks.get(phase), "models") for phase in PHASES}
-    ours, theirs = account(flags)
+    ours, theirs = account(flags, millions)
     figures |= {"worker, account": (ours, "models"), "worker, ratio": ((peaks["steps"] - peaks[FIRST]) / ours, "")}
     if flags is not None:
         most = {phase: servers.most.get(phase, 0) / models for phase in ("join", "finish")}

@@ -8,9 +8,12 @@ protocols/gossip/mixing.py.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from narrows.protocols.config.key_ranges import parts, split
 from narrows.protocols.config.modes import WINDOW, FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.topology import RANDOM, partners
@@ -82,6 +85,7 @@ class ArrayFacts(NamedTuple):
         workers: of the run. This and what follows counts under gossip.
         topology: a key of TOPOLOGIES, or RANDOM.
         outer: rounds have an outer step with momentum.
+        copied: the share of raw gradients that no tensor's memory can be lent for; see `crossing`.
     """
 
     lossless: bool
@@ -94,6 +98,7 @@ class ArrayFacts(NamedTuple):
     workers: int = 1
     topology: str = ""
     outer: bool = False
+    copied: float = 1.0
 
     @classmethod
     def of(cls, settings: Settings, codecs: RunCodecs, moments: float, rounded: bool = False) -> ArrayFacts:
@@ -111,6 +116,18 @@ def gossip_partners(topology: str, workers: int) -> tuple[int, int]:
     members = tuple(range(workers))
     rounds = [{peer for peer, _ in partners(topology, number, members, 0)} for number in range(8 * workers)]
     return max(map(len, rounds)), len(set().union(*rounds))
+
+
+def crossing(sizes: Sequence[int], shards: int) -> float:
+    """Return the share of a model's values that travel in parts which cross a border of its tensors.
+
+    Args:
+        sizes: values of each tensor.
+        shards: of the run.
+    """
+    borders = [*accumulate(sizes)]
+    cuts = [cut for keys in split(borders[-1], shards) for cut in parts(*keys) if cut[0] < cut[1]]
+    return sum(end - begin for begin, end in cuts if end > borders[bisect_right(borders, begin)]) / borders[-1]
 
 
 def update_buffers(mode: Mode, quorum: int) -> int:
@@ -142,6 +159,8 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
     offers = max(1, mode.bound or 0) + each * (1 + (mode.bound or 0))  # a partner may be one round ahead
     steps_here, direct = mode.rule is not FoldRule.OPTIMIZER, in_place(mode, facts.down_lossless, facts.rounded)
     raw, coded = facts.lossless or facts.private, not facts.lossless
+    lends = direct and not facts.private
+    buffers = update_buffers(mode, facts.quorum) * (facts.copied if lends else 1)
     rows = (
         (True, ModelArray("parameters", 1, "the script's")),
         (True, ModelArray("gradients", 1, "the script's")),
@@ -152,11 +171,14 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
         (steps_here and facts.rounded, ModelArray("rounded replica", 1, "as the parameters' dtype holds it")),
         (coded and not gossip, ModelArray("residual", 1, "what the SPEC leaves out")),
         (
-            raw and not gossip,  # of lent gradients only parts that cross a tensor's border: all of them, at most
-            ModelArray("raw updates", update_buffers(mode, facts.quorum), "in flight, to be filled, or with the link"),
+            raw and not gossip,
+            ModelArray("raw updates", buffers, "in flight, to be filled, or with the link"),
         ),
         (coded and not gossip, ModelArray("coded updates", mode.window * facts.up, "in flight")),
-        (facts.down_lossless and not gossip, ModelArray("received state", 1, "until all parts of a shard's are here")),
+        (
+            facts.down_lossless and not gossip and not direct,
+            ModelArray("received state", 1, "until all parts of a shard's are here"),
+        ),
         (coded and gossip, ModelArray("references", 1 + ever, "of each partner, and the first weights")),
         (facts.outer and gossip, ModelArray("outer momentum", 1, "of this worker's rounds")),
         (gossip, ModelArray("offers", offers * facts.up, "this worker's, and those of its partners")),

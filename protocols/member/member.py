@@ -150,6 +150,7 @@ class Member:
         self.sessions: list[Session] = []
         self.meter, self.figures = LinkMeter(), MemberMetrics()
         self.plan = b""
+        self.in_place = False  # as in `Session`
         self.again = False  # this member had a place before
         # address: where peers reach this member, one address for each shard of a cluster (`reached_at`).
         # tree: all levels of the tree of clusters, from the root down, as the newest HeartbeatAck has them.
@@ -205,6 +206,11 @@ class Member:
         if self.welcome is None or not self._go("declare"):
             return []
         return self._ask(m.Declare(self.worker, self.welcome.epoch, plan, self.address, self.models), now_ns)
+
+    def write_in_place(self) -> list[MemberEffect]:
+        """Keep no payload of a part of a whole state: the owner writes it at its StatePart. To be called before `declare`."""
+        self.in_place = True
+        return []
 
     def send(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
         """Send the messages of an `Exchange` to its shard; drop them if they are of an earlier epoch."""
@@ -370,7 +376,9 @@ class Member:
         self.meter = LinkMeter(road=self.meter.road)  # a server that was restarted may have another system clock
         hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
-        self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
+        self.sessions = [
+            Session(i, epoch, mode, self.timing, meters[host], self.in_place) for i, host in enumerate(hosts)
+        ]
 
     def _moved(self, move: m.Reshard, now_ns: int) -> list[MemberEffect]:
         """Handle a Reshard: keys or plan are about to change (`place` 0), or have changed.

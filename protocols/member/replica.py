@@ -74,7 +74,8 @@ class Replica(Protocol[A]):
         """Take one piece of a whole state while other pieces are still on their way.
 
         Each piece of a whole state comes here first; `absorb` gets it again, together with all others. An
-        implementation does nothing here, or writes the piece at once and does nothing in `absorb`.
+        implementation does nothing here, or writes the piece at once and does nothing in `absorb`, where the piece may
+        have lost its payload.
 
         Raises:
             ValueError: the payload is not valid.

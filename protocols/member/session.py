@@ -10,7 +10,8 @@ How it works
    in `follow`, a Pull in `pull`, a read (RowsRequest, MomentsRequest) in `asks`, a question to the coordinator in `wanted`.
 2. `receive` takes an answer. PushAck HELD stops the repeats of a push, FOLDED settles it.
 3. Parts of a State are kept in `coming` until the state is whole and its turn has come. The session then gives all
-   parts on as one StateArrived, and acknowledges them with a Follow.
+   parts on as one StateArrived, and acknowledges them with a Follow. With `in_place` the owner has used the payload of
+   each part of a whole state by then, so none is kept.
 4. `repeat` sends again what was not answered in time (`Timing`).
 
 Rules
@@ -80,11 +81,14 @@ class Session:
         mode: of the run; `mode.window` limits `pushes`.
         timing: when requests are repeated.
         meter: of the link to the shard's machine; sessions with shards of one machine share it.
+        in_place: the owner writes each part of a whole state at its StatePart; StateArrived has no payloads of it.
     """
 
-    def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
+    def __init__(
+        self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter, in_place: bool = False
+    ) -> None:
         self.shard, self.epoch, self.mode = shard, epoch, mode
-        self.timing, self.meter = timing, meter
+        self.timing, self.meter, self.in_place = timing, meter, in_place
         self.patience = RetryTimer(timing.request)  # of pushes
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()  # by clock; not settled; at most `mode.window`
         self.follow: m.Follow | None = None  # the newest
@@ -218,7 +222,7 @@ class Session:
         if state.whole and state.publication > newest:
             self.coming.pop((True, newest), None)
         parts = self.coming.setdefault((state.whole, state.publication), {})
-        parts[state.part] = state
+        parts[state.part] = replace(state, payload=b"") if self.in_place and state.whole else state
         early: list[MemberEffect] = [e.StatePart(self.shard, state)] if state.whole else []
         return [*early, *self._taken(now_ns)]
 

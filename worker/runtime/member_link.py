@@ -122,6 +122,9 @@ class LinkCommands:
         if messages:
             self.call(lambda member, now: member.send(shard, messages, now))
 
+    def write_in_place(self) -> None:
+        self.call(lambda member, now: member.write_in_place())
+
     def declare(self, plan: bytes) -> None:
         self.call(lambda member, now: member.declare(plan, now))
 

@@ -214,6 +214,8 @@ class Engine:
             direct = in_place(mode, self.tuning.down_lossless, not self.flat.plain)
             direct = direct and self.home is HOST and self.slice is None
             lends = self.privacy is None and self.slice is None  # else gradients change where they lie
+            if direct:
+                self.link.write_in_place()
             arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return GradientStep(self, arrays, overlap)
         arrays = WorkerArrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)

@@ -89,6 +89,20 @@ def test_parts_of_two_whole_states_are_not_put_together() -> None:
     assert publications(effects) == [2]
 
 
+def test_a_state_that_is_written_in_place_is_not_kept() -> None:
+    """Of a difference the payloads are kept: the owner gets it once the publication before it is here."""
+    ours = session(credit=1)
+    ours.in_place = True
+    first = ours.receive(state(1, whole=True, parts=2, payload=b"abcd"), 0)
+    assert [each.state.payload for each in first if isinstance(each, e.StatePart)] == [b"abcd"]
+    assert not any(part.payload for parts in ours.coming.values() for part in parts.values())
+    told, arrived = ours.receive(state(1, whole=True, part=1, parts=2, payload=b"efgh"), 0)
+    assert isinstance(told, e.StatePart) and told.state.payload == b"efgh"
+    assert isinstance(arrived, e.StateArrived) and [part.payload for part in arrived.parts] == [b"", b""]
+    (later,) = ours.receive(state(2, payload=b"abcd"), 0)
+    assert isinstance(later, e.StateArrived) and later.parts[0].payload == b"abcd"
+
+
 def test_what_comes_early_is_kept_within_bounds() -> None:
     ours = session()
     ours.receive(state(0, whole=True), 0)

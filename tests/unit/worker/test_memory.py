@@ -15,10 +15,11 @@ from narrows.compression import Memory
 from narrows.compression.home import HOST
 from narrows.compression.ladder import Codecs
 from narrows.protocols import messages as m
-from narrows.protocols.config.memory import ArrayFacts, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, crossing, worker_arrays
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer_momentum import outer
+from narrows.protocols.wire import FRAME_VALUES
 from narrows.worker import DistributedOptimizer
 from narrows.worker.sync.gossip import GossipStep
 from narrows.worker.sync.updates import UpdateStep
@@ -73,12 +74,26 @@ def test_the_account_names_the_arrays_that_a_worker_has(flags: dict[str, Any], c
         codecs, mode = engine.tuning.codecs, started.cluster.settings.mode()
         facts = ArrayFacts.of(started.cluster.settings, codecs, 2.0)
         account = {array.name: array.models * size for array in worker_arrays(mode, facts)}
-        assert account.pop("received state", 0.0) == size * codecs.down.lossless  # payloads, which come and go
+        assert account.pop("received state", 0.0) == size * (codecs.down.lossless and not arrays.direct)  # of payloads
+        assert all(each.in_place == arrays.direct for each in started.sessions[0].link.member.sessions)
         account.pop("coded updates", 0.0)
         optimizer.finish()
     if arrays.lends:  # of gradients only parts that cross a tensor's border are copied
         account.pop("raw updates", 0.0), found.pop("raw updates")
     assert {name: models for name, models in found.items() if models} == account
+
+
+def test_only_parts_that_cross_a_border_of_tensors_are_copied() -> None:
+    """The gradients of all other parts are lent to the link."""
+    frame = FRAME_VALUES
+    assert crossing([2 * frame] * 8, 1) == crossing([2 * frame] * 8, 4) == 0
+    assert crossing([2 * frame] * 3, 4) == pytest.approx(1 / 6), "the second shard begins in the midst of a tensor"
+    assert crossing([7, 9, 0, 5], 1) == 1 and crossing([frame, 7, 9], 1) == pytest.approx(16 / (frame + 16))
+    mode, facts = Settings(sync="bsp").validated().mode(), ArrayFacts(True, True, copied=0.25)
+    taken = {array.name: array.models for array in worker_arrays(mode, facts)}
+    assert taken == {"parameters": 1, "gradients": 1, "raw updates": 0.25}
+    private = {array.name: array.models for array in worker_arrays(mode, facts._replace(private=True))}
+    assert private["raw updates"] == 1, "noise changes what is sent"
 
 
 def test_bf16_and_clipping_take_arrays_of_their_own() -> None:
