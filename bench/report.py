@@ -9,6 +9,7 @@ How it works
   then a table for each heading that its lines name (bench/lab/record.py).
 - A row of README's table is a contender of bench/contenders/wan.py: its lines with seed 0 and all steps, at the rate with
   the lowest loss. A figure that was measured at another rate says so; a time of a busy machine is not taken.
+- Its last column is the newest line of bench/speed/start_and_end.py with the flags of that row.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ ROWS = (
     ("Narrows, ssp, s = 2, `topk:0.11+sign`, Muon", "ssp topk:0.11+sign staleness 2", "muon"),
     ("Narrows, ssp, s = 2, `cycle:0.15+sign`, Muon", "ssp cycle:0.15+sign staleness 2", "muon"),
 )
+# Row of start_and_end.jsonl with the flags of a run of wan.jsonl; its bytes do not depend on the optimizer.
+ENDS = {
+    "diloco H=50": "local dense",
+    "ssp topk:0.11+sign staleness 2": "ssp topk:0.11+sign",
+    "ssp cycle:0.15+sign staleness 2": "ssp cycle:0.15+sign",
+}
 LINK = {"mbit_per_s": 20.0, "delay_ms": 60.0}
 STEPS, SIZE = 400, "1.3M"
 # README's columns: name, figure, whether the learning rate changes it.
@@ -116,8 +123,16 @@ def readme_row(name: str, lines: Sequence[Line]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def start_and_end(run: str, found: dict[str, list[Line]]) -> str:
+    """The cell with the models up and down at start and end, beyond the first weights; a dash where nothing is known."""
+    lines = [line for line in found.get("speed/start_and_end", []) if line.run == ENDS.get(run)]
+    if not lines:
+        return NOT_TOLD
+    return ", ".join(f"{lines[-1].figures[f'{way} beyond'].value:.1f}" for way in ("up", "down"))
+
+
 def readme_table(found: dict[str, list[Line]]) -> str:
-    head = ("run", "best rate", *(name for name, _, _ in COLUMNS))
+    head = ("run", "best rate", *(name for name, _, _ in COLUMNS), "models up, down at start and end")
     table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines = [
         line
@@ -128,7 +143,7 @@ def readme_table(found: dict[str, list[Line]]) -> str:
     ]
     for name, run, optimizer in ROWS:
         own = [line for line in lines if line.run == run and line.arguments.get("optimizer") == optimizer]
-        table.append(readme_row(name, own))
+        table.append(f"{readme_row(name, own)} {start_and_end(run, found)} |")
     return "\n".join(table)
 
 

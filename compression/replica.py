@@ -3,7 +3,7 @@
 `ArrayReplica` implements the interface `Replica` of protocols/member/replica.py, which documents the shared methods.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Generic
 
@@ -181,7 +181,15 @@ class ArrayReplica(Generic[A]):
             if begin <= piece.begin and piece.end <= end:
                 self.home.add(piece, weight, out, begin)
 
-    def master(self, pieces: Sequence[PieceLike]) -> A:
+    def plus(self, pieces: Iterable[PieceLike]) -> Iterator[PieceLike]:
+        """Yield raw pieces of pulled + piece, one array of a piece's size after the other."""
+        for piece in pieces:
+            values: Any = self.home.empty(piece.end - piece.begin)
+            self.home.copy(self.pulled[piece.begin - self.begin : piece.end - self.begin], values)
+            self.home.add(piece, 1.0, values, piece.begin)
+            yield from self.home.raw_pieces(values, piece.begin, [(piece.begin, piece.end)])
+
+    def master(self, pieces: Iterable[PieceLike]) -> A:
         """Decode checked pieces that cover all keys into a new array, float32[end - begin]."""
         out = self.home.empty(self.end - self.begin)
         for piece in pieces:

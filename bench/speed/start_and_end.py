@@ -7,8 +7,8 @@ Rules
 - The bench counts the messages with first weights, last updates and whole models. Figures are in models: bytes of all
   workers over those of the parameters as float32, with frames and heartbeats.
 - "beyond": without the first weights, of which one worker sends 1 model and the other takes 1.
-- The states of the last clocks arrive after the last step and count too: 1 model of "ssp int8" down, 0.06 of "ssp
-  topk:0.05+int8", and 2 of "bsp, updates", whose states are whole.
+- The states of the last clocks arrive after the last step and count too: at most 1 model of "ssp int8" down, 0.06 of
+  "ssp topk:0.05+int8", and 2 of "bsp, updates", whose states are whole.
 - "at 20 Mbit/s": seconds that all of it takes a model of 100 M parameters on one link at the server, by its bytes alone.
 - "sampler": the script asks `sampler(steps=...)` for its samples, so that the last step shows the shared model too.
 """
@@ -35,7 +35,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "ssp int8": ("--sync", "ssp", "--compress", "int8"),
     f"ssp {SPARSE}": ("--sync", "ssp", "--compress", SPARSE),
     f"ssp {SPARSE}, sampler": ("--sync", "ssp", "--compress", SPARSE),
+    "local dense": ("--sync", "local", "--local-steps", "4"),
     f"local {SPARSE}": ("--sync", "local", "--local-steps", "4", "--compress", SPARSE),
+    **{
+        f"ssp {spec}": ("--sync", "ssp", "--staleness", "2", "--compress", spec)
+        for spec in ("topk:0.11+sign", "cycle:0.15+sign")  # of README's table
+    },
 }
 SHARDS, WORKERS, WIDTH, STEPS = 4, 2, 1024, 12
 LIMIT_S = 300.0
@@ -45,13 +50,15 @@ OF_PARAMETERS, BITS_PER_S = 100e6, 20e6  # of the seconds
 def worker(millions: int, sampled: bool) -> None:
     """Train as one worker."""
     import torch
+    from torch.utils.data import DataLoader
 
     from narrows.worker import DistributedOptimizer, sampler
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)))
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4), model)
-    batches = sampler(torch.zeros(64, 1), 4, steps=STEPS) if sampled else range(STEPS)
+    data = [*range(64)]
+    batches = DataLoader(data, 4, sampler=sampler(data, 4, steps=STEPS)) if sampled else range(STEPS)
     for _ in batches:
         x = torch.randn(4, WIDTH)
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic
 
 from narrows.protocols import effects as e
@@ -65,6 +65,7 @@ class Exchange(Generic[A]):
         self.asked = False  # a Follow for a whole state is not yet answered
         self.coding = ""  # the SPEC in which the shard is to code its states (`auto`); "": the shard's own
         self.shared: Sequence[CodedPiece] | None = None  # the master copy, checked, once it has come
+        self.shared_adds = False  # these pieces are a difference to the pulled state
         self.shared_clock = -1  # the run's clock of the master copy
 
     def begin(self, worker: int, epoch: int, clock: int) -> Says:
@@ -127,23 +128,32 @@ class Exchange(Generic[A]):
             return []
         return self._follow(settled + (self.mode.bound or 0))
 
-    def ask_shared(self, last: bool) -> Says:
+    def ask_shared(self, last: bool, whole: bool = False) -> Says:
         """Ask for the master copy.
 
         Args:
             last: True: for the copy that all children end with, once all have done their last step.
+            whole: True: for all values; False: a difference to the pulled state will do.
         """
         self.shared = None
-        return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last)]
+        return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last, whole)]
 
     def forget_own(self) -> None:
         """Forget all own updates: this child composes no replica any more, unless it takes another place."""
         self.own.clear()
 
-    def take_shared(self) -> Sequence[CodedPiece]:
-        """Return the pieces of the master copy, which has come, and forget them."""
-        pieces, self.shared = self.shared or (), None
-        return pieces
+    def shared_values(self) -> Iterable[CodedPiece]:
+        """Return pieces of all values of the master copy, which has come.
+
+        A difference is added to the pulled state as the pieces are read: the state must not change before.
+        """
+        pieces = self.shared or ()
+        return self.replica.plus(pieces) if self.shared_adds else pieces
+
+    def take_shared(self) -> Iterable[CodedPiece]:
+        """Return `shared_values`, and forget the master copy."""
+        values, self.shared = self.shared_values(), None
+        return values
 
     # Own updates.
 
@@ -243,11 +253,12 @@ class Exchange(Generic[A]):
             self.replica.early(event.state)
             return []
         self._check(event.parts)
+        last = event.parts[-1]
         if isinstance(event, e.MasterArrived):
             self.replica.check(event.parts)
-            self.shared, self.shared_clock = event.parts, event.parts[-1].min_clock
+            if last.whole or last.publication == self.publication:  # else it is of another place
+                self.shared, self.shared_adds, self.shared_clock = event.parts, not last.whole, last.min_clock
             return []
-        last = event.parts[-1]
         self.replica.absorb(event.parts, last.add)
         self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled
         self.contains, self.asked = dict(last.contains), False

@@ -15,7 +15,7 @@ docs/design/read-my-writes.md compares this rule with the naive ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from narrows.protocols.config.key_ranges import CodedPiece
@@ -123,5 +123,11 @@ class Replica(Protocol[A]):
     def check(self, pieces: Sequence[CodedPiece]) -> None:
         """Raise ValueError if a payload is not valid for the keys of its piece."""
 
-    def master(self, pieces: Sequence[CodedPiece]) -> A:
+    def plus(self, pieces: Iterable[CodedPiece]) -> Iterator[CodedPiece]:
+        """Yield the values of pulled + piece for each of these checked pieces, as raw pieces.
+
+        No piece is yielded for keys whose pulled values are where they belong, in the parameters.
+        """
+
+    def master(self, pieces: Iterable[CodedPiece]) -> A:
         """Decode checked pieces that cover all keys into a new array, float32[end - begin]."""

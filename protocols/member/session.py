@@ -22,6 +22,8 @@ Rules
 - A Follow says which publication is here. It is sent again after a silence; the shard knows what to send again, and
   when.
 - An ask for rows, or for the state of an optimizer, is a read: it is repeated until one answer is here.
+- An answer to a Pull that is a difference to publication n is taken while n is the newest publication here. If a newer
+  one has come before it, all values are asked for.
 - Neither silence nor a refusal settles a push. A push in flight when the member must join again may have been folded,
   and its ack lost. The push is given up. It is never given back to the residual, or it could be folded twice.
 """
@@ -237,6 +239,7 @@ class Session:
                 del self.pushes[clock]
                 effects.append(e.PushSettled(self.shard, clock))
             effects.append(e.StateArrived(self.shard, parts))
+            effects += self._answered(now_ns)
         if effects and self.follow is not None:
             # The Exchange asks for whole states one by one. Differences come as they are made: acknowledge them here.
             self.waits = self.follow.credit > 1
@@ -257,11 +260,22 @@ class Session:
         self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
         self.pull_ns = now_ns
         parts[state.part] = state
-        if len(parts) < state.parts:
-            return []
-        pull, self.pull = self.pull, None
-        self.pulled.clear()
-        return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
+        return self._answered(now_ns)
+
+    def _answered(self, now_ns: int) -> list[MemberEffect]:
+        """Take the first complete answer to the Pull, unless it is a difference to a publication that is not here yet."""
+        pull = self.pull
+        for parts in self.pulled.values() if pull is not None else ():
+            first = next(iter(parts.values()), None)
+            if pull is None or first is None or len(parts) < first.parts:
+                continue
+            if first.whole or first.publication == self.have:
+                self.pull = None
+                self.pulled.clear()
+                return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
+            if first.publication < self.have:
+                return self.send([replace(pull, whole=True)], now_ns)
+        return []
 
     def _read(self, read: m.RowsAnswer | m.MomentsAnswer, now_ns: int) -> list[MemberEffect]:
         """Handle the answer to a read. Further answers to the same read are dropped."""

@@ -9,7 +9,8 @@ How it works
 3. The next `Follow` acknowledges what has come. The newest `Follow` replaces all before it, so a lost one does no harm.
 
 A child may ask for three things besides. Each answer repeats the number of the request.
-- `Pull` asks for the master copy of the weights; the shard answers `State` with that request.
+- `Pull` asks for the master copy of the weights; the shard answers `State` with that request: a difference to the
+  newest publication if the child has that one, else all values.
 - `RowsRequest` asks for rows of an embedding table; the shard answers `RowsAnswer`.
 - `MomentsRequest` asks for the state of the shard's optimizer; the shard answers `MomentsAnswer`.
 """
@@ -43,13 +44,14 @@ class Follow(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Child to shard: the request for the master copy, whole."""
+    """Child to shard: the request for the master copy."""
 
     worker: int
     epoch: int
     request: int  # number, from 1 on; the answer repeats it
     clock: int  # answer once all updates of this child before `clock` are folded
     last: bool = False  # the child has done its last step, and asks for the model that all children end with
+    whole: bool = False  # the child takes all values, and no difference to a publication
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class State(Message):
     end: int
     whole: bool  # the parts have all keys, and replace the child's pulled state; False: they are a difference
     add: bool  # of a difference: True: add the values; False: the values replace those of their keys
-    publication: int
+    publication: int  # of an answer that is a difference: the publication to which it is one
     min_clock: int
     settled: int
     contains: Weights  # clock, weight: own updates >= `settled` in this state, and the weight of each fold

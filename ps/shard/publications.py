@@ -15,7 +15,8 @@ How it works
 4. `have` in a Follow acknowledges all publications up to that number. The same Follow again asks for what has not
    arrived; the shard repeats those publications, but not before the link had time for their bytes (`RetryTimer`).
 5. A `Pull` asks for the master copy x in place of the published p. The pull of a worker that has done its last step
-   (`last`) is answered once all workers have done theirs, so that all workers end with one model.
+   (`last`) is answered once all workers have done theirs, so that all workers end with one model. A child that has the
+   newest publication gets x - p (`Store.beyond`), any other all values.
 
 Rules
 - `settled` of a state is its min_clock: the state has the updates of all members below that clock. With --quorum a clock
@@ -335,12 +336,37 @@ class Publications:
         )
         return _states(seat, pieces, header, now_ns)
 
-    def master(self, seat: PushSequence, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
-        """Answer this child's Pull with the values of `array`, float32[size]."""
+    def follows(self, seat: PushSequence) -> bool:
+        """True if this child has the newest publication, or was sent all that it lacks, and takes a difference to it."""
         child = self.child(seat)
-        pieces = codecs.raw_pieces(array, self.store.begin, parts(*self.store.whole))
+        return child.newest == self.store.publication and child.pull is not None and not child.pull.whole
+
+    def catches_up(self, seat: PushSequence) -> bool:
+        """True if this child will get the newest publication, and takes a difference to it."""
+        child = self.child(seat)
+        coming = child.follow.credit > 0 and bool(self.store.since(child.newest))
+        return coming and child.pull is not None and not child.pull.whole
+
+    def master(
+        self, seat: PushSequence, array: FloatArray, beyond: Sequence[bytes] | None, min_clock: int, now_ns: int
+    ) -> list[Send]:
+        """Answer this child's Pull.
+
+        Args:
+            seat: The child.
+            array: The values, float32[size]; they are sent if `beyond` is None.
+            beyond: For each part of the keys, the coded difference to the newest publication.
+            min_clock: The min clock of the values.
+            now_ns: The time now.
+        """
+        child, cuts = self.child(seat), list(parts(*self.store.whole))
+        if beyond is None:
+            pieces = codecs.raw_pieces(array, self.store.begin, cuts)
+        else:
+            pieces = [codecs.coded_piece(payload, *keys) for payload, keys in zip(beyond, cuts, strict=True)]
         settled = seat.settled if self.mode.barrier else min_clock
-        header = StateHeader(child.request, True, False, self.store.publication, min_clock, settled, ())
+        whole = beyond is None
+        header = StateHeader(child.request, whole, not whole, self.store.publication, min_clock, settled, ())
         child.pull = None
         self.lasts.discard(seat.worker)
         return [Send(seat.peer, state) for state in _states(seat, pieces, header, now_ns)]

@@ -23,7 +23,7 @@ from narrows.protocols.wire import FRAME_VALUES, pack
 from narrows.ps.shard.folding import unpack_hyper
 from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.push_assembler import PushSequence, check_part
-from narrows.ps.store.changes import FloatArray
+from narrows.ps.store.changes import FloatArray, RoundLast
 
 OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsRequest | m.MomentsRequest
 
@@ -195,8 +195,16 @@ class ShardRequests:
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
         if child.pull is None or (child.pull.last and not self.finishing(seat)):
             return effects
-        array = self._last() if child.pull.last else store.x
+        array, beyond = self._last() if child.pull.last else store.x, None
+        if array is store.x:
+            if child.pull.last and self.publications.catches_up(seat):
+                return effects
+            if child.pull.last and store.rounded is None:
+                model_shard.apply([RoundLast()])
+            if self.publications.follows(seat):
+                beyond = store.rounded if child.pull.last else store.beyond()
+            # The next fold writes into an array of values that is on its way.
+            array = array.copy() if beyond is None and not store.shared else array
         if array is not None:
-            lent = array is store.x and not store.shared  # then the next fold writes into the array that is on its way
-            effects += self.publications.master(seat, array.copy() if lent else array, model_shard.min_clock, now_ns)
+            effects += self.publications.master(seat, array, beyond, model_shard.min_clock, now_ns)
         return effects

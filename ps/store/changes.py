@@ -122,6 +122,14 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundLast:
+    """Set x to what the difference to p comes to as `LAST` codes it: the model that the run ends with.
+
+    The store keeps the coded difference until its next change. A lossless downlink leaves x as it is.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class LoadArrays:
     """Begin from the arrays of a checkpoint (`Store.arrays`) or of the parent; p is publication `publication`."""
 
@@ -129,4 +137,4 @@ class LoadArrays:
     publication: int
 
 
-Change = SetFirstWeights | MergeStoppedModels | Fold | OuterStep | Step | Rebase | Publish | LoadArrays
+Change = SetFirstWeights | MergeStoppedModels | Fold | OuterStep | Step | Rebase | Publish | RoundLast | LoadArrays

@@ -7,6 +7,7 @@ How it works
     Publish ──────────────────> p ──> number n      published copy, float32[size]
                                  └──> deltas[n]     the change from n - 1, coded or as keys of p
     since(have) ──────────────> deltas[have + 1], ..., or nothing: then the child gets p whole
+    beyond() ─────────────────> x - p, coded by `LAST`: what a child of p lacks of the master copy
 
 1. `SetFirstWeights` or `LoadArrays` fills x and p and sets the number of the publication.
 2. Changes move x. At a barrier they come between two publications only.
@@ -37,8 +38,10 @@ import numpy.typing as npt
 
 from narrows.compression import Ladder, Memory, NonFiniteError, accumulate, codecs, ladder
 from narrows.compression.buffers import ChunkedUpdate
+from narrows.compression.compressor import LAST
+from narrows.compression.payload import no_values
 from narrows.protocols.config.checkpoint_names import OPTIMIZER
-from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.key_ranges import Keys, parts
 from narrows.protocols.config.memory import DELTA_BYTES_RATIO
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.store.changes import (
@@ -50,6 +53,7 @@ from narrows.ps.store.changes import (
     OuterStep,
     Publish,
     Rebase,
+    RoundLast,
     SetFirstWeights,
     Step,
     Terms,
@@ -186,6 +190,7 @@ class Store:
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
+        self.rounded: list[bytes] | None = None  # `beyond`, as RoundLast has made it, until the next change
         self.rebased = False  # True if x was rebased since the newest publication: the next one covers all keys
         self.unpublished = (
             False  # True if p is x, and x has changed since the newest publication: no child may be sent p
@@ -200,6 +205,7 @@ class Store:
 
     def apply(self, change: Change) -> None:
         """Carry out one change."""
+        self.rounded = None
         APPLY[type(change)](self, change)
 
     def weights_length(self) -> float:
@@ -401,6 +407,39 @@ class Store:
         except NonFiniteError:
             return None
 
+    def beyond(self) -> list[bytes] | None:
+        """Return x - p, coded by `LAST`, for each part of the keys; None if the child of p must get all values.
+
+        A lossless downlink is not rounded: there the child of p has all of a part, or must get all values.
+        """
+        if self.unpublished:
+            return None
+        payloads = []
+        for begin, end in parts(*self.whole):
+            x, p = self.x[self._at((begin, end))], self.p[self._at((begin, end))]
+            if self.shared or np.array_equal(x, p):
+                payloads.append(no_values(end - begin))
+                continue
+            if self.down.lossless:
+                return None
+            with np.errstate(over="ignore", invalid="ignore"):
+                left = x - p
+            try:
+                payloads.append(bytes(LAST.encode(left)))
+            except NonFiniteError:
+                return None
+        return payloads
+
+    def _round(self, change: RoundLast) -> None:
+        """Keep `beyond`, and set x to what a child makes of it."""
+        payloads = self.beyond()
+        if payloads is not None and not self.shared:
+            for keys, payload in zip(parts(*self.whole), payloads, strict=True):
+                at = self._at(keys)
+                np.copyto(self.x[at], self.p[at])
+                accumulate(payload, 1.0, self.x[at])
+        self.rounded = payloads
+
     def since(self, have: int) -> list[tuple[int, Keys, bytes | None]]:
         """Return (number, keys, payload) of each publication after `have`, or [] if only the whole state will do.
 
@@ -420,5 +459,6 @@ APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
     Step: Store._step,
     Rebase: Store._rebase,
     Publish: Store._publish,
+    RoundLast: Store._round,
     LoadArrays: Store._load,
 }

@@ -119,6 +119,8 @@ class Reference:
         left |= any(kept.residual is not None and kept.residual.any() for kept in self.feedback.values())
         for _ in range(self.settings.fragments if left or self.step % self.every else self.settings.fragments - 1):
             self.exchange(last=True)
+        for keys in [slice(*keys) for keys in split(SIZE, self.settings.shards)] if not self.down.lossless else []:
+            self.x[keys] = self.p[keys] + rounded_last(self.x[keys] - self.p[keys])
 
     def resume(self) -> None:
         """Let all workers begin anew from the published state of the servers."""

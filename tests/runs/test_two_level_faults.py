@@ -37,6 +37,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.modes import WINDOW
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
+from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import MemberPhase
 from narrows.ps.checkpoints.checkpoint_files import read
 from narrows.ps.parent.parent_push import ParentPush
@@ -66,8 +67,13 @@ def last_word(message: m.PushAck | m.State) -> bool:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
-    """The last model is here and the workers have left when the server above says that it has the last update."""
+def test_the_last_that_comes_from_above_may_be_an_ack(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last model is here and the workers have left when the server above says that it has the last update.
+
+    The model comes whole, as after a newer publication has come before it: it waits for no publication.
+    """
+    asks = Exchange.ask_shared
+    monkeypatch.setattr(Exchange, "ask_shared", lambda exchange, last, whole=False: asks(exchange, last, whole=True))
     root, (cluster,) = family(Settings(sync="ssp", shards=2), Settings(sync="bsp", shards=2), 1)
     held = Held(cluster, shard, (m.PushAck, m.State), last_word)
     ours, coordinator = cluster.servers[shard].shard, cluster.servers[0].coordinator

@@ -748,7 +748,8 @@ class Worker:
                 pulled = self.replicas[event.shard].pulled
                 checker.state_arrived(self, event.shard, exchange.publication, pulled)
             elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
-                checker.model_arrived(self, event.shard, exchange.replica.master(exchange.shared).tobytes())
+                model = exchange.replica.master([*exchange.shared_values()])
+                checker.model_arrived(self, event.shard, model.tobytes())
         elif isinstance(event, e.RowsArrived) and event.request == self.rows_at:
             self.rows_due.discard(event.shard)
         elif isinstance(event, e.BuffersRequested):

@@ -263,7 +263,7 @@ class Checker:
         if master:
             self._on_master(mirror, state, where)
             if self.pulls[*who, state.request].last:
-                self._on_last(coordinator, generation, mirror.index, state, where)
+                self._on_last(coordinator, generation, mirror, state, where)
             return
         if state.whole:  # what differences come to is seen where they arrive
             number = (generation, mirror.index, state.publication)
@@ -278,12 +278,13 @@ class Checker:
             raise Violation(f"{where} is not publication {number}")
 
     def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
-        if bytes(state.payload) != mirror.held.x.tobytes():
+        if mirror.model_of(state) != mirror.held.x.tobytes():
             raise Violation(f"{where} is not the master copy")
 
-    def _on_last(self, coordinator: Coordinator, generation: int, shard: int, state: m.State, where: str) -> None:
+    def _on_last(self, coordinator: Coordinator, generation: int, mirror: Mirror, state: m.State, where: str) -> None:
         """All workers end with one model, and it is sent once all have done their last step."""
-        if self.last_models.setdefault((generation, shard), bytes(state.payload)) != bytes(state.payload):
+        model = mirror.model_of(state)
+        if self.last_models.setdefault((generation, mirror.index), model) != model:
             raise Violation(f"{where} is another last model than a worker had before")
         ended = {worker for worker, _ in self.ends}
         going = [member.worker for member in coordinator.declared if member.worker not in ended]

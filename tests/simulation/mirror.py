@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from kit.gain_reference import TrueGain
+from kit.reference import rounded_last
 
+from narrows.compression.codecs import add
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import split
 from narrows.ps.replication.events import MachineEvent
@@ -28,6 +30,7 @@ from narrows.ps.store.changes import (
     OuterStep,
     Publish,
     PushedUpdate,
+    RoundLast,
     SetFirstWeights,
     Step,
     Terms,
@@ -121,6 +124,15 @@ class Accepted(NamedTuple):
     push: PushId
 
 
+def answered(state: m.State, store: Store) -> bytes:
+    """Return the model that a child makes of an answer to its Pull: it has the newest publication of the store."""
+    if state.whole:
+        return bytes(state.payload)
+    model = store.p.copy()
+    add(state, 1.0, model, store.begin)
+    return model.tobytes()
+
+
 class Mirror:
     """One shard in one generation."""
 
@@ -195,6 +207,8 @@ class Mirror:
                 self._rows([(scale * weight, push) for weight, push in pushes])
             case Publish():
                 self._publish(checksum)
+            case RoundLast():
+                self._round_last()
 
     def _rows(self, pushes: list[tuple[float, PushId]]) -> None:
         """One step of plain SGD along the weighted sum of their rows."""
@@ -341,6 +355,20 @@ class Mirror:
             raise Violation(f"shard {self.index} publishes {self.store.p}, the log gives {held.x}")
         if self.mode.barrier and held.publication > 0:
             self._closed()
+
+    def _round_last(self) -> None:
+        """A run with a lossy downlink ends with what the difference to the newest publication is in int12."""
+        shown = self.store.p
+        if self.settings.compress_down != "dense":
+            self.held.x = shown + rounded_last(self.held.x - shown)
+
+    def model_of(self, state: m.State) -> bytes:
+        """Return the model that a child makes of an answer to its Pull."""
+        if not state.whole and state.publication != self.held.publication:
+            raise Violation(
+                f"a difference to publication {state.publication}, and {self.held.publication} is the newest"
+            )
+        return answered(state, self.store)
 
     # Rules.
 

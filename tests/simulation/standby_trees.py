@@ -46,7 +46,7 @@ from narrows.ps.shard.reports import COORDINATOR
 from narrows.ps.store.changes import Change, Fold, OuterStep, Step
 from narrows.ps.store.store import Store, assume_lent
 from simulation.actors import Kit, Process, Worker, peer_of, source_of
-from simulation.mirror import FloatArray, Violation
+from simulation.mirror import FloatArray, Violation, answered
 from simulation.shard_kills import Kill, killed
 from simulation.simulator import MS, Faults, Random
 from simulation.tree_invariants import CLOSE
@@ -512,7 +512,9 @@ class Serving(Process):
                 node.send(self.up, self.first_port, message)
             case e.Send(bytes(peer), message):
                 if isinstance(message, m.State) and message.request and node.parent is None:
-                    node.story.models.add((self.index, zlib.crc32(message.payload)))
+                    planned = self.shard.model_shard
+                    assert planned is not None
+                    node.story.models.add((self.index, zlib.crc32(answered(message, planned.store))))
                 node.send(self.port, source_of(peer), message)
             case e.SendToPeer(address, message):
                 if not isinstance(message, m.FailoverVote) or address == self.server.beside:

@@ -119,7 +119,7 @@ class Level(Checker):
         parent = self.node.parent
         if parent is None:
             super()._on_master(mirror, state, where)
-        elif not parent.checker.has_sent(mirror.index, bytes(state.payload)):
+        elif not parent.checker.has_sent(mirror.index, mirror.model_of(state)):
             raise Violation(f"{where} is the last model, and the server above has never sent it")
 
     def _above(self, process: Process, above: ParentPush) -> None:

@@ -35,9 +35,10 @@ from narrows.compression import PayloadError
 from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.codecs import RAW, Piece, PieceLike, check
 from narrows.compression.home import HOST, Feedback, Home
+from narrows.compression.payload import no_values
 from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.config.key_ranges import CodedPiece, Keys, parts
-from narrows.protocols.errors import UsageError
+from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.model.flat import Array, FlatSpace, FloatArray
 
@@ -63,6 +64,13 @@ class InPlaceArrays(HostReplica):
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Do nothing: `early` has written all parts."""
+
+    def plus(self, pieces: Iterable[PieceLike]) -> Iterator[PieceLike]:
+        """Yield nothing: the parameters are the pulled state, and a lossless downlink leaves no difference to it."""
+        for piece in pieces:
+            if bytes(piece.payload) != no_values(piece.end - piece.begin):
+                raise RemoteProtocolError("the server sent a difference to parameters that it publishes losslessly")
+        return iter(())
 
 
 class WorkerArrays:

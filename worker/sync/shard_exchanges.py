@@ -375,10 +375,12 @@ class ShardExchanges:
             self.arrays.fit_rounds(0)
             for exchange in exchanges:
                 exchange.forget_own()
+        # A pulled state may move on while another rank of a group waits; parameters that a script changed are not pulled ones.
+        whole = (self.group is not None and not last) or (self.arrays.direct and bool(self.arrays.flat.overwritten()))
         # A shard answers the last pull once each shard has it from all workers.
         for turn in [self._each] if last or self.group is not None else [[each] for each in self._each]:
             for shard, exchange in turn:
-                self.link.send(shard, exchange.ask_shared(last))
+                self.link.send(shard, exchange.ask_shared(last, whole))
 
             def here(turn: list[tuple[int, Exchange[Array]]] = turn) -> bool:
                 return self._gone(epoch, exchanges) or all(x.shared is not None for _, x in turn)

@@ -146,6 +146,28 @@ def test_the_master_copy_comes_whole_under_any_of_its_requests() -> None:
     assert anew.message.request == 3  # type: ignore[union-attr]
 
 
+def test_a_difference_to_a_publication_is_taken_while_that_is_the_newest_here() -> None:
+    ours = session()
+    ours.receive(state(0, whole=True), 0)
+    ours.send([m.Pull(0, 1, 0, 3)], 0)
+    assert ours.receive(state(1, request=1), 0) == [], "publication 1 is still on its way"
+    arrived = [type(effect) for effect in ours.receive(state(1), 0) if not isinstance(effect, Send)]
+    assert arrived == [e.StateArrived, e.MasterArrived] and ours.pull is None
+
+
+def test_all_values_are_asked_for_once_a_newer_publication_has_overtaken_a_difference() -> None:
+    ours = session()
+    ours.receive(state(0, whole=True), 0)
+    ours.send([m.Pull(0, 1, 0, 3)], 0)
+    ours.receive(state(1), 0)
+    (asked,) = ours.receive(state(0, request=1), 0)
+    assert isinstance(asked, Send) and isinstance(asked.message, m.Pull)
+    assert asked.message.whole and asked.message.request == 2
+    assert ours.receive(state(1, request=1), 0) == [], "answers to the first request are void"
+    (arrived,) = ours.receive(state(1, request=2, whole=True), 0)
+    assert isinstance(arrived, e.MasterArrived)
+
+
 def test_a_push_beyond_the_window_is_our_own_fault() -> None:
     ours = session()
     for clock in range(4):
