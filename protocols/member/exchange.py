@@ -64,15 +64,14 @@ class Exchange(Generic[A]):
         self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # own updates, as sent, that may stand in
         self.asked = False  # a Follow for a whole state is not yet answered
         self.coding = ""  # the SPEC in which the shard is to code its states (`auto`); "": the shard's own
-        self.shared: Sequence[CodedPiece] | None = None  # the master copy, checked, once it has come
-        self.shared_adds = False  # these pieces are a difference to the pulled state
+        self.shared: tuple[m.State, ...] = ()  # parts of the master copy, checked, once it has come
         self.shared_clock = -1  # the run's clock of the master copy
 
     def begin(self, worker: int, epoch: int, clock: int) -> Says:
         """Begin at a first or another place in the run. Updates in flight are given up; the residual stays."""
         self.worker, self.epoch, self.clock = worker, epoch, clock
         self.publication = self.min_clock = self.settled = -1
-        self.contains, self.asked, self.shared = {}, False, None
+        self.contains, self.asked, self.shared = {}, False, ()
         self.held_at = -1
         self.in_flight.clear()
         self.own.clear()
@@ -135,7 +134,7 @@ class Exchange(Generic[A]):
             last: True: for the copy that all children end with, once all have done their last step.
             whole: True: for all values; False: a difference to the pulled state will do.
         """
-        self.shared = None
+        self.shared = ()
         return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last, whole)]
 
     def forget_own(self) -> None:
@@ -147,12 +146,11 @@ class Exchange(Generic[A]):
 
         A difference is added to the pulled state as the pieces are read: the state must not change before.
         """
-        pieces = self.shared or ()
-        return self.replica.plus(pieces) if self.shared_adds else pieces
+        return self.shared if all(part.whole for part in self.shared) else self.replica.plus(self.shared)
 
     def take_shared(self) -> Iterable[CodedPiece]:
         """Return `shared_values`, and forget the master copy."""
-        values, self.shared = self.shared_values(), None
+        values, self.shared = self.shared_values(), ()
         return values
 
     # Own updates.
@@ -257,7 +255,7 @@ class Exchange(Generic[A]):
         if isinstance(event, e.MasterArrived):
             self.replica.check(event.parts)
             if last.whole or last.publication == self.publication:  # else it is of another place
-                self.shared, self.shared_adds, self.shared_clock = event.parts, not last.whole, last.min_clock
+                self.shared, self.shared_clock = event.parts, last.min_clock
             return []
         self.replica.absorb(event.parts, last.add)
         self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled

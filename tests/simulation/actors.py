@@ -747,7 +747,7 @@ class Worker:
             if isinstance(event, e.StateArrived):
                 pulled = self.replicas[event.shard].pulled
                 checker.state_arrived(self, event.shard, exchange.publication, pulled)
-            elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
+            elif isinstance(event, e.MasterArrived) and exchange.shared:
                 model = exchange.replica.master([*exchange.shared_values()])
                 checker.model_arrived(self, event.shard, model.tobytes())
         elif isinstance(event, e.RowsArrived) and event.request == self.rows_at:
@@ -881,7 +881,7 @@ class Worker:
             ):  # a barrier is known to be folded by the state that has it
                 self._send(shard, exchange.need(exchange.clock) if self.mode.barrier else [])
             return
-        if all(x.shared is not None for x in self.exchanges) and len(self.asked) == len(self.exchanges):
+        if all(x.shared for x in self.exchanges) and len(self.asked) == len(self.exchanges):
             self.run.checker.leaves(self)
             clock, self.exchanges = self.clock, []
             self._apply(self.member.leave(clock, self.awake.now()))

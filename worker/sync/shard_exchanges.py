@@ -383,7 +383,7 @@ class ShardExchanges:
                 self.link.send(shard, exchange.ask_shared(last, whole))
 
             def here(turn: list[tuple[int, Exchange[Array]]] = turn) -> bool:
-                return self._gone(epoch, exchanges) or all(x.shared is not None for _, x in turn)
+                return self._gone(epoch, exchanges) or all(x.shared for _, x in turn)
 
             self.wait(here, WAIT_LIMIT_S, what, others=last)
             if self._gone(epoch, exchanges):
