@@ -132,7 +132,7 @@ def start_and_end(run: str, found: dict[str, list[Line]]) -> str:
 
 
 def readme_table(found: dict[str, list[Line]]) -> str:
-    head = ("run", "best rate", *(name for name, _, _ in COLUMNS), "models up, down at start and end")
+    head = ("run", "best rate", *(name for name, _, _ in COLUMNS), "start and end: models up, down")
     table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines = [
         line

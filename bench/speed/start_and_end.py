@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -57,8 +58,8 @@ def worker(millions: int, sampled: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)))
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4), model)
-    data = [*range(64)]
-    batches = DataLoader(data, 4, sampler=sampler(data, 4, steps=STEPS)) if sampled else range(STEPS)
+    data: Any = [*range(64)]
+    batches: Any = DataLoader(data, 4, sampler=sampler(data, 4, steps=STEPS)) if sampled else range(STEPS)
     for _ in batches:
         x = torch.randn(4, WIDTH)
         optimizer.zero_grad()
