@@ -135,6 +135,9 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     text = "".join(json.dumps(each.told()) + "\n" for each in lines)
     (tmp_path / "results" / "wan.jsonl").write_text(text)
+    ends = {f"{way} beyond": Figure(models, "models") for way, models in (("up", 0.0002), ("down", 1.77))}
+    told = Line("speed/start_and_end", "local dense", ends, commit="aaaaaaa", machine=MACHINE).told()
+    (tmp_path / "results" / "start_and_end.jsonl").write_text(json.dumps(told) + "\n")
     for name, path in (("RESULTS", "results"), ("README", "README.md"), ("PAGE", "docs/results.md")):
         monkeypatch.setattr(report, name, tmp_path / path)
     monkeypatch.setattr(report, "ROOT", tmp_path)
@@ -149,11 +152,12 @@ def test_the_pages_have_what_the_lines_say(house: Path) -> None:
     assert ["ddp", "400", "0.002", "1.900", "1,234", "1", "aaaaaaa", "idle machine"] in rows(page)
     assert readme.startswith("above\n\n<!--") and readme.endswith("-->\n\nbelow\n") and "old" not in readme
     table = {cells[0]: cells[1:] for cells in rows(readme)}
-    assert table["run"] == ["best rate", "ms a step: median", "mean", "kB a step up", "loss", "seconds to loss 2.1"]
-    assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-"]
+    assert table["run"] == ["best rate", "ms a step: median", "mean", "kB a step up", "loss", "seconds to loss 2.1",
+                            "start and end: models up, down"]  # fmt: skip
+    assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-", "-"]
     # A step of a busy machine is not taken, and neither is a loss of 40 steps.
-    assert table["Narrows, local, 50 local steps"] == ["0.002", "-", "-", "-", "2.000", "-"]
-    assert table["DDP with PowerSGD, rank 4"] == ["-"] * 6
+    assert table["Narrows, local, 50 local steps"] == ["0.002", "-", "-", "-", "2.000", "-", "0.0, 1.8"]
+    assert table["DDP with PowerSGD, rank 4"] == ["-"] * 7
 
 
 def test_check_fails_on_a_page_that_the_data_does_not_give(house: Path) -> None:
