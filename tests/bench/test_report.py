@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from lab import record
 from lab.record import Figure, Line, Recorder, RecordError, line_of, markdown
 
-MACHINE = {"cpu": "X", "cores": 2, "ram_gb": 4.0}
+MACHINE: dict[str, record.Scalar] = {"cpu": "X", "cores": 2, "ram_gb": 4.0}
 
 
 def line(run: str, loss: float, seed: int = 0, commit: str = "aaaaaaa", **more: Any) -> Line:
