@@ -17,6 +17,7 @@ How it works
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +35,18 @@ from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
 from narrows.ps.store.reduction import PART_VALUES, Mean
 from narrows.ps.store.store import HEAP, ArrayAllocator
 
+MADE_MAX = 16  # parts whose state is made before their freed memory goes back to the system
+
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     """Make one optimizer, so that torch's imports, which take seconds without a heartbeat, are done before joining."""
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+def _give_back() -> None:
+    """Give pages of freed memory back to the system: torch's state of chunks, now moved, has left a hole for each."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
 
 
 def _kinds(values: dict[str, Any]) -> dict[str, object]:
@@ -119,8 +128,8 @@ class OptimizerPart:
                 piece.live = state
         return built
 
-    def step(self, kind: Any, gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> None:
-        """Step the chunks of all tensors but the absent ones. `kind`: the class of torch.optim."""
+    def step(self, kind: Any, gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> bool:
+        """Step the chunks of all tensors but the absent ones. `kind`: the class of torch.optim. True if state is new."""
         if self.optimizer is None:  # of absent tensors too: Adagrad makes their state here, on all shards alike
             self.optimizer = self._build(kind, groups)
         for target, group in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -133,10 +142,12 @@ class OptimizerPart:
             self.optimizer.step()
             for chunk in stepped:
                 chunk.parameter.grad = None
-        if self.entries != (entries := sum(map(len, self.optimizer.state.values()))):
-            for chunk in self.chunks:
-                self._move(chunk, self.optimizer.state[chunk.parameter])
-            self.entries = entries
+        if self.entries == (entries := sum(map(len, self.optimizer.state.values()))):
+            return False
+        for chunk in self.chunks:
+            self._move(chunk, self.optimizer.state[chunk.parameter])
+        self.entries = entries
+        return True
 
     def _move(self, chunk: Chunk, state: dict[str, Any]) -> None:
         """Move the state that torch has made to the arrays of the piece."""
@@ -220,8 +231,12 @@ class TorchOptimizer:
                 part.show(whole)
             self.base = weights
         with torch.no_grad():
+            made = 0
             for part in self.parts:
-                part.step(self.kind, gradient, groups, missing)
+                made += part.step(self.kind, gradient, groups, missing)
+                if made == MADE_MAX or (made and part is self.parts[-1]):
+                    _give_back()
+                    made = 0
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that torch refuses. Called before anything is folded."""
