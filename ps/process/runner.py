@@ -30,6 +30,7 @@ Rules
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -116,6 +117,7 @@ class ServerRunner:
         lent = self.lending.any
         self.journal = Journal(config.journal, lent, most, self.arrays) if config.journal is not None else None
         self.anew = True  # the journal has to begin again
+        self.trimmed = False  # True once `give_back` has run
         self.began_ns = 0  # when the handling of the present event began, 0: none is handled
         self.turns = Loop(port, self.receive, self._tick, self._turn)
         again = self.journal if self.journal is not None and self.journal.whole and config.replay else None
@@ -172,15 +174,17 @@ class ServerRunner:
         if self.began_ns:
             journal.spend(time.monotonic_ns() - self.began_ns)
         self.began_ns = 0
-        shard = self.server.shard
-        has_weights = shard.model_shard is not None and shard.model_shard.store.publication >= 0
-        if self.anew or journal.due(shard.min_clock if has_weights else -1):
+        if self.anew or journal.due(self.server.shard.min_clock if self._has_weights() else -1):
             self.anew = False
             journal.begin(self.server)
         if journal.failure:
             self.journal = None
             why = f"shard {self.config.index} cannot keep its journal ({journal.failure})"
             self._log("journal", text=f"{why}: if it dies it goes back to a checkpoint")
+
+    def _has_weights(self) -> bool:
+        shard = self.server.shard.model_shard
+        return shard is not None and shard.store.publication >= 0
 
     def _replay(self, journal: Journal) -> None:
         """Replay the events of the journal. Peers have seen their effects, or will ask for them again."""
@@ -424,6 +428,9 @@ class ServerRunner:
     def _turn(self) -> None:
         """Handle what other threads and the sockets have left: written checkpoints, answers, lost peers."""
         self.wrote()
+        if not self.trimmed and self._has_weights():
+            self.trimmed = True
+            give_back()
         if answers := self.answering.take():
             self._carry_out(answers)
         if self.unreached:
@@ -436,6 +443,13 @@ class ServerRunner:
         self._at_once(self.original.tick(now_ns))
         self.access_control.tick()
         self.watchdog.beat(lambda: self.server.shard.nbytes)
+
+
+def give_back() -> None:
+    """Give free memory back to the system, where libc is glibc: it keeps the memory of the messages of first weights."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 class ParentAddresses:

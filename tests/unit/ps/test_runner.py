@@ -21,6 +21,7 @@ from narrows.protocols.runtime.network.sockets import Peer, Receipt
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.journal.journal import Journal, JournalReplay, files
+from narrows.ps.process import runner as runner_module
 from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.runner import ServerRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -185,3 +186,21 @@ def test_the_last_one_is_announced_once_more(life: Life, capfd: pytest.CaptureFi
     assert life.runner.server.over and [row["clock"] for row in said(capfd, "checkpoint")] == [1]
     after = life.next()
     assert not after.running and [row["clock"] for row in said(capfd, "checkpoint")] == [1]
+
+
+def test_memory_is_given_back_once_the_first_weights_are_here(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(runner_module, "give_back", lambda: given.append(life.clock))
+    for _ in range(3):
+        life.runner._turn()
+    life.push()
+    life.runner._turn()
+    assert given == [1]
+    monkeypatch.undo()
+    runner_module.give_back()
+
+
+def test_no_memory_is_given_back_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "give_back", lambda: pytest.fail("there are no weights"))
+    config = ServerConfig(0, Settings().validated(), "", "", 1 << 20, str(tmp_path), False)
+    ServerRunner(config, Nowhere(), 5)._turn()
