@@ -206,7 +206,9 @@ def test_a_command_of_narrows_ends_as_a_script_does_but_destroys_nothing(here: P
 def test_a_script_destroys_what_is_its_own_and_nothing_that_all_share(here: Path) -> None:
     """Pages that it shares with its fork server are not copied at its end: of torch these are 0.2 GB."""
     (here / "far").mkdir()
-    (here / "far" / "shared.py").write_text(KEPT + "kept = Kept('shared')")
+    (here / "far" / "shared.py").write_text(
+        KEPT + "import weakref\nkept = Kept('shared')\nweakref.finalize(kept, print, 'finalized')"
+    )
     (here / "own.py").write_text("from shared import Kept\nkept = Kept('own')")
     (here / "script.py").write_text("import own, shared\nkept = shared.Kept('script')")
     with forker([("", "shared")], PYTHONPATH=str(here / "far")) as starter:
