@@ -11,6 +11,7 @@ Rules
   processes share count once. Each process has some 50 to 100 MB of Python, which is in the figure. The last phase is the end,
   once the workers have left.
 - "checkpoints": of the servers and of the optimizers' states, and model.safetensors at the end. Other rows write no file.
+- "no journal": as by ps-serve --no-journal. Rows without it have one.
 - "plain": PyTorch alone.
 - "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
   first step of a small model takes, with all kernels loaded, and less what the servers took before there was a model. Servers
@@ -41,11 +42,14 @@ from narrows.compression.ladder import Codecs
 from narrows.protocols.config.memory import ArrayFacts, ShardFacts, crossing, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
+NO_JOURNAL = ("--journal", "0")  # of ps-serve, which ps-worker starts
 ROWS: dict[str, tuple[str, ...] | None] = {
     "plain": None,
     "bsp": ("--sync", "bsp"),
+    "bsp, no journal": ("--sync", "bsp", *NO_JOURNAL),
     "bsp int8": ("--sync", "bsp", "--compress", "int8"),
     "ssp s=1": ("--sync", "ssp", "--compress", "topk:0.05+int8"),
+    "ssp s=1, no journal": ("--sync", "ssp", "--compress", "topk:0.05+int8", *NO_JOURNAL),
     "ssp s=1, checkpoints": ("--sync", "ssp", "--compress", "topk:0.05+int8", "--checkpoint-dir", "{folder}"),
     "ssp s=16": ("--sync", "ssp", "--staleness", "16", "--compress", "topk:0.05+int8"),
     "async": ("--sync", "async", "--compress", "topk:0.05+int8"),
@@ -196,10 +200,11 @@ def account(flags: Sequence[str] | None, millions: int) -> tuple[float, float]:
         flag.removeprefix("--").replace("-", "_"): word for flag, word in zip(flags[::2], flags[1::2], strict=True)
     }
     words.pop("checkpoint_dir", "")  # a checkpoint takes no array
+    journal = words.pop("journal", "1") == "1"
     given: dict[str, Any] = {name: int(word) if word.isdigit() else word for name, word in words.items()}
     settings = Settings(workers=WORKERS, shards=SHARDS, **given).validated()
     mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
-    shards = ShardFacts.of(settings, codecs, MOMENTS)
+    shards = ShardFacts.of(settings, codecs, MOMENTS)._replace(journal=journal)
     facts = ArrayFacts.of(settings, codecs, MOMENTS)._replace(copied=crossing(sizes(millions), SHARDS))
     here, there = worker_arrays(mode, facts), shard_arrays(mode, shards)
     return sum(row.models for row in here), sum(row.models for row in there)
@@ -208,13 +213,16 @@ def account(flags: Sequence[str] | None, millions: int) -> tuple[float, float]:
 def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> record.Figures:
     """Run a row. Raises CommandFailed."""
     own = [str(Path(__file__).resolve()), "worker", str(millions), *(["plain"] if flags is None else [])]
+    unkept = flags is not None and flags[-2:] == NO_JOURNAL
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         if flags is None:
             command = [sys.executable, *own]
         else:
-            words = [word.format(folder=folder) for word in flags]
+            words = [word.format(folder=folder) for word in (flags[:-2] if unkept else flags)]
             command = launch.ps_worker("-n", str(WORKERS), *words, "--shards", str(SHARDS), *own)
         env = launch.environment() | (GIVING_BACK if give_back else {})
+        if unkept:
+            env["NARROWS_JOURNAL"] = "0"
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         limit = threading.Timer(LIMIT_S, process.kill)
         limit.start()
