@@ -31,10 +31,10 @@ class BufferLoans:
             self.views.setdefault(peer, deque()).append((receipt, len(view)))
 
     def any(self) -> bool:
-        """True if a view of an array is on loan, or an effect is held."""
+        """True if a view of an array is on loan, or an effect with one is held."""
         for peer in [*self.views]:
             self._settle(peer)
-        return bool(self.views or self.held)
+        return bool(self.views) or any(_has_view(effect) for _, effect in self.held)
 
     def full(self, peer: Peer, view: Buffer, nbytes: Callable[[], int]) -> bool:
         """True if this peer has too much on loan to be sent one more view.
@@ -57,3 +57,10 @@ class BufferLoans:
             views.popleft()
         if not views:
             del self.views[peer]
+
+
+def _has_view(effect: Send | SendToPeer | StopProcess) -> bool:
+    """True if the message of an effect has a payload that may change: a bytes object never does."""
+    if isinstance(effect, StopProcess):
+        return False
+    return not isinstance(getattr(effect.message, "payload", b""), bytes)
