@@ -58,7 +58,7 @@ class ArrayReplica(Generic[A]):
         """Copy pulled values and residuals of this replica's keys from earlier replicas, after keys have moved."""
         for other in before:
             low, high = max(self.begin, other.begin), min(self.end, other.end)
-            if low < high and len(self.pulled):
+            if low < high and self.pulled.size:
                 source = other.pulled[low - other.begin : high - other.begin]
                 self.home.copy(source, self.pulled[low - self.begin : high - self.begin])
         kept = [(low, high, self.home.host(values)) for other in before for low, high, values in other.residuals]
@@ -83,7 +83,7 @@ class ArrayReplica(Generic[A]):
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
         self.check(pieces)
-        if not len(self.pulled):
+        if not self.pulled.size:
             return
         with self.home.aside() if self.aside else nullcontext():
             for piece in pieces:

@@ -391,7 +391,7 @@ def test_a_worker_takes_no_state_that_is_none(what: str, master: bool) -> None:
         parts = tuple(replace(good, **changes) for changes in pieces(size)[what])
         with pytest.raises(RemoteProtocolError):
             engine._handle(MasterArrived(0, 0, parts) if master else StateArrived(0, parts))
-        assert np.array_equal(pulled, before) and exchange.shared is None
+        assert np.array_equal(pulled, before) and not exchange.shared
         engine._handle(StateArrived(0, (good,)))
         assert (pulled == 1).all()
 

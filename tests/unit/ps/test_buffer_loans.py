@@ -17,7 +17,7 @@ def test_a_held_effect_lends_an_array_only_if_it_has_a_view() -> None:
     loans = BufferLoans()
     assert not loans.any()
     loans.held.append((1, Send(b"peer", push(b"coded"))))
-    loans.held.append((2, Send(b"peer", m.PushAck(0, 0, 0, 0, 1.0, False))))
+    loans.held.append((2, Send(b"peer", m.PushAck(0, 0, 0, 0, 1.0, False, 0, 0))))
     loans.held.append((3, StopProcess()))
     assert not loans.any(), "with a standby each answer is held: a publication would copy its array every time"
     loans.held.append((4, Send(b"peer", push(np.zeros(4, np.float32).data.cast("B")))))
