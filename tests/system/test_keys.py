@@ -295,7 +295,10 @@ def tapped(port: int) -> Iterator[tuple[int, list[bytes]]]:
     threads: list[threading.Thread] = []
     with ExitStack() as stack:
         listener = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
-        threading.Thread(target=accept, daemon=True).start()
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
+        stack.callback(accepting.join, LIMIT_S)
+        stack.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes `accept`: what it has taken is closed after that
         yield listener.getsockname()[1], sent
 
 
