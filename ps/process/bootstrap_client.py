@@ -40,11 +40,12 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
         The fields of `machine_factory.introduction`.
 
     Raises:
-        UnreachableError: no server answered within CONNECT_S, or it has not started all of its shards.
+        UnreachableError: no server answered within CONNECT_S, or it has not started all of its shards by then.
         AuthenticationError: the server has other keys.
         IncompatibleError: the server runs another release, or has no room for a standby or a remote host.
     """
     refused, answers = list[HandshakeFailure](), list[dict[str, Any]]()
+    early: list[dict[str, Any]] = []  # answers of a server that was still starting its shards
 
     def hear(peer: Peer, frames: list[m.Buffer]) -> None:
         if answers:
@@ -53,7 +54,8 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
         if isinstance(message, m.Refuse):
             raise IncompatibleError(f"{address}: {message.text}")
         if isinstance(message, m.ReplicationBegin):
-            answers.append(checked(address, unpack(message.told)))
+            told = checked(address, unpack(message.told))
+            (answers if all(told["ports"]) else early).append(told)
 
     access_control = AccessControl(keys, "", "", "", address)
     with contextlib.closing(
@@ -68,6 +70,8 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
     if refused:
         text = "the keys there are others: give --keys with a copy of the folder that the server has"
         raise AuthenticationError(f"{flag} {address}: {text}")
+    if early:
+        raise UnreachableError(f"{address}: the server has not started all of its shards; try again")
     raise UnreachableError(f"{flag} {address}: no server answered within {CONNECT_S:.0f} s")
 
 
@@ -77,12 +81,9 @@ def checked(address: str, told: Any) -> dict[str, Any]:
     Raises:
         RemoteProtocolError: a field is missing.
         IncompatibleError: the server runs another release.
-        UnreachableError: the server has not started all of its shards.
     """
     if not isinstance(told, dict) or not told.keys() >= TOLD:
         raise RemoteProtocolError(f"{address}: the server's description of itself is incomplete")
     if told["release"] != release():
         raise IncompatibleError(f"{address}: the server runs {told['release']}, and this machine {release()}")
-    if not all(told["ports"]):
-        raise UnreachableError(f"{address}: the server has not started all of its shards; try again")
     return told
