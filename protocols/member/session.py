@@ -263,7 +263,7 @@ class Session:
         return self._answered(now_ns)
 
     def _answered(self, now_ns: int) -> list[MemberEffect]:
-        """Take the first complete answer to the Pull, unless it is a difference to a publication that is not here yet."""
+        """Pass the answer to the Pull on once it is complete, and the publication that it differs from is here."""
         pull = self.pull
         for parts in self.pulled.values() if pull is not None else ():
             first = next(iter(parts.values()), None)

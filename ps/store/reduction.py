@@ -28,10 +28,9 @@ from narrows.compression import codecs
 from narrows.compression.codecs import PieceLike
 from narrows.ps.store.changes import FloatArray, Terms
 
-PART_VALUES = (
-    1 << 18
-)  # of a part that is summed, then used: 1 MiB, so that an optimizer's arrays of it stay in the cache
-AT_ONCE = 1 << 14  # keys whose values are ranked together, for the same reason
+# Values of a part that is summed, then used: 1 MiB, so that an optimizer's arrays of it stay in the CPU's cache.
+PART_VALUES = 1 << 18
+AT_ONCE = 1 << 14  # keys whose values are ranked together, so that these stay in the cache too
 
 # Gives the mean at keys [low, high), counted from the shard's first key: float32[high - low]. The caller may change the
 # array, which is valid until the next call. Each key is asked for once.

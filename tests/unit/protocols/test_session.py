@@ -90,7 +90,7 @@ def test_parts_of_two_whole_states_are_not_put_together() -> None:
 
 
 def test_a_state_that_is_written_in_place_is_not_kept() -> None:
-    """Of a difference the payloads are kept: the owner gets it once the publication before it is here."""
+    """The session keeps the payloads of a difference, and passes them on once the publication before it is here."""
     ours = session(credit=1)
     ours.in_place = True
     first = ours.receive(state(1, whole=True, parts=2, payload=b"abcd"), 0)
