@@ -182,11 +182,15 @@ def test_a_worker_that_joins_late_ends_with_the_same_values() -> None:
         first = begin()
         train(*first, 0, 3)
         started.join()
+        joined = threading.Barrier(2, timeout=60.0)
         trained = threading.Barrier(2, lambda: at.append((cluster.up, cluster.down)), timeout=60.0)
 
         def script(worker: int) -> Array:
             net, optimizer = begin() if worker else first
-            train(net, optimizer, worker, 4)
+            joined.wait()
+            assert optimizer._engine is not None
+            while optimizer._engine.sync.clock < 7:  # of both alike: none waits for a push of the other after that
+                train(net, optimizer, worker, 1)
             trained.wait()
             optimizer.finish()
             return flat(net)
