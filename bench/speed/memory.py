@@ -15,8 +15,8 @@ Rules
 - "plain": PyTorch alone.
 - "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
   first step of a small model takes, with all kernels loaded, and less what the servers took before there was a model. Servers
-  count with the files of their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays: a
-  tenth, of PyTorch's too.
+  count with the files of their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays,
+  of PyTorch's too; the account names it "freed messages".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An array of one model holds each trained value as float32. `ps-worker --check` prints these arrays for the user's script,
 and `ps-plan` plans with them. A server's figures are those of all shards together.
-Activations, PyTorch itself and received coded payloads are not among them. Under gossip the arrays are those of
+Activations and PyTorch itself are not among them. Under gossip the arrays are those of
 protocols/gossip/mixing.py.
 """
 
@@ -21,7 +21,12 @@ from narrows.protocols.messages.state import CREDIT_MAX
 
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
-EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the arrays
+EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the machine
+# What glibc keeps of messages and scratch that come and go between other arrays, as bench/speed/memory.py measures it:
+FREED_HERE = 0.3  # of a worker, in models
+FREED_RAW = 0.5  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it
+FREED_CODED = 1.5  # the same of coded pushes: a shard's is one message, which is whole before any of it leaves
+FREED_BARE = 0.2  # of a server without a journal, in models
 # Arrays that a journal and a checkpoint have.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
 
@@ -86,6 +91,8 @@ class ArrayFacts(NamedTuple):
         topology: a key of TOPOLOGIES, or RANDOM.
         outer: rounds have an outer step with momentum.
         copied: the share of raw gradients that no tensor's memory can be lent for; see `crossing`.
+        coding: what coding an update of all keys takes beside it, over the bytes of the model as float32.
+        shards: of the run. An update is coded for one after the other.
     """
 
     lossless: bool
@@ -99,6 +106,8 @@ class ArrayFacts(NamedTuple):
     topology: str = ""
     outer: bool = False
     copied: float = 1.0
+    coding: float = 0.0
+    shards: int = 1
 
     @classmethod
     def of(cls, settings: Settings, codecs: RunCodecs, moments: float, rounded: bool = False) -> ArrayFacts:
@@ -106,7 +115,9 @@ class ArrayFacts(NamedTuple):
         outer = (settings.outer_lr, settings.outer_momentum) != (1.0, 0.0)
         private, gossip = settings.dp_clip > 0, (settings.workers, settings.topology, outer)
         specs = codecs.up.lossless, codecs.down.lossless, codecs.up.rungs[0].share
-        return cls(*specs, settings.quorum, private, rounded, moments, *gossip)
+        coding = max(rung.scratch for rung in codecs.up.rungs)
+        facts = cls(*specs, settings.quorum, private, rounded, moments, *gossip)
+        return facts._replace(coding=coding, shards=settings.shards)
 
 
 def gossip_partners(topology: str, workers: int) -> tuple[int, int]:
@@ -161,6 +172,7 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
     raw, coded = facts.lossless or facts.private, not facts.lossless
     lends = direct and not facts.private
     buffers = update_buffers(mode, facts.quorum) * (facts.copied if lends else 1)
+    scratch = 1 + max(facts.outer, facts.coding) if gossip else facts.coding / facts.shards / mode.fragments
     rows = (
         (True, ModelArray("parameters", 1, "the script's")),
         (True, ModelArray("gradients", 1, "the script's")),
@@ -182,7 +194,9 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
         (coded and gossip, ModelArray("references", 1 + ever, "of each partner, and the first weights")),
         (facts.outer and gossip, ModelArray("outer momentum", 1, "of this worker's rounds")),
         (gossip, ModelArray("offers", offers * facts.up, "this worker's, and those of its partners")),
-        (gossip, ModelArray("scratch", 1 + facts.outer, "an update, a mix, or a difference to be coded")),
+        (gossip, ModelArray("scratch", scratch, "an update, a mix, or a difference, and its coding")),
+        (not gossip, ModelArray("scratch", scratch, "of coding an update for one shard")),
+        (True, ModelArray("freed messages", FREED_HERE, "glibc keeps their memory, and that of scratch")),
     )
     return [row for there, row in rows if there and row.models]
 
@@ -226,11 +240,15 @@ class ShardFacts(NamedTuple):
         return cls(settings.workers, up, down, coding, lossless, fixed, moments, codecs.up.raw, momentum)
 
 
+def publishes_weights(mode: Mode, facts: ShardFacts) -> bool:
+    """Return whether the weights themselves are what is published. None is under way when they change."""
+    return mode.rule is FoldRule.MIX or (mode.barrier and facts.down_lossless and facts.fixed)
+
+
 def machine_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
     """Return the arrays that the machines of all shards keep. A journal or a standby copies them."""
     steps_here, averages = mode.rule is FoldRule.OPTIMIZER, mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER)
-    gossip = mode.rule is FoldRule.MIX
-    shared = gossip or (mode.barrier and facts.down_lossless and facts.fixed)
+    gossip, shared = mode.rule is FoldRule.MIX, publishes_weights(mode, facts)
     each = facts.down / mode.fragments
     kept = 0.0 if facts.down_lossless else each * max(1, min(CREDIT_MAX, DELTA_BYTES_RATIO // each))
     rows = (
@@ -267,18 +285,21 @@ def parent_arrays(mode: Mode, child: ArrayFacts) -> list[ModelArray]:
     return [row._replace(name=f"parent's {row.name}") for row in kept]
 
 
-def journal_arrays(saved: float, clock: float) -> list[ModelArray]:
+def journal_arrays(saved: float, kept: float, clock: float, raw: bool) -> list[ModelArray]:
     """Return what the journals of all shards take at most, in models.
 
     Args:
         saved: the arrays that the journals copy, in models.
+        kept: the kept differences, which they copy too.
         clock: the pushes of one clock, in models. They wait in the journal too, and count as pushes. Where they are more
             than the limit of past events, the journal begins anew with each fold, and has no past events.
+        raw: the pushes are float32.
     """
-    events = EVENTS_RATIO * saved if clock < EVENTS_RATIO * saved else 0.0
+    most, freed = EVENTS_RATIO * (saved + kept), clock * (FREED_RAW if raw else FREED_CODED)
     return [
-        ModelArray("journal's copy", saved, "of the arrays"),
-        ModelArray("journal's events", events, "that are folded, since that copy"),
+        ModelArray("journal's copy", saved + kept, "of the arrays, and of kept differences"),
+        ModelArray("journal's events", most if clock < most else 0.0, "that are folded, since that copy"),
+        ModelArray("freed messages", freed, "that are in the journal; glibc keeps their memory"),
     ]
 
 
@@ -292,11 +313,14 @@ def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:
     kept = machine_arrays(mode, facts)
     machine = sum(row.models for row in kept)
     saved = sum(row.models for row in kept if row.name in SAVED) + (facts.parent is not None)  # what it owes the parent
-    lent = facts.down_lossless and mode.rule is not FoldRule.MIX
+    differences = sum(row.models for row in kept if row.name == "kept differences")
+    lent = facts.down_lossless and not publishes_weights(mode, facts)
+    clock = sum(row.models for row in kept if row.name == "pushes")
     rows = (
         (lent, ModelArray("state on its way", 1, "what a child is sent must not change")),
         (True, ModelArray("scratch", facts.coding / mode.fragments, "of coding a difference, and its payload")),
-        *((facts.journal, row) for row in journal_arrays(saved, facts.workers * facts.up / mode.fragments)),
+        *((facts.journal, row) for row in journal_arrays(saved, differences, clock, facts.raw)),
+        (not facts.journal and clock > 0, ModelArray("freed messages", FREED_BARE, "glibc keeps their memory")),
         (facts.standby, ModelArray("copy for a standby", machine, "until the standby has it")),
         (facts.standby, ModelArray("standby", machine, "its machine: it frees the bytes that it makes it of")),
     )

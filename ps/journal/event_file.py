@@ -15,8 +15,9 @@ How it works
 Rules
 - `append` writes the first word of an event last. An event without it does not count.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
-- `restart` gives back the pages before the first event, but those of held frames. As many pages as the last events took
-  stay for new ones. A machine that was written before may name frames that are gone: it must not be needed any more.
+- `restart` gives back the pages before the first event, but those of held frames. Behind it stay as many pages as both
+  the last events and those before them took: first weights come once. A machine that was written before may name frames
+  that are gone: it must not be needed any more.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class EventFile:
         self.windows: list[tuple[int, int, mmap.mmap, int]] = []  # offset, bytes, mapped there, address
         self.held: dict[int, tuple[int, int]] = {}  # number of a view -> offsets of its first byte, and behind its last
         self.waiting = 0  # bytes of held frames of the events
+        self.before = 0  # bytes of the events before the last `restart`
         self.gone: deque[int] = deque()  # numbers of views that nothing refers to, as finalizers have noted them
         self.numbers = count()
         self.dropped = False
@@ -128,7 +130,8 @@ class EventFile:
             OSError: the file cannot be written.
         """
         self._settle()
-        behind = self.end - self.begin + RECORD.size
+        took = self.end - self.begin + RECORD.size
+        behind, self.before = min(took, self.before), took
         self.begin, self.waiting = max((high for _, high in self.held.values()), default=HEAD.size), 0
         os.ftruncate(self.file, min(os.fstat(self.file).st_size, self.begin + behind))
         os.pwrite(self.file, RECORD.pack(0), self.begin)

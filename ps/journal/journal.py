@@ -53,7 +53,7 @@ from narrows.ps.store.store import HEAP, ArrayAllocator
 HEAD = struct.Struct("<QQB")
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
-BYTES_MIN = 1 << 26  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
+BYTES_MIN = 1 << 25  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
 MACHINES, EVENTS, COPY, LIVE = slice(2), 2, 3, 4  # indices of the files
 NAMES = ("machine-0", "machine-1", "events", "copy", "live")
 
@@ -181,9 +181,10 @@ class Journal:
 
     def _settle(self) -> None:
         """Copy the arrays of the newest machine, which are in "live". Events follow it from now on. Raises OSError."""
+        os.ftruncate(self.files[MACHINES][1 - self.turn], 0)
+        self.event_file.restart(self.serial)  # first: it gives back pages, and the copy may take them
         if self.segment is not None:
             self.segment.keep()
-        self.event_file.restart(self.serial)
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
         self.live = 0
 

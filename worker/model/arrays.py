@@ -119,6 +119,7 @@ class WorkerArrays:
         home, self.rounds = self.home, rounds
         self.ring = [home.zeros(self.flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
         self.landings = self.ring if home is HOST else list[FloatArray]()
+        self.unlent = dict[tuple[int, int, int], Array]()  # see `gradients`
 
     def fit(self, ranges: Sequence[Keys]) -> range:
         """Fit the arrays to new key ranges, and carry their values over.
@@ -134,6 +135,7 @@ class WorkerArrays:
             [self.flat.whole(self.home.host(each)) for each in (self.pulled, self.base, self.start)] if moving else []
         )
         shown, ours = self.shown, self.flat.own(ranges)
+        self.unlent.clear()
         if self.flat.keys != self.keys:
             self._allocate()
         if moving:
@@ -230,16 +232,21 @@ class WorkerArrays:
     def gradients(self, keys: Keys, turn: int, lazy: bool = False) -> Array | ChunkedUpdate:
         """Return the gradients of these keys: the memory of p.grad if it may be lent, else a copy in buffer `turn`.
 
-        `lazy` as in `moved`.
+        Where gradients may be lent, the copy of keys that cannot be has an array of its own. In a buffer of all keys a
+        huge page would be taken for each of them. `lazy` as in `moved`.
         """
         begin, end = keys
         if lazy and self.home is HOST:
             return ChunkedUpdate(keys, self.flat.read_gradients, None)
-        lent = self.flat.lend_gradient(begin, end) if self.lends else None
-        if lent is None:
-            lent = self._at(self.buffer(turn), begin, end)
-            self.flat.read_gradients(begin, lent)
-        return lent
+        if self.lends and (lent := self.flat.lend_gradient(begin, end)) is not None:
+            return lent
+        if self.lends and self.home is HOST:
+            at = (turn % len(self.ring), begin, end)
+            copy = self.unlent[at] if at in self.unlent else self.unlent.setdefault(at, self.home.empty(end - begin))
+        else:
+            copy = self._at(self.buffer(turn), begin, end)
+        self.flat.read_gradients(begin, copy)
+        return copy
 
     def where_not_finite(self, begin: int, values: Array | ChunkedUpdate) -> str:
         """Name the first tensor with a value that is not finite; values[0] is key `begin`."""

@@ -72,6 +72,16 @@ def test_a_frame_that_is_held_outlives_new_beginnings(file: int) -> None:
     assert [*EventFile(file).events()] == []
 
 
+def test_pages_stay_for_new_events_if_two_beginnings_needed_them(file: int) -> None:
+    events = EventFile(file)
+    for serial, (count, kept) in enumerate(((9, 0), (2, 2), (2, 2), (5, 2), (9, 5))):
+        for number in range(count):
+            events.append(event(number), frames(number))
+        gc.collect()
+        events.restart(serial + 1)
+        assert kept * LARGE <= kept_pages(file) <= kept * LARGE + 4 * PAGE, (serial, kept)
+
+
 def test_the_next_process_reads_events_behind_held_frames(file: int) -> None:
     events = EventFile(file)
     held = events.append(event(1), frames(1))[1]

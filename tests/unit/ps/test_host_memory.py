@@ -16,10 +16,10 @@ from narrows.ps.planner.modes_and_specs import WAYS
 def test_the_needs_are_those_of_the_account() -> None:
     way = {str(way): way for way in WAYS}
     bsp, dense, coded = (way[name] for name in ("bsp, dense", "ssp, S = 1, dense", "ssp, S = 1, topk:0.11+sign"))
-    assert [round(worker_models(each), 1) for each in (bsp, dense, coded)] == [3, 11, 7]
-    assert [round(server_models(bsp, children), 3) for children in (2, 4)] == [6, 8], "a push of each child waits"
-    assert round(server_models(bsp, 2, parent=coded), 3) == 9, "the parent's state, a base and a residual"
-    assert round(stage_models(1), 3) == 3 + 5
+    assert [round(worker_models(each), 1) for each in (bsp, dense, coded)] == [3.3, 11.3, 7.6]
+    assert [round(server_models(bsp, children), 3) for children in (2, 4)] == [5.2, 7.2], "a push of each child waits"
+    assert round(server_models(bsp, 2, parent=coded), 3) == 8.2, "the parent's state, a base and a residual"
+    assert round(stage_models(1), 3) == 3.3 + 4.2
 
 
 def test_a_plan_that_fits_is_taken_before_a_faster_one(tmp_path: Path) -> None:

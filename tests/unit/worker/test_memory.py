@@ -15,7 +15,7 @@ from narrows.compression import Memory
 from narrows.compression.home import HOST
 from narrows.compression.ladder import Codecs
 from narrows.protocols import messages as m
-from narrows.protocols.config.memory import ArrayFacts, crossing, worker_arrays
+from narrows.protocols.config.memory import FREED_HERE, ArrayFacts, crossing, worker_arrays
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer_momentum import outer
@@ -76,10 +76,13 @@ def test_the_account_names_the_arrays_that_a_worker_has(flags: dict[str, Any], c
         account = {array.name: array.models * size for array in worker_arrays(mode, facts)}
         assert account.pop("received state", 0.0) == size * (codecs.down.lossless and not arrays.direct)  # of payloads
         assert all(each.in_place == arrays.direct for each in started.sessions[0].link.member.sessions)
-        account.pop("coded updates", 0.0)
+        for row in ("coded updates", "scratch", "freed messages"):  # no arrays that stay
+            account.pop(row, None)
         optimizer.finish()
     if arrays.lends:  # of gradients only parts that cross a tensor's border are copied
-        account.pop("raw updates", 0.0), found.pop("raw updates")
+        account.pop("raw updates", 0.0)
+        assert found.pop("raw updates") == 0
+        assert all(end - begin == array.size for (_, begin, end), array in arrays.unlent.items())
     assert {name: models for name, models in found.items() if models} == account
 
 
@@ -91,7 +94,7 @@ def test_only_parts_that_cross_a_border_of_tensors_are_copied() -> None:
     assert crossing([7, 9, 0, 5], 1) == 1 and crossing([frame, 7, 9], 1) == pytest.approx(16 / (frame + 16))
     mode, facts = Settings(sync="bsp").validated().mode(), ArrayFacts(True, True, copied=0.25)
     taken = {array.name: array.models for array in worker_arrays(mode, facts)}
-    assert taken == {"parameters": 1, "gradients": 1, "raw updates": 0.25}
+    assert taken == {"parameters": 1, "gradients": 1, "raw updates": 0.25, "freed messages": FREED_HERE}
     private = {array.name: array.models for array in worker_arrays(mode, facts._replace(private=True))}
     assert private["raw updates"] == 1, "noise changes what is sent"
 
@@ -146,7 +149,8 @@ def test_the_account_names_the_arrays_of_gossip(flags: dict[str, Any], compress:
         account = {array.name: array.models * size for array in worker_arrays(settings.mode(), facts)}
         assert account.pop("parameters") == account.pop("gradients") == account.pop("optimizer's state") / 2 == size
         assert account.pop("offers") == pytest.approx(facts.up * size * 3)
-        assert account.pop("scratch") == size * (1 + (mixing.outer is not None))
+        assert account.pop("scratch") == size * (1 + max(mixing.outer is not None, facts.coding))
+        del account["freed messages"]
         optimizer.finish()
         return {name: models for name, models in found.items() if models}, account
 
