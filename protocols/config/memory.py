@@ -24,7 +24,7 @@ DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this shar
 EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the machine
 # What glibc keeps of messages and scratch that come and go between other arrays, as bench/speed/memory.py measures it:
 FREED_HERE = 0.3  # of a worker, in models
-FREED_RAW = 0.5  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it
+FREED_RAW = 0.6  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it
 FREED_CODED = 1.5  # the same of coded pushes: a shard's is one message, which is whole before any of it leaves
 FREED_BARE = 0.2  # of a server without a journal, in models
 # Arrays that a journal and a checkpoint have.
@@ -298,7 +298,7 @@ def journal_arrays(saved: float, kept: float, clock: float, raw: bool) -> list[M
     most, freed = EVENTS_RATIO * (saved + kept), clock * (FREED_RAW if raw else FREED_CODED)
     return [
         ModelArray("journal's copy", saved + kept, "of the arrays, and of kept differences"),
-        ModelArray("journal's events", most if clock < most else 0.0, "that are folded, since that copy"),
+        ModelArray("journal's events", most if 0 < clock < most else 0.0, "that are folded, since that copy"),
         ModelArray("freed messages", freed, "that are in the journal; glibc keeps their memory"),
     ]
 
