@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,13 @@ class CodedCopy(Protocol):
 
     def add(self, weight: float, out: Any) -> None:
         """Add weight * values to an array of the device."""
+
+
+class DeviceDifference(NamedTuple):
+    """An update on a device, values - start, float32[count] each. Kernels subtract as they read: no array holds it."""
+
+    values: Any
+    start: Any
 
 
 # The wire is little endian and the kernels reinterpret bytes in place; no big-endian machine runs PyTorch today.

@@ -119,6 +119,9 @@ class ErrorFeedback:
     def start_encode(self, update: FloatArray | ChunkedUpdate) -> None:
         """Do nothing. On a device this launches the encode of the update that `encode` gets next."""
 
+    def drop_encode(self) -> None:
+        """Do nothing. On a device this gives up an encode that `start_encode` has launched."""
+
     def encode(self, update: FloatArray | ChunkedUpdate) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
 

@@ -31,6 +31,7 @@ class Feedback(Protocol[A]):
     coded: CodedCopy | None  # the newest payload's values on the device; None on the host
 
     def start_encode(self, update: A | ChunkedUpdate) -> None: ...
+    def drop_encode(self) -> None: ...
     def encode(self, update: A | ChunkedUpdate) -> memoryview: ...
     def encode_last(self, update: A | ChunkedUpdate, cuts: Cuts) -> list[memoryview]: ...
     def take(self, update: A | ChunkedUpdate) -> A: ...
@@ -137,7 +138,8 @@ class Home(Protocol[A]):
         """Begin to copy the present values at these places to the host.
 
         Args:
-            values: the array, which may change afterwards; or on the host an update in chunks, which were read before.
+            values: the array, which may change afterwards; or on the host an update in chunks, which were read before, on
+                a device a `DeviceDifference`.
             places: from `places`.
             turn: 0 or 1. Each turn has one copy under way at most: read a sample before the next of its turn.
         """

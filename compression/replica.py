@@ -106,11 +106,18 @@ class ArrayReplica(Generic[A]):
         """Do nothing: `absorb` writes the piece together with the others."""
 
     def start_encode(self, update: A | ChunkedUpdate, clock: int) -> None:
-        """Launch the encode of an update, if a device computes it; `encode` gets the same next, and `last` is False."""
+        """Launch the encode of an update, if a device computes it.
+
+        `encode` gets the same next, and `last` is False; or `drop_encode` is called.
+        """
         _, feedback = self.turn(clock)
         if feedback.compressor.spec != "dense":
             feedback.memory.go_to(clock)
             feedback.start_encode(update)
+
+    def drop_encode(self, clock: int) -> None:
+        """Give up the encode that `start_encode` has launched, if there is one. The residual has no part of the update."""
+        self.turn(clock)[1].drop_encode()
 
     def encode(self, update: A | ChunkedUpdate, clock: int, last: bool = False) -> list[Piece]:
         """Encode update + residual of the fragment whose turn `clock` is.

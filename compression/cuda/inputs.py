@@ -11,7 +11,7 @@ import numpy as np
 from narrows.compression.cuda.arrays import DeviceArray, InputArray
 from narrows.compression.cuda.graphs import GraphCache
 from narrows.compression.cuda.streams import Streams
-from narrows.compression.kernels.record import INPUTS, RESIDUAL, SUMS, UPDATE, Sum
+from narrows.compression.kernels.record import INPUTS, RESIDUAL, START, SUMS, UPDATE, Sum
 
 WIDE_BYTES = 16  # of four values that are loaded at once
 
@@ -37,14 +37,20 @@ class EncodeInputs:
 
     def begin(self, addends: Sum, phase: int, seed: int, key: tuple[int, int]) -> Sum:
         """Tell the numbers of an encode; see `Queue.begin`."""
-        residual, decay, update, sums = addends
+        residual, decay, update, sums, start = addends
         places = residual.address, update.address, sums.address
-        self.aligned = not (places[0] | places[1] | places[2]) % WIDE_BYTES
-        numbers = [*places, phase, seed, *key]  # in the order of the slots
+        begin = 0 if start is None else start.address
+        self.aligned = not (places[0] | places[1] | places[2] | begin) % WIDE_BYTES
+        numbers = [*places, phase, seed, *key, begin]  # in the order of the slots
         if numbers != self._told:
             self._told = numbers
             self._copy()
-        return Sum(InputArray(residual, RESIDUAL), decay, InputArray(update, UPDATE), InputArray(sums, SUMS))
+        inputs = InputArray(residual, RESIDUAL), InputArray(update, UPDATE), InputArray(sums, SUMS)
+        return Sum(inputs[0], decay, *inputs[1:], None if start is None else InputArray(start, START))
+
+    def forget(self) -> None:
+        """Forget what was told: a kernel has changed it (`guard`, sums.py)."""
+        self._told = [-1] * INPUTS
 
     def tell(self, numbers: dict[int, int]) -> DeviceArray:
         """Write numbers to their slots, if they are not there yet. Returns the array."""

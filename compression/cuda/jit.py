@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy
 
-from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
+from narrows.compression.kernels.record import RESIDUAL, START, SUMS, UPDATE
 
 np: Any = numpy  # for mypy, which would type the arithmetic of kernels as NumPy's
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -399,9 +399,14 @@ def size_in(ref: Any) -> Any:
 
 @device
 def arrays_in(addends: Any) -> Any:
-    """Return (residual, decay, update, sums) of a `SumRef`."""
+    """Return (residual, decay, update, sums, start) of a `SumRef`. `start` is empty if nothing is subtracted."""
     inputs, size, decay = addends
-    return floats_at(inputs[RESIDUAL], size), decay, floats_at(inputs[UPDATE], size), floats_at(inputs[SUMS], size)
+    residual, update, sums = (
+        floats_at(inputs[RESIDUAL], size),
+        floats_at(inputs[UPDATE], size),
+        floats_at(inputs[SUMS], size),
+    )
+    return residual, decay, update, sums, floats_at(inputs[START], size if inputs[START] else 0)
 
 
 @device

@@ -17,7 +17,7 @@ from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import random_words, strata, stretch
 from narrows.compression.cuda.rice import fixed_decode, rice_decode
 from narrows.compression.cuda.select import compact_above, count_above, take, top, top_of_blocks, top_sampled
-from narrows.compression.cuda.sums import sum_of, sum_strided
+from narrows.compression.cuda.sums import guarded, sum_of, sum_strided
 from narrows.compression.cuda.values import (
     BF16,
     FP16,
@@ -123,6 +123,7 @@ __all__ = [
     "encode_sum_as",
     "fixed_decode",
     "grouped_decode",
+    "guarded",
     "land",
     "largest_key",
     "random_words",

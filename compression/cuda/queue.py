@@ -40,6 +40,7 @@ from narrows.compression.kernels.record import (
     PHASE,
     RECORD,
     RESIDUAL,
+    START,
     SUMS,
     TOLD,
     UPDATE,
@@ -160,12 +161,17 @@ class Queue:
         """
         return self.inputs.begin(addends, phase, seed, key)
 
+    def forget_inputs(self) -> None:
+        """Tell all inputs of the next encode, whatever they are: a kernel has changed those of this one."""
+        self.inputs.forget()
+
     def sum_ref(self, addends: Sum, phase: int | None = None) -> SumRef:
         """Return a sum as an argument of a kernel; of one that has not begun, tell its addresses now."""
         inputs, numbers = self.inputs, {} if phase is None else {PHASE: phase}
         if not isinstance(addends.sums, InputArray):
-            residual, _, update, sums = addends
+            residual, _, update, sums, start = addends
             numbers |= {RESIDUAL: residual.address, UPDATE: update.address, SUMS: sums.address}
+            numbers |= {START: 0 if start is None else start.address}
         return SumRef(inputs.tell(numbers), addends.sums.size, addends.decay)
 
     def ref(self, array: DeviceArray) -> ArrayRef:

@@ -44,7 +44,7 @@ from narrows.compression.cuda.jit import (
 )
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.scans import scan_all
-from narrows.compression.cuda.sums import four_bits, sum4_at, sum4_inside, sum_at, wide_sum
+from narrows.compression.cuda.sums import four_bits, sum4_at, sum4_inside, sum4_of, sum_at, wide_sum
 from narrows.compression.kernels.record import BINS, COUNTS, DIGITS, LAST, MISLED, MISSING, SAMPLE, SHORT, Sum
 from narrows.compression.kernels.select import SAMPLE_LINE
 
@@ -111,7 +111,7 @@ def _bit_at(arrays: Any, i: int) -> Any:
 
 @device
 def _sum_bits4_at(arrays: Any, i: int, wide: bool) -> Four:
-    return four_bits(sum4_at(arrays, i, wide))
+    return four_bits(sum4_of(arrays, i, wide))
 
 
 @device
@@ -138,14 +138,14 @@ def _readers(name: str, source_type: Any, arrays_of: Any, read4: Any, read4_insi
         name: the end of their names.
         source_type: the type of `source`.
         arrays_of: returns the arrays of `source`, from which the others read.
-        read4: reads four values at any place.
-        read4_inside: reads four values that can be loaded at once.
-        read: reads one value.
+        read4: reads four values at any place, and writes none.
+        read4_inside: reads four values that can be loaded at once; of a sum it writes them.
+        read: reads one value; of a sum it writes it.
     """
 
     @kernel(source_type, INT, INT, INT, U32, I64, I64, BOOL, name=f"sample_{name}")
     def sample(
-        source: LastWritten, group_lines: int, rank: int, key_mask: int,
+        source: Any, group_lines: int, rank: int, key_mask: int,
         keys: Written, record: Written, done: Written, wide: bool,
     ) -> None:  # fmt: skip
         arrays = arrays_of(source)

@@ -19,6 +19,7 @@ from narrows.compression.cuda.jit import (
     cuda,
     device,
     kernel,
+    last_block,
     load4,
     mul,
     np,
@@ -29,12 +30,13 @@ from narrows.compression.cuda.jit import (
     wide,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.kernels.record import LARGEST, PHASE, Sum
+from narrows.compression.kernels.record import LARGEST, PHASE, RESIDUAL, START, UPDATE, Sum
+from narrows.compression.kernels.values import INFINITY_KEY
 
 
 def wide_sum(addends: Sum) -> bool:
     """Return whether four values of the sum can be read and written at once (`wide`)."""
-    return wide(addends.residual, addends.update, addends.sums)
+    return wide(addends.residual, addends.update, addends.sums, *([] if addends.start is None else [addends.start]))
 
 
 @device
@@ -64,9 +66,17 @@ def four_bits(four: Four) -> Four:
 
 
 @device
+def _less4(a: Four, b: Four) -> Four:
+    return add(a[0], -b[0]), add(a[1], -b[1]), add(a[2], -b[2]), add(a[3], -b[3])
+
+
+@device
 def sum4_of(arrays: Any, i: int, wide: bool) -> Four:
-    """Return four sums of the arrays (residual, decay, update, sums). i and wide as in load4."""
-    return _sum4(load4(arrays[0], i, wide), arrays[1], load4(arrays[2], i, wide))
+    """Return four sums of the arrays (residual, decay, update, sums, start). i and wide as in load4."""
+    update = load4(arrays[2], i, wide)
+    if arrays[4].size:
+        update = _less4(update, load4(arrays[4], i, wide))
+    return _sum4(load4(arrays[0], i, wide), arrays[1], update)
 
 
 @device
@@ -80,14 +90,20 @@ def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
 @device
 def sum4_inside(arrays: Any, i: int) -> Four:
     """Do sum4_at for four values that can be loaded at once."""
-    four = _sum4(vector_load(arrays[0], i), arrays[1], vector_load(arrays[2], i))
+    update = vector_load(arrays[2], i)
+    if arrays[4].size:
+        update = _less4(update, vector_load(arrays[4], i))
+    four = _sum4(vector_load(arrays[0], i), arrays[1], update)
     vector_store(arrays[3], i, four)
     return four
 
 
 @device
 def sum_at(arrays: Any, i: int) -> Any:
-    value = add(mul(arrays[0][i], arrays[1]), arrays[2][i])
+    update = arrays[2][i]
+    if arrays[4].size:
+        update = add(update, -arrays[4][i])
+    value = add(mul(arrays[0][i], arrays[1]), update)
     arrays[3][i] = value
     return value
 
@@ -125,8 +141,36 @@ def sum_strided_into(addends: LastWritten, stride: int, chosen: Written, record:
     raise_to(record, LARGEST, own)
 
 
+@kernel(SUM, I64, I64, I64, BOOL)
+def guard_sum(addends: Any, inputs: Written, record: Written, done: Written, wide: bool) -> None:
+    arrays = arrays_in(addends)
+    own = np.uint32(0)
+    for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
+        own = largest_of(sum4_of(arrays, i, wide), own)
+    raise_to(record, LARGEST, own)
+    if last_block(done) and cuda.threadIdx.x == 0 and record[LARGEST] >= INFINITY_KEY:
+        inputs[UPDATE] = inputs[RESIDUAL]
+        inputs[START] = inputs[RESIDUAL]
+
+
+def guarded(queue: Queue, addends: Sum, record: DeviceArray) -> Sum:
+    """Raise record[LARGEST] to the largest key of a sum that has begun; if that is not finite, no later kernel adds anything.
+
+    The later kernels of the encode then get `residual` as the update and as its start, so that the residual, whose
+    memory may be that of the sums, stays as it was. Decay is 1, or the residual does not count.
+
+    Returns:
+        The sum for these kernels.
+    """
+    ref = queue.sum_ref(addends)
+    queue.launch(
+        guard_sum, addends.sums.size, 4 * THREADS, ref, queue.inputs.array, record, queue.done, wide_sum(addends)
+    )
+    return addends
+
+
 def sum_of(queue: Queue, addends: Sum) -> None:
-    """Set sums[i] = decay * residual[i] + update[i]."""
+    """Set sums[i] = decay * residual[i] + (update[i] - start[i])."""
     queue.launch(sum_into, addends.sums.size, 4 * THREADS, queue.sum_ref(addends), wide_sum(addends))
 
 

@@ -13,8 +13,11 @@ How it works
    device subtracts the coded values from the sum.
 3. `_hold` copies the codes to memory of their own: the worker adds its own updates from there (`DeviceCodes`).
 4. `_told` waits once for the copy to the host, reads the record, and writes the header.
-5. If the sample of a top-k misled, steps 1 to 4 are repeated without a sample. If a value is not finite, the residual
-   stays as it was: the sum was made in another buffer.
+5. If the sample of a top-k misled, steps 1 to 4 are repeated without a sample, and add nothing: the sum is there.
+
+The sum is in the memory of the residual, and an update may be two arrays whose difference no array holds
+(`DeviceDifference`). So the first kernel, `guard`, only looks at all sums. If one is not finite, the later kernels add
+nothing to the residual and code the residual alone; what they took out is added again.
 
 Rules
 - Payloads are byte for byte those of the CPU. Headers, layouts and checks are in payload.py and in the codings; this
@@ -29,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from narrows.compression.buffers import FloatArray, Parts, Payload
+from narrows.compression.buffers import CHUNK, DeviceDifference, FloatArray, Parts, Payload
 from narrows.compression.compressor import LAST, Chain, Compressor
 from narrows.compression.device.stages import (
     INDEX_READERS,
@@ -73,7 +76,7 @@ from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, CheckedPayload, Header, open_payload, raw_values
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
 from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK, kept_of
-from narrows.compression.value_codings import INT12, Section, Sectioned, non_finite, non_finite_at
+from narrows.compression.value_codings import INT12, Section, Sectioned, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 Result = TypeVar("Result")
@@ -99,12 +102,12 @@ class BegunEncode(NamedTuple):
     """An encode that is launched.
 
     Attributes:
-        update: the address of the update.
+        addends: the sum that is encoded.
         step: of the memory.
         way: its payload on the way to the host.
     """
 
-    update: int
+    addends: Sum
     step: int
     way: PendingEncode
 
@@ -126,6 +129,12 @@ def _address_of(array: DeviceArray) -> int:
     return int(array.address if hasattr(array, "address") else array.ctypes.data)
 
 
+def _same(one: Sum, other: Sum) -> bool:
+    """Return whether two updates are the same memory."""
+    mine, yours = ([part for part in (each.update, each.start) if part is not None] for each in (one, other))
+    return list(map(_address_of, mine)) == list(map(_address_of, yours))
+
+
 def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
     view = kernels.view(array)
     if view.dtype != np.float32 or view.ndim != 1 or not view.is_c_contiguous():
@@ -136,9 +145,9 @@ def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
 class DeviceErrorFeedback:
     """ErrorFeedback whose residual is on the device of its kernels. One thread at a time may use it.
 
-    Device memory: 8 bytes a value, for the residual and the buffer of the next one, so that a refused update leaves the
-    residual as it was. All streams of the kernels share scratch memory: an eighth of a byte a value, and some 35 bytes
-    for each kept value. A payload that somebody holds by `coded` takes its values' bytes, and 4 for each index.
+    Device memory: 4 bytes a value, for the residual. All streams of the kernels share scratch memory: an eighth of a byte
+    a value, and some 35 bytes for each kept value. A payload that somebody holds by `coded` takes its values' bytes, and
+    4 for each index.
 
     Args:
         kernels: from `kernels_for`.
@@ -176,7 +185,6 @@ class DeviceErrorFeedback:
         self.decay = np.float32(decay)
         self.memory = Memory(seed)
         self.residual: DeviceArray | None = None if self.compressor.lossless else self._zeros()
-        self._successor: DeviceArray | None = None
         self._phase = self._seed = 0  # of the present encode
         self.staging = staging or Staging(kernels)
         self.pool = pool or DevicePool(kernels)
@@ -189,67 +197,87 @@ class DeviceErrorFeedback:
         So several feedbacks can launch their encodes before the host waits for the first payload.
 
         Args:
-            update: as in `encode`, which gets it next. It must not change before.
+            update: as in `encode`, which gets it next, or `drop_encode` is called. It must not change before.
 
         Raises:
+            NonFiniteError: as `encode`; of most compressors `encode` raises it.
             TypeError, ValueError: as `encode`.
         """
         if self.compressor.lossless:
             return
         with self.kernels.active():
-            view = self._checked(update)
-            self._drop_begun()
-            self._begun = BegunEncode(_address_of(view), self.memory.step, self._launched(view, sampled=True))
+            addends = self._addends(update)
+            self.drop_encode()
+            self._begun = BegunEncode(addends, self.memory.step, self._launched(addends, sampled=True))
 
     def encode(self, update: Any) -> memoryview:
         """Encode decay * residual + update. What the payload leaves out becomes the residual.
 
         Args:
-            update: float32[count], contiguous, on the device. It is not changed.
+            update: float32[count], contiguous, on the device, or such a `DeviceDifference`. It is not
+                changed.
 
         Returns:
             The payload. Without lz4 it is page-locked host memory, which does not change while anyone refers to it.
 
         Raises:
             NonFiniteError: the compressor is lossy, and the update or the sum holds NaN or infinity. The residual stays
-                as it was.
+                as it was, but for a rounding where coded values are not exact multiples, as with sign.
             TypeError, ValueError: the update has another dtype, shape or size.
         """
         with self.kernels.active():
             return self._encode(update)
 
-    def _drop_begun(self) -> None:
-        """Forget an encode that was launched and is not wanted. Nothing but scratch memory has changed."""
+    def drop_encode(self) -> None:
+        """Forget an encode that was launched and is not wanted. The residual is what it was, but for roundings."""
         begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.way.landing.wait()  # it writes to memory that the next payload may get
+        if begun is None:
+            return
+        with self.kernels.active():
+            told, _, coded = self._told(begun.way)
+            self._put_back(coded)
+            if told[LARGEST] >= INFINITY_KEY:  # the update was not added
+                self.kernels.forget_inputs()
+                return
+            residual, _, update, _, start = begun.addends
+            negative = Sum(update, np.float32(-1.0), residual, residual)
+            self.kernels.sum_of(negative if start is None else Sum(residual, np.float32(1.0), start, residual, update))
 
-    def _checked(self, update: Any) -> DeviceArray:
-        update = _device_floats(self.kernels, update, "update")
-        if update.size != self.count:
-            raise ValueError(f"update has {update.size} values; this stream has {self.count}")
-        return update
+    def _put_back(self, coded: DeviceCodes | None) -> None:
+        if coded is not None:
+            coded.add(1.0, self.residual)
+
+    def _addends(self, update: Any) -> Sum:
+        """Return the sum of the residual and an update, in the memory of the residual, if there is one."""
+        values, start = update if isinstance(update, DeviceDifference) else (update, None)
+        values = _device_floats(self.kernels, values, "update")
+        if start is not None:
+            start = _device_floats(self.kernels, start, "the start of the update")
+        for each in (values,) if start is None else (values, start):
+            if each.size != self.count:
+                raise ValueError(f"update has {each.size} values; this stream has {self.count}")
+        return Sum(self.residual, self.decay, values, self.residual, start)
 
     def _encode(self, update: Any) -> memoryview:
-        update = self._checked(update)
-        begun = self._begun
-        if begun is not None and (begun.update, begun.step) != (_address_of(update), self.memory.step):
-            self._drop_begun()
+        addends, begun = self._addends(update), self._begun
+        if begun is not None and (begun.step != self.memory.step or not _same(begun.addends, addends)):
+            self.drop_encode()
         begun, self._begun = self._begun, None
         self.coded = None
         if self.compressor.lossless:
-            values, self.residual = self._sum(update), None
+            values, self.residual = self._summed(addends), None
             _, finish, _ = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))
             self.memory.advance()
             return finish()
-        way = self._launched(update, sampled=True) if begun is None else begun.way
+        way = self._launched(addends, sampled=True) if begun is None else begun.way
         told, finish, coded = self._told(way)
-        if told[MISLED]:  # the sample misled: no value was kept
+        finite = told[LARGEST] < INFINITY_KEY
+        if finite and told[MISLED]:  # the sample misled: no value was kept
             self.kernels.counts["misled"] += 1
-            told, finish, coded = self._told(self._launched(update, sampled=False))
-        if told[LARGEST] >= INFINITY_KEY:
-            raise _non_finite(self.kernels, self._begin(update))
-        self.residual, self._successor = self._successor, self.residual
+            told, finish, coded = self._told(self._launched(addends.unchanged(), sampled=False))
+        if not finite:
+            self._put_back(coded)
+            raise self._non_finite(addends)
         self.memory.advance()
         self.coded = coded
         return finish()
@@ -257,7 +285,7 @@ class DeviceErrorFeedback:
     def take(self, update: Any) -> DeviceArray:
         """Return decay * residual + update, as `ErrorFeedback.take` does. Raises no NonFiniteError."""
         with self.kernels.active():
-            values = self._sum(_device_floats(self.kernels, update, "update"))
+            values = self._summed(self._addends(update))
         self.forget()
         return values
 
@@ -265,19 +293,19 @@ class DeviceErrorFeedback:
         """Encode the last update, as `ErrorFeedback.encode_last` does: the host codes the values, piece by piece.
 
         Raises:
-            NonFiniteError: the update holds NaN or infinity: the residual stays as it was. Or the sum does.
+            NonFiniteError: the update or the sum holds NaN or infinity: the residual stays as it was.
             TypeError, ValueError: as `encode`.
         """
         with self.kernels.active():
-            view = self._checked(update)
-            if view.size and int(self.kernels.largest_key(view)) >= INFINITY_KEY:
-                raise non_finite(self.kernels.read(view))
-            values = self._sum(view)
+            addends = self._addends(update)
+            if self.residual is not None:
+                self._check_sums(addends)
+            values = self._summed(addends)
             return [LAST.encode(self.kernels.read(values[begin:end])) for begin, end in cuts]
 
     def forget(self) -> None:
         """Set the residual to zero: `encode_last` has sent it."""
-        self._drop_begun()
+        self.drop_encode()
         self.residual = None if self.compressor.lossless else self._zeros()
 
     def encode_parts(self, update: Any) -> Parts:
@@ -286,7 +314,7 @@ class DeviceErrorFeedback:
 
     def change(self, compressor: Compressor) -> None:
         """Change to another compressor. The residual stays; a lossless compressor sends it with the next update."""
-        self._drop_begun()
+        self.drop_encode()
         self.compressor = _chain(compressor)
         self._spec = self.compressor.spec
         if self.residual is None and not self.compressor.lossless:
@@ -294,7 +322,7 @@ class DeviceErrorFeedback:
 
     def restore(self, payload: Payload, weight: float = 1.0) -> None:
         """Add weight * payload to the residual, as `ErrorFeedback.restore` does."""
-        self._drop_begun()
+        self.drop_encode()
         if self.residual is None:
             self.residual = self._zeros()
         accumulate(self.kernels, payload, weight, self.residual)
@@ -308,7 +336,7 @@ class DeviceErrorFeedback:
     def load_state_dict(self, state: State) -> None:
         """Load a saved state, of the host or of a device. Raises ValueError for another size; then nothing changes."""
         residual = restored(state, "residual", self.count)
-        self._drop_begun()
+        self.drop_encode()
         self.residual = None if residual is None and self.compressor.lossless else self._zeros()
         if self.residual is not None and residual is not None:
             with self.kernels.active():
@@ -319,17 +347,44 @@ class DeviceErrorFeedback:
         with self.kernels.active():
             return self.kernels.zeros(self.count, np.float32)
 
-    def _sum(self, update: DeviceArray) -> DeviceArray:
-        """Return decay * residual + update, in the memory of the residual; without a residual the update."""
-        if self.residual is None:
-            return update
-        self.kernels.sum_of(Sum(self.residual, self.decay, update, self.residual))
-        return self.residual
+    def _summed(self, addends: Sum) -> DeviceArray:
+        """Return decay * residual + update, in the memory of the residual; without a residual the update as an array."""
+        if addends.sums is None:
+            if addends.start is None:
+                return addends.update
+            zeros = self._zeros()
+            addends = addends._replace(residual=zeros, sums=zeros)
+        self.kernels.sum_of(addends)
+        return addends.sums
 
-    def _begin(self, update: DeviceArray) -> Sum:
-        """Take the buffer of the next residual, tell the kernels what differs from the last encode, and return the addends."""
-        if self._successor is None:
-            self._successor = self._zeros()
+    def _check_sums(self, addends: Sum) -> None:
+        """Raise NonFiniteError unless all sums are finite. Waits for the device, and changes nothing."""
+        record = self.kernels.record()
+        self.kernels.guarded(self._begin(addends), record)
+        if int(self.kernels.read(record[LARGEST : LARGEST + 1])[0]) >= INFINITY_KEY:
+            raise self._non_finite(addends)
+
+    def _non_finite(self, addends: Sum) -> Exception:
+        """Make the error for an update or a sum with NaN or infinity; if both have some, for the update."""
+        self.kernels.forget_inputs()
+        read, (residual, decay, update, _, start) = self.kernels.read, addends
+        for summed in (False, True):
+            wrong, first, value = 0, -1, np.float32(0)
+            for begin in range(0, self.count, CHUNK):
+                part = slice(begin, begin + CHUNK)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    values = read(update[part]) if start is None else read(update[part]) - read(start[part])
+                    values = decay * read(residual[part]) + values if summed else values
+                at = np.flatnonzero(~np.isfinite(values))
+                if at.size and not wrong:
+                    first, value = begin + int(at[0]), values[at[0]]
+                wrong += at.size
+            if wrong:
+                return non_finite_at(wrong, self.count, first, value)
+        raise AssertionError("all values are finite")
+
+    def _begin(self, addends: Sum) -> Sum:
+        """Tell the kernels what differs from the last encode, and return the addends."""
         reducer, seed = self.compressor.reducer, 0
         phase = self.memory.step % reducer.stride if isinstance(reducer, Cycle | CycleTop) else 0
         if isinstance(reducer, RandomK):
@@ -337,7 +392,6 @@ class DeviceErrorFeedback:
             cpu.random_words(*self.memory.key, 0, words)
             seed = int(words[0])
         self._phase, self._seed = phase, seed
-        addends = Sum(self.residual, self.decay, update, self._successor)
         return cast(Sum, self.kernels.begin(addends, phase, seed, self.memory.key))
 
     def _captured(self, part: str, sampled: bool, room: int, launches: Callable[[], Result], among: int = 0) -> Result:
@@ -355,18 +409,21 @@ class DeviceErrorFeedback:
         key = (part, self._spec, self.count, float(self.decay), room, among)
         return cast(Result, self.kernels.captured(key, launches))
 
-    def _launched(self, update: DeviceArray, sampled: bool) -> PendingEncode:
+    def _launched(self, addends: Sum, sampled: bool) -> PendingEncode:
         """Launch an encode. While the payload crosses to the host its values are subtracted from the sum.
 
         Args:
-            update: the update.
+            addends: the sum.
             sampled: a sample may choose the threshold of a top-k.
 
         Returns:
             The payload on its way.
         """
         self.kernels.after_landings()  # the payload before may still be read from the scratch memory
-        addends, reducer = self._begin(update), self.compressor.reducer
+        reducer = self.compressor.reducer
+        if isinstance(reducer, Threshold):  # its kernels begin with the finished sum
+            self._check_sums(addends)
+        addends = self._begin(addends)
         if reducer is None or self.count <= DENSE_COUNT_MAX:
             return self._all(addends)
         return REDUCES[type(reducer)](self, reducer, addends, sampled)
@@ -377,7 +434,8 @@ class DeviceErrorFeedback:
         def launches() -> tuple[DeviceArray, Arena]:
             record, sections = self.kernels.record(), self._arena(self.count)
             if self.count:
-                self.kernels.encode_sum_as(self._name, addends, self._extra, sections.parts, record)
+                guarded = self.kernels.guarded(addends, record)
+                self.kernels.encode_sum_as(self._name, guarded, self._extra, sections.parts, record)
             return record, sections
 
         record, sections = self._captured("all", True, self.count, launches)
@@ -391,7 +449,8 @@ class DeviceErrorFeedback:
 
         def launches() -> tuple[DeviceArray, Arena]:
             record, sections = kernels.record(), self._arena(kept)
-            kernels.encode_strided_as(self._name, addends, phase, stride, kept, self._extra, sections.parts, record)
+            guarded, extra = kernels.guarded(addends, record), self._extra
+            kernels.encode_strided_as(self._name, guarded, phase, stride, kept, extra, sections.parts, record)
             return record, sections
 
         record, sections = self._captured("strided", sampled, kept, launches)
@@ -404,7 +463,7 @@ class DeviceErrorFeedback:
 
         def launches() -> tuple[DeviceArray, Arena, DeviceArray]:
             record, sections, (places, bits) = kernels.record(), self._arena(kept), pairs(kernels, kept)
-            kernels.sum_strided(addends, 0, 1, kernels.scratch("nothing", 0, np.float32), record)
+            kernels.sum_of(kernels.guarded(addends, record))
             kernels.strata(seed, 0, kept, self.count, None, places)
             kernels.take(addends.sums.view(np.uint32), places, bits)
             kernels.encode_as(self._name, bits.view(np.float32), self._extra, sections.parts, record)
@@ -438,16 +497,17 @@ class DeviceErrorFeedback:
         def launches() -> tuple[DeviceArray, DeviceArray, Arena | None, LandPlan | None]:
             record, (places, kept) = kernels.record(), pairs(kernels, room)
             bits = kernels.scratch("strided", count, np.uint32) if turns else sums.view(np.uint32)
+            guarded = addends if counted else kernels.guarded(addends, record)
             if turns:
-                kernels.sum_strided(addends, phase, stride, bits.view(np.float32), record)
+                kernels.sum_strided(guarded, phase, stride, bits.view(np.float32), record)
             if not room:
                 return record, places, None, None
             if turns:
                 select_top(kernels, bits, room, 0, sampled, places, kept, record)
             elif isinstance(reducer, TopK):
-                select_top(kernels, addends, room, reducer.dropped_bits, sampled, places, kept, record)
+                select_top(kernels, guarded, room, reducer.dropped_bits, sampled, places, kept, record)
             elif isinstance(reducer, BlockTopK):
-                kernels.top_of_blocks(addends, reducer.k, reducer.block, places, kept, record)
+                kernels.top_of_blocks(guarded, reducer.k, reducer.block, places, kept, record)
             else:
                 assert counted
                 kernels.compact_above(bits, below, places, kept, record)
@@ -692,22 +752,3 @@ def _sections_of(opened: CheckedPayload) -> tuple[str, list[UploadPart]]:
     if not hasattr(values, "decode"):
         return "fp32", [values.values]
     return _decoder_name(values.decode), [*values.arrays]
-
-
-def _non_finite(kernels: Any, addends: Sum) -> Exception:
-    """Make the error for an update or a sum with NaN or infinity; if both have some, for the update.
-
-    The device counts the values and finds the first by bisection.
-    """
-    kernels.sum_of(addends)  # make the sum again: coded values were subtracted from it
-    for values in (addends.update, addends.sums):
-        bits = values.view(np.uint32)
-        wrong = kernels.count_above(bits, INFINITY_KEY - 1)
-        if not wrong:
-            continue
-        low, high = 0, int(bits.size)  # all below low are finite, one in [low, high) is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if kernels.count_above(bits[low:middle], INFINITY_KEY - 1) else (middle, high)
-        return non_finite_at(wrong, int(bits.size), low, kernels.read(values[low:high])[0])
-    raise AssertionError("all values are finite")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression import ErrorFeedback, codecs, parse, warm_up_updates
-from narrows.compression.buffers import ChunkedUpdate, FloatArray
+from narrows.compression.buffers import ChunkedUpdate, DeviceDifference, FloatArray
 from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
@@ -29,10 +29,17 @@ A = TypeVar("A")
 
 
 class LandingSample(NamedTuple):
-    """A Sample that a copy brings to `bits`, page-locked memory of the host."""
+    """A Sample that a copy brings to `bits`, page-locked memory of the host.
+
+    Attributes:
+        landing: the copy.
+        bits: float32 values; of a difference those of the first array, then those of the second.
+        difference: the sample is of a difference.
+    """
 
     landing: Any
     bits: npt.NDArray[np.uint8]
+    difference: bool
 
     def here(self) -> bool:
         return bool(self.landing.done())
@@ -40,6 +47,8 @@ class LandingSample(NamedTuple):
     def read(self) -> npt.NDArray[np.float64]:
         self.landing.wait()
         values: FloatArray = self.bits.view(np.float32)
+        if self.difference:
+            values = values[: values.size // 2] - values[values.size // 2 :]
         return values.astype(np.float64)
 
 
@@ -112,15 +121,17 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             there = self.kernels.empty(positions.size, np.uint32)
             self.kernels.load(positions.astype(np.uint32), there)
-            landings = [self.kernels.pinned(max(there.nbytes, 1))[: there.nbytes] for _ in range(2)]
-            return there, [self.kernels.empty(there.size, np.uint32) for _ in landings], landings
+            landings = [self.kernels.pinned(max(2 * there.nbytes, 1)) for _ in range(2)]
+            return there, [self.kernels.empty(2 * there.size, np.uint32) for _ in landings], landings
 
     def _sample(self, values: A, places: Any, turn: int) -> Any:
-        """Take the values to memory of this turn, whose last sample has been read."""
+        """Take the values to memory of this turn, whose last sample has been read; of a difference both arrays' values."""
         there, taken, _ = places
-        if there.size:
-            self.kernels.take(self._view(values).view(np.uint32), there, taken[turn])
-        return taken[turn]
+        arrays, end = values if isinstance(values, DeviceDifference) else (values,), 0
+        for array in arrays if there.size else ():
+            begin, end = end, end + there.size
+            self.kernels.take(self._view(array).view(np.uint32), there, taken[turn][begin:end])
+        return taken[turn][:end]
 
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
         with self.kernels.active():
@@ -131,7 +142,8 @@ class DeviceHome(Generic[A]):
         landing = places[-1][turn]
         with self.kernels.active():
             sample = self._sample(cast(A, values), places, turn).view(np.uint8)
-            return LandingSample(self.kernels.fetch([sample], [landing]), landing)
+            landing = landing[: sample.size]
+            return LandingSample(self.kernels.fetch([sample], [landing]), landing, isinstance(values, DeviceDifference))
 
     def any(self, values: A) -> bool:
         with self.kernels.active():

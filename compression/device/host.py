@@ -35,6 +35,7 @@ from narrows.compression.kernels.record import (
     Sum,
 )
 from narrows.compression.kernels.select import COUNTS
+from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import HEADER_BYTES
 from narrows.compression.value_codings import VALUE_CODINGS, Sectioned
 
@@ -137,6 +138,8 @@ class HostKernels:
         """Return the arrays. Kernels of the host take the numbers as arguments."""
         return addends
 
+    def forget_inputs(self) -> None: ...
+
     def captured(self, key: Hashable, launches: Callable[[], Result]) -> Result:
         return launches()
 
@@ -176,12 +179,21 @@ class HostKernels:
 
     # Kernels whose arguments differ from those of the CPU's: scratch memory and cursors are inside.
 
+    def guarded(self, addends: Sum, record: HostArray) -> Sum:
+        found = HostArray(addends.sums.size, np.float32)
+        self.sum_of(addends._replace(sums=found))
+        record[LARGEST] = max(int(record[LARGEST]), int(self.largest_key(found)))
+        if record[LARGEST] < INFINITY_KEY:
+            return addends
+        return addends._replace(update=addends.residual, start=addends.residual)
+
     def sum_of(self, addends: Sum) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
+            update = addends.update if addends.start is None else np.subtract(addends.update, addends.start)
             if addends.decay == 1.0:
-                np.add(addends.residual, addends.update, out=addends.sums)
+                np.add(addends.residual, update, out=addends.sums)
             else:
-                np.add(np.multiply(addends.residual, addends.decay), addends.update, out=addends.sums)
+                np.add(np.multiply(addends.residual, addends.decay), update, out=addends.sums)
 
     def sum_strided(self, addends: Sum, phase: int, stride: int, chosen: HostArray, record: HostArray) -> None:
         self.sum_of(addends)

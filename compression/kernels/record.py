@@ -25,15 +25,23 @@ RECORD = COUNTS + STAGES * BINS
 
 # What the host tells the kernels of one encode, int64[INPUTS] on the device: addresses of the arrays of a Sum, the phase of
 # a turn, the seed of RandomK, the key of random codes. The host writes it in one copy; all other arguments of an encode's
-# kernels are those of the last one.
-RESIDUAL, UPDATE, SUMS, PHASE, SEED, KEY_LOW, KEY_HIGH = range(7)
-INPUTS = 7
+# kernels are those of the last one. The kernel `guard` may write to UPDATE and START.
+RESIDUAL, UPDATE, SUMS, PHASE, SEED, KEY_LOW, KEY_HIGH, START = range(8)
+INPUTS = 8
 
 
 class Sum(NamedTuple):
-    """sums[i] = decay * residual[i] + update[i], float32, with product and sum each rounded."""
+    """sums[i] = decay * residual[i] + (update[i] - start[i]), float32, each of the three results rounded.
+
+    `sums` may be `residual`. `start` is None if nothing is subtracted.
+    """
 
     residual: Any
     decay: Any  # float32
     update: Any
     sums: Any
+    start: Any = None
+
+    def unchanged(self) -> "Sum":
+        """Return the sum that leaves the residual, of finite values, as it is."""
+        return self._replace(decay=self.decay.dtype.type(1), update=self.residual, start=self.residual)

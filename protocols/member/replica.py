@@ -84,8 +84,14 @@ class Replica(Protocol[A]):
     def start_encode(self, update: A, clock: int) -> None:
         """Begin to encode an update, if that takes a device some time. The next `encode` gets the same two arguments.
 
-        `update` must not change before that.
+        `update` must not change before that. Without that `encode` call `drop_encode`.
+
+        Raises:
+            ValueError: the values cannot be coded, such as NaN; then nothing has changed.
         """
+
+    def drop_encode(self, clock: int) -> None:
+        """Give up an encode that `start_encode` has begun; do nothing if there is none."""
 
     def encode(self, update: A, clock: int, last: bool = False) -> Sequence[CodedPiece]:
         """Encode an update plus the residual. What the pieces leave out is the new residual.

@@ -33,7 +33,7 @@ from narrows.compression.cuda.streams import Streams
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.device.stages import Staging
 from narrows.compression.home import HOST as ON_HOST
-from narrows.compression.kernels.record import RESIDUAL, SUMS, UPDATE
+from narrows.compression.kernels.record import RESIDUAL, START, SUMS, UPDATE
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols.config.key_ranges import parts
 
@@ -107,12 +107,12 @@ def arrays_in(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def resolved(ref: jit.ArrayRef | jit.SumRef) -> list[DeviceArray]:
-    """Return the arrays that a kernel finds: of a sum, residual, update and sums."""
+    """Return the arrays that a kernel finds: of a sum, residual, update, start and sums."""
     if isinstance(ref, jit.ArrayRef) and ref.slot < 0:
         return [ref.array]
-    slots = (ref.slot,) if isinstance(ref, jit.ArrayRef) else (RESIDUAL, UPDATE, SUMS)
+    slots = (ref.slot,) if isinstance(ref, jit.ArrayRef) else (RESIDUAL, UPDATE, START, SUMS)
     inputs = on_host(ref.inputs)
-    return [DeviceArray(int(inputs[slot]), ref.size, np.dtype(np.float32), None) for slot in slots]
+    return [DeviceArray(int(inputs[slot]), ref.size, np.dtype(np.float32), None) for slot in slots if inputs[slot]]
 
 
 def written(kernel: jit.Kernel, arguments: tuple[Any, ...]) -> list[Any]:

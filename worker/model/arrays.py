@@ -10,7 +10,7 @@ How it works
        v
     parameters      the script's optimizer steps them: p
     start           base as the parameters' dtype rounds it
-    update          p - start, in a buffer of the ring, which is pushed
+    update          p - start: in a buffer of the ring, or computed as a coder reads it
 
 1. `show` composes the base and writes it to the parameters.
 2. `moved` reads an update; `gradients` reads gradients, or lends the memory of p.grad.
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from narrows.compression import PayloadError
-from narrows.compression.buffers import ChunkedUpdate
+from narrows.compression.buffers import ChunkedUpdate, DeviceDifference
 from narrows.compression.codecs import RAW, Piece, PieceLike, check
 from narrows.compression.home import HOST, Feedback, Home
 from narrows.compression.payload import no_values
@@ -110,15 +110,15 @@ class WorkerArrays:
         # its rounding errors into the fp32 master.
         exact = self.shared or all(p.dtype == torch.float32 for p in flat.parameters)
         self.start = self.base if exact else home.zeros(flat.size)
-        # A buffer is free again once its push is settled and is no longer part of the replica. A push leaves a device
-        # as a copy, so there one buffer is enough.
         self.fit_rounds(self.rounds)
 
     def fit_rounds(self, rounds: int) -> None:
-        """Make buffers for `rounds` updates. No update may be in flight."""
-        home, self.rounds = self.home, rounds
-        self.ring = [home.zeros(self.flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
-        self.landings = self.ring if home is HOST else list[FloatArray]()
+        """Make room for `rounds` updates. No update may be in flight."""
+        self.rounds = rounds
+        # A buffer is free again once its push is settled and is no longer part of the replica. A push leaves a device
+        # as a copy, so there one buffer is enough; and it is made when it is first used, since most coders need none.
+        self.ring: list[Array] = [self.home.zeros(self.flat.size) for _ in range(rounds)] if self.home is HOST else []
+        self.landings = self.ring if self.home is HOST else list[FloatArray]()
         self.unlent = dict[tuple[int, int, int], Array]()  # see `gradients`
 
     def fit(self, ranges: Sequence[Keys]) -> range:
@@ -190,9 +190,10 @@ class WorkerArrays:
         The next update is measured from the global values (Streaming DiLoCo, 2501.18512, alg. 2).
         """
         begin, end = keys
-        base, ours = self._at(self.base, begin, end), self.home.empty(end - begin)
+        base = self._at(self.base, begin, end)
         exchange.base(begin, end, base)
         if alpha:
+            ours = self.home.empty(end - begin)
             self.flat.read_keys(begin, ours)
             ours -= base
             ours *= float(np.float32(alpha))
@@ -206,6 +207,9 @@ class WorkerArrays:
     # Pushes.
 
     def buffer(self, turn: int) -> Array:
+        """Return float32[size] for an update of this turn."""
+        if not self.ring:
+            self.ring.append(self.home.empty(self.flat.size))
         return self.ring[turn % len(self.ring)]
 
     def landing(self, turn: int) -> FloatArray:
@@ -220,11 +224,14 @@ class WorkerArrays:
         Args:
             keys: the keys [begin, end).
             turn: the buffer of the ring that the values are in.
-            lazy: compute the values as they are read, if that is on the host; then they need no buffer.
+            lazy: compute the values as they are read, so that they need no buffer. On a device the parameters must be
+                held in one tensor for that.
         """
         begin, end = keys
         if lazy and self.home is HOST:
             return ChunkedUpdate(keys, self.flat.read_keys, self._at(self.start, begin, end))
+        if lazy and (held := self.flat.memory(begin, end)) is not None:
+            return DeviceDifference(held, self._at(self.start, begin, end))
         update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update, self._at(self.start, begin, end))
         return update
@@ -250,7 +257,11 @@ class WorkerArrays:
 
     def where_not_finite(self, begin: int, values: Array | ChunkedUpdate) -> str:
         """Name the first tensor with a value that is not finite; values[0] is key `begin`."""
-        for low, part in values.chunks() if isinstance(values, ChunkedUpdate) else [(0, self.home.host(values))]:
+        if isinstance(values, DeviceDifference):
+            chunks: Iterable[tuple[int, FloatArray]] = [(0, np.subtract(*map(self.home.host, values)))]
+        else:
+            chunks = values.chunks() if isinstance(values, ChunkedUpdate) else [(0, self.home.host(values))]
+        for low, part in chunks:
             wrong = ~np.isfinite(part)
             if wrong.any():
                 return repr(self.flat.name_of(begin + low + int(np.argmax(wrong))))

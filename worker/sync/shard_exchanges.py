@@ -277,6 +277,8 @@ class ShardExchanges:
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
+            for exchange in self.exchanges[len(encoded) :]:
+                exchange.replica.drop_encode(self.clock)
         if self.group is not None:
             finite = bool(self.group.least(finite)[0])
         if not finite:
