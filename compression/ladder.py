@@ -34,6 +34,13 @@ class Rung:
         return self.bytes / 4
 
     @property
+    def kept(self) -> float:
+        """The most values that a payload has, as a share of all."""
+        chain = parse(self.spec).contraction()
+        reducer = chain.reducer if isinstance(chain, Chain) else None
+        return 1.0 if reducer is None else reducer.kept_max(_COUNT) / _COUNT
+
+    @property
     def scratch(self) -> float:
         """The most memory that an encode takes beside values and payload, as a share of fp32's bytes."""
         return parse(self.spec).contraction().scratch_bytes_max(_COUNT) / _COUNT / 4

@@ -14,7 +14,14 @@ from typing import Any
 from marked_tables import MarkedTable
 
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, ModelArray, ShardFacts, shard_arrays, worker_arrays
+from narrows.protocols.config.memory import (
+    ArrayFacts,
+    ModelArray,
+    ShardFacts,
+    device_arrays,
+    shard_arrays,
+    worker_arrays,
+)
 from narrows.protocols.config.settings import Settings
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -45,12 +52,20 @@ GOSSIP: dict[str, dict[str, Any]] = {
     },
 }
 MOMENTS, WORKERS = 2.0, 2  # of AdamW; children of the servers
+DEVICE = (
+    "What a worker takes of a GPU over the script's own parameters, gradients and optimizer's state, with four shards:"
+)
 SERVERS = "The same of all shards of a run together, with two workers and a journal:"
 
 
 def of_worker(settings: Settings) -> list[ModelArray]:
     codecs = Codecs.of(settings.compress, settings.compress_down)
     return worker_arrays(settings.mode(), ArrayFacts.of(settings, codecs, MOMENTS))
+
+
+def of_device(settings: Settings) -> list[ModelArray]:
+    codecs = Codecs.of(settings.compress, settings.compress_down)
+    return device_arrays(settings.mode(), ArrayFacts.of(settings, codecs, MOMENTS))
 
 
 def of_shards(settings: Settings) -> list[ModelArray]:
@@ -75,7 +90,9 @@ def arrays_of(runs: dict[str, dict[str, Any]], arrays: Callable[[Settings], list
 
 def table() -> str:
     workers = f"{arrays_of(RUNS, of_worker)}\n\n{arrays_of(GOSSIP, of_worker)}"
-    return f"{workers}\n\n{SERVERS}\n\n{arrays_of(RUNS, of_shards)}"
+    sharded = {name: {**flags, "shards": 4} for name, flags in (RUNS | GOSSIP).items()}
+    devices = f"{DEVICE}\n\n{arrays_of(sharded, of_device)}"
+    return f"{workers}\n\n{devices}\n\n{SERVERS}\n\n{arrays_of(RUNS, of_shards)}"
 
 
 TABLE = MarkedTable("memory_table", Path(__file__).parent / "modes.md", table)

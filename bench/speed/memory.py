@@ -13,6 +13,9 @@ Rules
 - "checkpoints": of the servers and of the optimizers' states, and model.safetensors at the end. Other rows write no file.
 - "no journal": as by ps-serve --no-journal. Rows without it have one.
 - "plain": PyTorch alone.
+- "on a device": the worker's figures are those of its GPU over the script's own arrays: the most that torch has lent of the
+  card's memory (torch.cuda.max_memory_allocated), less parameters, gradients and the optimizer's state. Without a GPU the CPU
+  stands in for one, as NARROWS_ARRAYS=device has it, and the bench counts the arrays that are made there.
 - "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
   first step of a small model takes, with all kernels loaded, and less what the servers took before there was a model. Servers
   count with the files of their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays,
@@ -28,18 +31,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
+import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lab import launch, record
 
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, ShardFacts, crossing, shard_arrays, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, ShardFacts, crossing, device_arrays, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 NO_JOURNAL = ("--journal", "0")  # of ps-serve, which ps-worker starts
@@ -56,7 +62,17 @@ ROWS: dict[str, tuple[str, ...] | None] = {
     "local": ("--sync", "local", "--local-steps", "5"),
     "gossip": ("--sync", "gossip"),
     "gossip int8": ("--sync", "gossip", "--compress", "int8"),
+    "bsp int8, on a device": ("--sync", "bsp", "--compress", "int8"),
+    "ssp s=1, on a device": ("--sync", "ssp", "--compress", "topk:0.05+int8"),
+    "ssp s=1 int4, on a device": ("--sync", "ssp", "--compress", "int4"),
+    "ssp s=1 dense, on a device": ("--sync", "ssp"),
+    "ssp s=16, on a device": ("--sync", "ssp", "--staleness", "16", "--compress", "topk:0.05+int8"),
+    "async, on a device": ("--sync", "async", "--compress", "topk:0.05+int8"),
+    "local, on a device": ("--sync", "local", "--local-steps", "5"),
+    "local int4, on a device": ("--sync", "local", "--local-steps", "5", "--compress", "int4"),
+    "gossip int8, on a device": ("--sync", "gossip", "--compress", "int8"),
 }
+ON_DEVICE = ", on a device"  # how the names of such rows end
 FIRST = "first step"  # of a small model, before there is any other
 MOMENTS = 2.0  # of AdamW
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
@@ -66,10 +82,80 @@ POLL_S, LIMIT_S = 0.05, 900.0
 MARK = "memory of"
 
 
-def worker(millions: int, plain: bool) -> None:
+class DeviceMemory:
+    """The memory of a worker's device, a GPU or the CPU in place of one, over the arrays of its script.
+
+    Args:
+        own: bytes of the parameters, their gradients and the optimizer's state.
+    """
+
+    def __init__(self, own: float) -> None:
+        import torch
+
+        self.torch, self.own, self.there, self.most = torch, own, 0, 0
+        self.gpu = torch.cuda.is_available()
+        if not self.gpu:
+            self._count()
+
+    def peak(self) -> float:
+        """Return the most bytes since the last call."""
+        if self.gpu:
+            most = self.torch.cuda.max_memory_allocated() - self.own
+            self.torch.cuda.reset_peak_memory_stats()
+            return most
+        most, self.most = self.most, self.there
+        return most
+
+    def _count(self) -> None:
+        """Count the arrays that a home of the CPU makes in place of a device."""
+        from narrows.compression.device.home import DeviceHome
+        from narrows.compression.device.host import HostKernels
+
+        begin, empty = DeviceHome.__init__, HostKernels.empty
+
+        def made(count: int) -> Any:
+            return self.torch.from_numpy(self.counted(np.zeros(count, np.float32)))
+
+        def begun(home: Any, kernels: Any, zeros: Any, name: str) -> None:
+            begin(home, kernels, made, name)
+
+        def given(kernels: Any, count: int, dtype: Any) -> Any:
+            whole = empty(kernels, count, dtype)
+            self.counted(owner_of(whole))
+            return whole
+
+        mock.patch.object(DeviceHome, "__init__", begun).start()
+        mock.patch.object(HostKernels, "empty", given).start()
+        mock.patch.object(
+            HostKernels, "zeros", lambda kernels, count, dtype: zeroed(given(kernels, count, dtype))
+        ).start()
+
+    def counted(self, array: Any) -> Any:
+        self.there += array.nbytes
+        self.most = max(self.most, self.there)
+        weakref.finalize(array, self._gone, array.nbytes)
+        return array
+
+    def _gone(self, size: int) -> None:
+        self.there -= size
+
+
+def owner_of(array: Any) -> Any:
+    """Return the array that owns the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def zeroed(array: Any) -> Any:
+    array.fill(0)
+    return array
+
+
+def worker(millions: int, plain: bool, device: bool) -> None:
     """Train in one process, and print the peak of each phase."""
 
-    def peak() -> int:
+    def resident() -> float:
         told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         return 1024 * int(told["VmHWM"].split()[0])
@@ -80,6 +166,9 @@ def worker(millions: int, plain: bool) -> None:
     from narrows.worker import DistributedOptimizer
 
     layers, models = len(sizes(millions)), 4.0 * sum(sizes(millions))
+    there = DeviceMemory((2 + MOMENTS) * models) if device else None
+    place = "cuda" if there is not None and there.gpu else "cpu"
+    peak = resident if there is None else there.peak
     peak()
     base = peak()
 
@@ -87,18 +176,18 @@ def worker(millions: int, plain: bool) -> None:
         print(MARK, json.dumps([os.getpid(), phase, (peak() - base) / models, models]), flush=True)
 
     def step(model: torch.nn.Module, optimizer: Any, width: int = WIDTH) -> None:
-        x = torch.randn(4, width)
+        x = torch.randn(4, width, device=place)
         optimizer.zero_grad()
         (model(x) - x).pow(2).mean().backward()
         optimizer.step()
 
     if not plain:
         warm_up()  # the kernels, which ps-worker loads in any case
-    small = torch.nn.Linear(1, 1)
+    small = torch.nn.Linear(1, 1, device=place)
     step(small, torch.optim.AdamW(small.parameters()), 1)
     peak()
     ended(FIRST)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False, device=place) for _ in range(layers)))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if not plain:
         optimizer = DistributedOptimizer(optimizer, model)
@@ -192,8 +281,8 @@ def sizes(millions: int) -> list[int]:
     return [WIDTH**2] * max(1, millions * 1_000_000 // WIDTH**2)
 
 
-def account(flags: Sequence[str] | None, millions: int) -> tuple[float, float]:
-    """Return what a worker and all servers hold in the steps of a row, in models."""
+def account(flags: Sequence[str] | None, millions: int, device: bool) -> tuple[float, float]:
+    """Return what a worker, or its device, and all servers hold in the steps of a row, in models."""
     if flags is None:
         return 2 + MOMENTS, 0.0
     words = {
@@ -206,13 +295,15 @@ def account(flags: Sequence[str] | None, millions: int) -> tuple[float, float]:
     mode, codecs = settings.mode(), Codecs.of(settings.compress, settings.compress_down)
     shards = ShardFacts.of(settings, codecs, MOMENTS)._replace(journal=journal)
     facts = ArrayFacts.of(settings, codecs, MOMENTS)._replace(copied=crossing(sizes(millions), SHARDS))
-    here, there = worker_arrays(mode, facts), shard_arrays(mode, shards)
+    here, there = (device_arrays if device else worker_arrays)(mode, facts), shard_arrays(mode, shards)
     return sum(row.models for row in here), sum(row.models for row in there)
 
 
-def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> record.Figures:
+def measure(name: str, millions: int, give_back: bool) -> record.Figures:
     """Run a row. Raises CommandFailed."""
-    own = [str(Path(__file__).resolve()), "worker", str(millions), *(["plain"] if flags is None else [])]
+    flags, device = ROWS[name], name.endswith(ON_DEVICE)
+    how = [*(["plain"] if flags is None else []), *(["device"] if device else [])]
+    own = [str(Path(__file__).resolve()), "worker", str(millions), *how]
     unkept = flags is not None and flags[-2:] == NO_JOURNAL
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         if flags is None:
@@ -223,6 +314,8 @@ def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> reco
         env = launch.environment() | (GIVING_BACK if give_back else {})
         if unkept:
             env["NARROWS_JOURNAL"] = "0"
+        if device:
+            env["NARROWS_ARRAYS"] = "device"
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         limit = threading.Timer(LIMIT_S, process.kill)
         limit.start()
@@ -242,8 +335,9 @@ def measure(flags: Sequence[str] | None, millions: int, give_back: bool) -> reco
         if code:
             raise launch.CommandFailed(f"{' '.join(command)}\nexit code {code}\n{launch.tail(errors)}")
     figures: record.Figures = {f"worker, {phase}": (peaks.get(phase), "models") for phase in PHASES}
-    ours, theirs = account(flags, millions)
-    figures |= {"worker, account": (ours, "models"), "worker, ratio": ((peaks["steps"] - peaks[FIRST]) / ours, "")}
+    ours, theirs = account(flags, millions, device)
+    first = 0.0 if device else peaks[FIRST]
+    figures |= {"worker, account": (ours, "models"), "worker, ratio": ((peaks["steps"] - first) / ours, "")}
     if flags is not None:
         most = {phase: servers.most.get(phase, 0) / models for phase in ("join", "finish")}
         whole = (servers.whole.get("join", 0) - servers.base) / models
@@ -265,13 +359,13 @@ def main(pattern: str, millions: int, give_back: bool, out: Path) -> None:
     arguments = {"millions": millions} | ({"give-back": True} if give_back else {})
 
     def row(name: str) -> None:
-        recorder.add(name, measure(ROWS[name], millions, give_back), arguments=arguments)
+        recorder.add(name, measure(name, millions, give_back), arguments=arguments)
 
     record.measure_rows(recorder, ROWS, pattern, row)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(int(sys.argv[2]), "plain" in sys.argv[3:])
+        worker(int(sys.argv[2]), "plain" in sys.argv[3:], "device" in sys.argv[3:])
     else:
         main()

@@ -39,9 +39,9 @@ class EncodeInputs:
         """Tell the numbers of an encode; see `Queue.begin`."""
         residual, decay, update, sums, start = addends
         places = residual.address, update.address, sums.address
-        begin = 0 if start is None else start.address
+        begin = (update if start is None else start).address
         self.aligned = not (places[0] | places[1] | places[2] | begin) % WIDE_BYTES
-        numbers = [*places, phase, seed, *key, begin]  # in the order of the slots
+        numbers = [*places, phase, seed, *key, begin, int(start is not None)]  # in the order of the slots
         if numbers != self._told:
             self._told = numbers
             self._copy()

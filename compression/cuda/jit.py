@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy
 
-from narrows.compression.kernels.record import RESIDUAL, START, SUMS, UPDATE
+from narrows.compression.kernels.record import RESIDUAL, START, STARTED, SUMS, UPDATE
 
 np: Any = numpy  # for mypy, which would type the arithmetic of kernels as NumPy's
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -399,14 +399,15 @@ def size_in(ref: Any) -> Any:
 
 @device
 def arrays_in(addends: Any) -> Any:
-    """Return (residual, decay, update, sums, start) of a `SumRef`. `start` is empty if nothing is subtracted."""
+    """Return (residual, decay, update, sums, start, factor) of a `SumRef`. What is added is update + factor * start."""
     inputs, size, decay = addends
     residual, update, sums = (
         floats_at(inputs[RESIDUAL], size),
         floats_at(inputs[UPDATE], size),
         floats_at(inputs[SUMS], size),
     )
-    return residual, decay, update, sums, floats_at(inputs[START], size if inputs[START] else 0)
+    # No branch: with another one in each read of four values, NVVM's optimizer does not come to an end.
+    return residual, decay, update, sums, floats_at(inputs[START], size), np.float32(-inputs[STARTED])
 
 
 @device

@@ -41,6 +41,7 @@ from narrows.compression.kernels.record import (
     RECORD,
     RESIDUAL,
     START,
+    STARTED,
     SUMS,
     TOLD,
     UPDATE,
@@ -171,7 +172,7 @@ class Queue:
         if not isinstance(addends.sums, InputArray):
             residual, _, update, sums, start = addends
             numbers |= {RESIDUAL: residual.address, UPDATE: update.address, SUMS: sums.address}
-            numbers |= {START: 0 if start is None else start.address}
+            numbers |= {START: (update if start is None else start).address, STARTED: int(start is not None)}
         return SumRef(inputs.tell(numbers), addends.sums.size, addends.decay)
 
     def ref(self, array: DeviceArray) -> ArrayRef:

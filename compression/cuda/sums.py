@@ -30,7 +30,7 @@ from narrows.compression.cuda.jit import (
     wide,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.kernels.record import LARGEST, PHASE, RESIDUAL, START, UPDATE, Sum
+from narrows.compression.kernels.record import LARGEST, PHASE, RESIDUAL, START, STARTED, UPDATE, Sum
 from narrows.compression.kernels.values import INFINITY_KEY
 
 
@@ -66,16 +66,9 @@ def four_bits(four: Four) -> Four:
 
 
 @device
-def _less4(a: Four, b: Four) -> Four:
-    return add(a[0], -b[0]), add(a[1], -b[1]), add(a[2], -b[2]), add(a[3], -b[3])
-
-
-@device
 def sum4_of(arrays: Any, i: int, wide: bool) -> Four:
-    """Return four sums of the arrays (residual, decay, update, sums, start). i and wide as in load4."""
-    update = load4(arrays[2], i, wide)
-    if arrays[4].size:
-        update = _less4(update, load4(arrays[4], i, wide))
+    """Return four sums of `arrays_in`. i and wide as in load4."""
+    update = _sum4(load4(arrays[4], i, wide), arrays[5], load4(arrays[2], i, wide))
     return _sum4(load4(arrays[0], i, wide), arrays[1], update)
 
 
@@ -90,9 +83,7 @@ def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
 @device
 def sum4_inside(arrays: Any, i: int) -> Four:
     """Do sum4_at for four values that can be loaded at once."""
-    update = vector_load(arrays[2], i)
-    if arrays[4].size:
-        update = _less4(update, vector_load(arrays[4], i))
+    update = _sum4(vector_load(arrays[4], i), arrays[5], vector_load(arrays[2], i))
     four = _sum4(vector_load(arrays[0], i), arrays[1], update)
     vector_store(arrays[3], i, four)
     return four
@@ -100,9 +91,7 @@ def sum4_inside(arrays: Any, i: int) -> Four:
 
 @device
 def sum_at(arrays: Any, i: int) -> Any:
-    update = arrays[2][i]
-    if arrays[4].size:
-        update = add(update, -arrays[4][i])
+    update = add(mul(arrays[4][i], arrays[5]), arrays[2][i])
     value = add(mul(arrays[0][i], arrays[1]), update)
     arrays[3][i] = value
     return value
@@ -151,6 +140,7 @@ def guard_sum(addends: Any, inputs: Written, record: Written, done: Written, wid
     if last_block(done) and cuda.threadIdx.x == 0 and record[LARGEST] >= INFINITY_KEY:
         inputs[UPDATE] = inputs[RESIDUAL]
         inputs[START] = inputs[RESIDUAL]
+        inputs[STARTED] = 1
 
 
 def guarded(queue: Queue, addends: Sum, record: DeviceArray) -> Sum:

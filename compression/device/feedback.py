@@ -285,8 +285,9 @@ class DeviceErrorFeedback:
     def take(self, update: Any) -> DeviceArray:
         """Return decay * residual + update, as `ErrorFeedback.take` does. Raises no NonFiniteError."""
         with self.kernels.active():
+            self.drop_encode()
             values = self._summed(self._addends(update))
-        self.forget()
+        self.residual = None if self.compressor.lossless else self._zeros()
         return values
 
     def encode_last(self, update: Any, cuts: Iterable[tuple[int, int]]) -> list[memoryview]:
@@ -297,6 +298,7 @@ class DeviceErrorFeedback:
             TypeError, ValueError: as `encode`.
         """
         with self.kernels.active():
+            self.drop_encode()
             addends = self._addends(update)
             if self.residual is not None:
                 self._check_sums(addends)
@@ -306,7 +308,11 @@ class DeviceErrorFeedback:
     def forget(self) -> None:
         """Set the residual to zero: `encode_last` has sent it."""
         self.drop_encode()
-        self.residual = None if self.compressor.lossless else self._zeros()
+        if self.residual is None or self.compressor.lossless:
+            self.residual = None
+            return
+        with self.kernels.active():
+            self.kernels.zero(self.residual)
 
     def encode_parts(self, update: Any) -> Parts:
         """Encode, and return one part: the payload is a copy in any case."""

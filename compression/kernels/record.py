@@ -25,9 +25,10 @@ RECORD = COUNTS + STAGES * BINS
 
 # What the host tells the kernels of one encode, int64[INPUTS] on the device: addresses of the arrays of a Sum, the phase of
 # a turn, the seed of RandomK, the key of random codes. The host writes it in one copy; all other arguments of an encode's
-# kernels are those of the last one. The kernel `guard` may write to UPDATE and START.
-RESIDUAL, UPDATE, SUMS, PHASE, SEED, KEY_LOW, KEY_HIGH, START = range(8)
-INPUTS = 8
+# kernels are those of the last one. STARTED is 1 if a Sum has a start; else it is 0, and START is the address of the update.
+# The kernel `guard_sum` may write to UPDATE, START and STARTED.
+RESIDUAL, UPDATE, SUMS, PHASE, SEED, KEY_LOW, KEY_HIGH, START, STARTED = range(9)
+INPUTS = 9
 
 
 class Sum(NamedTuple):

@@ -27,6 +27,8 @@ FREED_HERE = 0.3  # of a worker, in models
 FREED_RAW = 0.6  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it
 FREED_CODED = 1.5  # the same of coded pushes: a shard's is one message, which is whole before any of it leaves
 FREED_BARE = 0.2  # of a server without a journal, in models
+# On a device, in models: a bit a value; bytes for each kept value (compression/device/feedback.py); what a pool adds.
+DEVICE_MASKS, DEVICE_SCRATCH, POOL_SPARE = 1 / 32, 35 / 4, 9 / 8
 # Arrays that a journal and a checkpoint have.
 SAVED = ("weights", "published weights", "optimizer's state", "outer momentum")
 
@@ -52,6 +54,8 @@ class RungBytes(Protocol):
     def share(self) -> float: ...
     @property
     def scratch(self) -> float: ...
+    @property
+    def kept(self) -> float: ...
 
 
 class SpecLadder(Protocol):
@@ -92,6 +96,7 @@ class ArrayFacts(NamedTuple):
         outer: rounds have an outer step with momentum.
         copied: the share of raw gradients that no tensor's memory can be lent for; see `crossing`.
         coding: what coding an update of all keys takes beside it, over the bytes of the model as float32.
+        kept: the share of the values that an update has.
         shards: of the run. An update is coded for one after the other.
     """
 
@@ -107,6 +112,7 @@ class ArrayFacts(NamedTuple):
     outer: bool = False
     copied: float = 1.0
     coding: float = 0.0
+    kept: float = 1.0
     shards: int = 1
 
     @classmethod
@@ -114,10 +120,11 @@ class ArrayFacts(NamedTuple):
         """Return the facts of a run with these validated settings, and the codecs of their SPECs."""
         outer = (settings.outer_lr, settings.outer_momentum) != (1.0, 0.0)
         private, gossip = settings.dp_clip > 0, (settings.workers, settings.topology, outer)
-        specs = codecs.up.lossless, codecs.down.lossless, codecs.up.rungs[0].share
+        densest = codecs.up.rungs[0]
+        specs = codecs.up.lossless, codecs.down.lossless, densest.share
         coding = max(rung.scratch for rung in codecs.up.rungs)
         facts = cls(*specs, settings.quorum, private, rounded, moments, *gossip)
-        return facts._replace(coding=coding, shards=settings.shards)
+        return facts._replace(coding=coding, kept=densest.kept, shards=settings.shards)
 
 
 def gossip_partners(topology: str, workers: int) -> tuple[int, int]:
@@ -197,6 +204,36 @@ def worker_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
         (gossip, ModelArray("scratch", scratch, "an update, a mix, or a difference, and its coding")),
         (not gossip, ModelArray("scratch", scratch, "of coding an update for one shard")),
         (True, ModelArray("freed messages", FREED_HERE, "glibc keeps their memory, and that of scratch")),
+    )
+    return [row for there, row in rows if there and row.models]
+
+
+def device_arrays(mode: Mode, facts: ArrayFacts) -> list[ModelArray]:
+    """Return the arrays that a worker holds on its device while it trains, over the script's own. See `worker_arrays`.
+
+    A float32 update is computed from the parameters as a kernel reads them. Raw and coded bytes on their way are on the
+    host.
+    """
+    gossip, steps_here = mode.rule is FoldRule.MIX, mode.rule is not FoldRule.OPTIMIZER
+    coded, ever = not facts.lossless, gossip_partners(facts.topology, facts.workers)[1] if gossip else 0
+    update = facts.lossless or facts.private or facts.rounded or not steps_here
+    codes = POOL_SPARE * (facts.up if facts.kept == 1 else facts.up + facts.kept)  # an index has 4 bytes there
+    held = 1 if gossip else mode.window + 1
+    encodes = 1 if gossip else facts.shards * mode.fragments  # one of them has the scratch at a time
+    scratch = codes if facts.kept == 1 else DEVICE_MASKS + DEVICE_SCRATCH * facts.kept
+    rows = (
+        (gossip, ModelArray("model", 1, "this worker's own, which it mixes")),
+        (not gossip, ModelArray("pulled state", 1, "the newest state of the shards")),
+        (steps_here, ModelArray("replica", 1, "updates are measured from it")),
+        (steps_here and facts.rounded, ModelArray("rounded replica", 1, "as the parameters' dtype holds it")),
+        (coded and not gossip, ModelArray("residual", 1, "what the SPEC leaves out")),
+        (update and not gossip, ModelArray("update", 1, "which is copied, or changed before it is coded")),
+        (coded and gossip, ModelArray("references", 1 + ever, "of each partner, and the first weights")),
+        (facts.outer and gossip, ModelArray("outer momentum", 1, "of this worker's rounds")),
+        (gossip, ModelArray("mixing", 1 + facts.outer, "an update, a mix, or a difference to be coded")),
+        (coded and gossip, ModelArray("sum", 1, "of a difference: what its payload leaves out is lost")),
+        (coded, ModelArray("codes", held * codes, "own updates, which stand in until a state has them")),
+        (coded, ModelArray("scratch", scratch / encodes, "of an encode")),
     )
     return [row for there, row in rows if there and row.models]
 

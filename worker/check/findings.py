@@ -28,7 +28,7 @@ from typing import Any
 
 from narrows.compression import ladder, predict
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, ShardFacts, shard_arrays, worker_arrays
+from narrows.protocols.config.memory import ArrayFacts, ShardFacts, device_arrays, shard_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 
 STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
@@ -393,6 +393,7 @@ def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
     lines = []
     for whose, arrays, more in (
         ("memory       of a worker", worker_arrays(mode, facts), "; and activations"),
+        ("on a GPU     over the script's own arrays", device_arrays(mode, facts), ""),
         ("servers      together at most", shard_arrays(mode, shards), ""),
     ):
         each = ", ".join(f"{array.name} {array.models:.3g}" for array in arrays)

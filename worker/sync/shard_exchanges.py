@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
-from narrows.compression import NonFiniteError
+from narrows.compression import NonFiniteError, parse
 from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.home import Feedback
 from narrows.compression.replica import ArrayReplica
@@ -32,7 +32,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import CodedPiece, fragment
 from narrows.protocols.config.memory import update_buffers
-from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
@@ -173,7 +173,9 @@ class ShardExchanges:
         """Make the error feedback of each fragment. They may share a seed, since they encode at different clocks."""
         count = self.mode.fragments
         cuts = [fragment(begin, end, count, index) for index in range(count)]
-        home, compressor = self.arrays.home, self.tuning.compressor
+        home = self.arrays.home
+        # Under gossip no update goes to a shard: a coder that leaves nothing out has no residual.
+        compressor = parse("dense") if self.mode.rule is FoldRule.MIX else self.tuning.compressor
         return [(keys, home.feedback(compressor, keys[1] - keys[0], seed)) for keys in cuts]
 
     def handle(self, event: MemberEffect) -> None:

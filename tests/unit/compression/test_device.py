@@ -13,6 +13,7 @@ from kit.specs import EACH_STAGE, OF_README
 
 from narrows import compression
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, parse
+from narrows.compression.buffers import DeviceDifference
 from narrows.compression.compressor import Chain
 from narrows.compression.device import DeviceErrorFeedback, Staging, accumulate, add_raw, decode, kernels_for
 from narrows.compression.device.home import DeviceHome
@@ -25,6 +26,11 @@ from narrows.protocols.config.key_ranges import parts
 from narrows.worker.model.device_placement import device_home
 
 ROUNDED = ("cycle:0.2+sign", "2bit", "topk:4/100+2bit")  # the sum of the rest and a coded value is rounded
+EXACT = (
+    "topk:0.02",
+    "topk:0.02+int8",
+    "threshold:1.5+int8",
+)  # the rest is not rounded when a coded value is added again
 SIZES = (1, 64, 65, 4097, 300_001)
 STEPS = 3
 
@@ -308,3 +314,71 @@ def test_an_array_that_is_none_of_a_devices_is_refused() -> None:
         feedback.encode(torch.zeros(99))
     with pytest.raises(RuntimeError, match="there are no kernels for mps"):
         kernels_for("mps")
+
+
+@pytest.mark.parametrize("spec", EACH_STAGE[1:])
+def test_an_update_of_two_arrays_is_coded_as_their_difference(spec: str) -> None:
+    """As a worker gives the parameters and their start: neither is changed, and the payload is the CPU's."""
+    home: Any = device_home(torch.device("cpu"))
+    count = 70_001
+    replica: Any = ArrayReplica(0, count, [((0, count), home.feedback(parse(spec), count, 3))], parts, home=home)
+    ours, theirs = replica.feedbacks[0][1], ErrorFeedback(parse(spec), count, seed=3)
+    for clock, update in enumerate(updates_of(count)):
+        start = update.roll(5)
+        moved = update + start
+        before = moved.clone(), start.clone()
+        theirs.memory.go_to(clock)
+        want = theirs.encode((moved - start).numpy())
+        if not ours.compressor.lossless:
+            replica.start_encode(DeviceDifference(moved, start), clock)
+        (piece,) = replica.encode(DeviceDifference(moved, start), clock)
+        assert bytes(piece.payload) == bytes(want)
+        assert torch.equal(moved, before[0]) and torch.equal(start, before[1])
+        if theirs.residual is not None:
+            assert home.host(ours.residual).tobytes() == theirs.residual.tobytes()
+            places = home.places(np.arange(0, count, 7))
+            sample = home.sampling(DeviceDifference(moved, start), places, 0).read()
+            assert sample.tobytes() == (moved - start).numpy()[::7].astype(np.float64).tobytes()
+
+
+@pytest.mark.parametrize("spec", EACH_STAGE)
+def test_an_encode_that_is_dropped_leaves_the_residual(spec: str) -> None:
+    """But for roundings, also if its update is not finite."""
+    kernels, count = kernels_for("host"), 70_001
+    feedback = DeviceErrorFeedback(kernels, parse(spec), count)
+    first, update, _ = updates_of(count)
+    feedback.encode(first)
+    before = feedback.state_dict()
+    bad, start = update.clone(), update.roll(3)
+    bad[9] = torch.inf
+    for given in (update, DeviceDifference(update, start), bad):
+        try:
+            feedback.start_encode(given)
+        except NonFiniteError:
+            assert given is bad and spec.startswith("threshold")
+        feedback.drop_encode()
+        after = feedback.state_dict()
+        assert after.keys() == before.keys() and after["step"] == before["step"]
+        if "residual" in before:
+            np.testing.assert_allclose(after["residual"], before["residual"], rtol=0, atol=4e-6)
+    assert feedback.residual is None or np.isfinite(feedback.encode(update)).all()
+
+
+@pytest.mark.parametrize("spec", EACH_STAGE)
+def test_a_sum_that_overflows_leaves_the_residual(spec: str) -> None:
+    kernels, count = kernels_for("host"), 3000
+    feedback = DeviceErrorFeedback(kernels, parse(spec), count)
+    if feedback.compressor.lossless:
+        return
+    residual = np.random.default_rng(1).standard_normal(count).astype(np.float32)
+    residual[7] = update_of_7 = np.float32(3e38)
+    feedback.load_state_dict({"residual": residual})
+    update = torch.zeros(count)
+    update[7] = float(update_of_7)
+    for encode in (feedback.encode, lambda values: feedback.encode_last(values, [(0, count)])):
+        with pytest.raises(NonFiniteError, match=r"1 of 3000 values .* at index 7"):
+            encode(update)
+        after = feedback.state_dict()["residual"]
+        assert np.isfinite(after).all()
+        if spec in EXACT:
+            assert after.tobytes() == residual.tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from kit.scripts import build, loss_of, run
 
 from narrows.compression import Memory
+from narrows.compression.device.home import DeviceHome
+from narrows.compression.device.host import HostKernels
 from narrows.compression.home import HOST
 from narrows.compression.ladder import Codecs
 from narrows.protocols import messages as m
-from narrows.protocols.config.memory import FREED_HERE, ArrayFacts, crossing, worker_arrays
+from narrows.protocols.config.memory import FREED_HERE, ArrayFacts, crossing, device_arrays, worker_arrays
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer_momentum import outer
@@ -199,3 +202,61 @@ def test_a_round_of_gossip_takes_the_scratch_of_the_account(compress: str, momen
     raw = 2 if compressor is None else 0.6  # each side's offer, of which an int8 of half the values is 1 / 8
     coding = 0.0 if compressor is None else compressor.contraction().scratch_bytes_max(size) / 4 / size
     assert peak <= raw + 1 + (momentum > 0) + coding + 0.1, "scratch of one, or of two with an outer step"
+
+
+@pytest.mark.parametrize("compress", ["dense", "int8", "topk:0.5+int8"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"sync": "bsp", "push": "update"},
+        {"sync": "ssp"},
+        {"sync": "ssp", "push": "gradient"},
+        {"sync": "local", "local_steps": 1},
+        {"sync": "local", "local_steps": 2, "fragments": 2},
+        {"sync": "gossip", "workers": 1},
+    ],
+    ids=lambda flags: " ".join(map(str, flags.values())),
+)
+def test_the_account_names_the_arrays_of_a_device(
+    flags: dict[str, Any], compress: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the arrays that a home makes; codes and scratch memory are others, by the kernels."""
+    monkeypatch.setenv("NARROWS_ARRAYS", "device")
+    made: dict[int, int] = {}  # id -> values of an array that is there
+    zeros, allocated = DeviceHome.__init__, HostKernels.zeros
+
+    def counted(array: Any) -> Any:
+        owner = array.numpy() if isinstance(array, torch.Tensor) else array
+        made[id(owner)] = owner.size
+        weakref.finalize(owner, made.pop, id(owner), None)
+        return array
+
+    def begun(home: Any, kernels: Any, _make: Any, name: str) -> None:
+        zeros(home, kernels, lambda count: torch.from_numpy(counted(np.zeros(count, np.float32))), name)
+
+    def given(kernels: Any, count: int, dtype: Any) -> Any:
+        array = allocated(kernels, count, dtype)
+        return counted(array) if np.dtype(dtype) == np.float32 else array
+
+    monkeypatch.setattr(DeviceHome, "__init__", begun)
+    monkeypatch.setattr(HostKernels, "zeros", given)
+    with run(Settings(compress=compress, **flags)) as started:
+        net = build()
+        optimizer = DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1), net)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step, 0, 1).backward()
+            optimizer.step()
+        engine = optimizer._engine
+        assert engine is not None and engine.home.name == "cpu as a device"
+        gc.collect()
+        there, size = sum(made.values()), engine.flat.size
+        facts = ArrayFacts.of(started.cluster.settings, engine.tuning.codecs, 2.0)
+        account = {array.name: array.models for array in device_arrays(started.cluster.settings.mode(), facts)}
+        optimizer.finish()
+    for name in ("codes", "scratch", "mixing", "sum", "references"):
+        account.pop(name, None)
+    extra = (
+        "gossip" in flags.values() and compress != "dense"
+    )  # the first weights, which the first partner's reference begins with
+    assert there == size * (sum(account.values()) + extra)
