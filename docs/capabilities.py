@@ -117,6 +117,18 @@ ROWS: tuple[Capability, ...] = (
         tests={LOCAL: END_WITH_ONE, GOSSIP: f"{RUNS}/test_gossip.py: test_gossip_trains"},
     ),
     Capability(
+        "`--local-seconds`",
+        {"local_seconds": 5.0},
+        tests={"": f"{RUNS}/test_local_seconds.py: test_a_run_weighs_each_update_by_its_steps"},
+    ),
+    Capability(
+        "`--weigh equal`",
+        {"weigh": "equal"},
+        tests={
+            "": f"{RUNS}/test_local_seconds.py: test_equal_weights_are_a_plain_mean_in_every_mode",
+        },
+    ),
+    Capability(
         "pushed gradients",
         {"push": "gradient"},
         tests={

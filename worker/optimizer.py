@@ -49,7 +49,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_grad_norm: the L2 norm to which all gradients together are clipped. Where gradients are pushed the server
             clips the folded mean, as DDP does; else each worker clips its own gradients.
         schedule: a new learning rate scheduler of `inner`, or a container of several, that the script steps once per
-            optimizer step. The constructor advances it to the step that the run has reached.
+            optimizer step. The constructor advances it to the step that the run has reached, and `step()` by the steps of
+            the run that this worker has not made: rounds that closed without it (--quorum), or in which another worker
+            made more (--local-seconds).
 
     Raises:
         UsageError: this mode cannot push these parameters, or cannot use this optimizer.
@@ -87,8 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             session.tell_alone(model)
         if isinstance(self._session, session.RunSession):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
-        if schedule is not None and not isinstance(self._session, WorkerOfChild):
-            catch_up(schedule, self._session.step_count)
+        self._schedule = None if isinstance(self._session, WorkerOfChild) else schedule
+        if self._schedule is not None:
+            catch_up(self._schedule, self._session.step_count)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -170,7 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._ended:  # the script goes on past the last step
             self.train()
+        before = self._session.step_count
         loss = self._step(closure)
+        missed = self._session.step_count - before - 1  # steps of the run that this worker has not made
+        if self._schedule is not None and missed > 0:
+            catch_up(self._schedule, missed)
         self._ended = 0 < self._session.steps <= self._session.step_count
         if self._ended:
             self.eval()

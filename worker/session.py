@@ -203,10 +203,7 @@ class RunSession(LoaderFacts):
 
     @property
     def step_count(self) -> int:
-        if self.engine is None:
-            return 0
-        sync = self.engine.sync
-        return sync.clock * self.engine.mode.local_steps + sync.local_step
+        return self.engine.step_count if self.engine is not None else 0
 
     def attach(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
@@ -524,7 +521,11 @@ def makes(steps: int) -> None:
 
 
 def step_count() -> int:
-    """Return the optimizer steps of this run so far: the clock times the local steps, plus those since."""
+    """Return the optimizer steps of this run so far: the clock times the local steps, plus those since.
+
+    With --local-seconds a round counts as many steps as the worker that made the most. So the count of a slower worker
+    grows by more than its own steps.
+    """
     follows("step")
     return current().step_count
 
@@ -534,7 +535,9 @@ def agree(value: float) -> float:
 
     With it all workers can stop at the same step: `if agree(worse > patience) > 0.5: break`. The call waits for each
     live worker that is not past this step, also under ssp, async and gossip. It does not wait for a worker that dies. A
-    worker that joins later begins after this step. In a group each process calls agree().
+    worker that joins later begins after this step. In a group each process calls agree(). With --local-seconds steps are
+    not alike: there each call of a round goes with the call of the same number of the others. Call once a round, as
+    clock() tells: a worker that calls less often has gone past the calls that it does not make.
 
     Args:
         value: this worker's value, such as a loss or a bool.
@@ -555,7 +558,8 @@ def agree(value: float) -> float:
         raise UsageError("agree() before DistributedOptimizer is made: this worker has no place in the run yet")
     if session.engine.finished:
         return float(value)
-    return session.engine.agreeing.agree(float(value), session.step_count)
+    timed = session.engine.mode.seconds > 0
+    return session.engine.agreeing.agree(float(value), session.clock if timed else session.step_count)
 
 
 def record(**values: float) -> None:

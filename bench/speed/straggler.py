@@ -3,6 +3,7 @@
     python bench/speed/straggler.py                # every mode, 3 rounds of 40 + 40 steps of the fast worker
     python bench/speed/straggler.py --rows async --rounds 6
     python bench/speed/straggler.py --server slow  # the server on the slowed worker's core, not wherever there is room
+    python bench/speed/straggler.py --local-seconds 2 --train 400 --times 3  # rounds by the clock, beside fixed ones
 
 Rules
 - Two workers of one thread, one core each, train tasks/bytelm.py on halves of the batch; straggler_worker.py slows the second
@@ -10,6 +11,10 @@ Rules
 - The same processes all the time: blocks with both alike and blocks with one slowed take turns. The first steps of a block
   are left out; its figure is the median over the others of the fast worker's step.
 - The ratio is that of the medians over blocks. The claim is at most 1.05, for async.
+- With --local-seconds one worker is slower all the time, and both train to the end: by the clock, so with equal weights, and
+  with as many steps a round as the two had by the clock on average. All three runs have as many steps of workers in all.
+  Goodput: steps a second of both, over the sum of both alone. Alone: steps over the seconds that Narrows did not take, of the
+  same run. The first round, which has one step, is left out, and so is the last.
 - "Wait": in step(), for others. "Queue": ready to run while another thread had its core. Both are means a step.
 """
 
@@ -48,6 +53,11 @@ ROWS = {
     "bsp": ("--sync", "bsp"),
     "gossip random": ("--sync", "gossip", "--topology", "random", "--compress", "topk:0.05+int8"),
 }
+
+# With --local-seconds: row -> flags; "fixed H" has the mean of the first row's steps in a round.
+TIMED_ROWS = {"by the clock": (), "by the clock, equal weights": ("--weigh", "equal"), "fixed H": ()}
+CODED = ("--sync", "local", "--compress", "int8")
+TRAIN_S = 1800.0
 
 Result = dict[str, Any]
 
@@ -99,7 +109,9 @@ def block_figures(fast: Sequence[Result], slow: Sequence[Result], server_s: floa
     }
 
 
-def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int], server: set[int]) -> list[Result]:
+def measure(
+    flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int], server: set[int], times: float
+) -> list[Result]:
     """The blocks of one run, in turn: even, slow, even, ... Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, port = Path(name), launch.free_ports(1)
@@ -113,8 +125,8 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
         with launch.pinned(server):
             serving = stack.enter_context(launch.serving(["--workers", "2", *flags], port))
         records = [Follower(folder / f"record{index}") for index in range(2)]
-        for follower, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
-            env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(times))
+        for follower, core, slower in zip(records, cores, (1.0, times), strict=True):
+            env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(slower))
             command = launch.ps_worker("--server", f"tcp://127.0.0.1:{port[0]}")
             with launch.pinned({core}):
                 command += ["--record", str(follower.path), WORKER, "--steps", "1000000"]
@@ -146,13 +158,91 @@ def figures(blocks: Sequence[Result]) -> record.Figures:
     return {"slowed over even": (slow / even, "")} | found
 
 
+def train(flags: Sequence[str], steps: int, times: float, lr: float, seed: int) -> record.Figures:
+    """Train the task to the end with one worker that is `times` slower. Raises CommandFailed.
+
+    Args:
+        flags: of ps-serve.
+        steps: of the run, as step_count() has them.
+        times: what a step of the second worker costs, in steps of the first.
+        lr: the peak learning rate.
+        seed: of the task.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), launch.free_ports(1)
+        (folder / "phase").write_text("slow")
+        paths = [folder / f"record{index}" for index in range(2)]
+        with ExitStack() as stack:
+            serving = stack.enter_context(launch.serving(["--workers", "2", *CODED, *flags], port))
+            for path, core, slower in zip(paths, cores, (1.0, times), strict=True):
+                env = launch.environment(STRAGGLER_PHASE=str(folder / "phase"), STRAGGLER_TIMES=str(slower))
+                command = launch.ps_worker("--server", f"tcp://127.0.0.1:{port[0]}", "--record", str(path), WORKER)
+                command += [f"--steps={steps}", f"--lr={lr}", f"--seed={seed}"]
+                with launch.pinned({core}):
+                    stack.enter_context(launch.started(command, env))
+            launch.until(lambda: serving.poll() is not None, "the training", TRAIN_S)
+        return training_figures([[json.loads(line) for line in path.read_text().splitlines()] for path in paths])
+
+
+def training_figures(events: Sequence[Sequence[Result]]) -> record.Figures:
+    """The figures of a training. `events`: of the record of each worker, the fast one first."""
+    kept, alone = list[list[Result]](), 0.0
+    steps = [[event for event in mine if event["event"] == "step"] for mine in events]
+    last = min(mine[-1]["clock"] for mine in steps)
+    for mine in steps:
+        kept.append([after for before, after in pairwise(mine) if 1 < before["clock"] < last])
+        alone += len(kept[-1]) / sum(step["script_seconds"] for step in kept[-1])
+    begin, end = (pick(mine[at]["at"] for mine in kept) for pick, at in ((max, 0), (min, -1)))
+    within = [[step for step in mine if begin < step["at"] <= end] for mine in kept]
+    rounds = last - 2
+    return {
+        "goodput": (sum(map(len, within)) / (end - begin) / alone, ""),
+        "loss": (events[0][-1]["last"]["loss"], "nats a byte"),
+        "steps": (sum(map(len, steps)), "of both"),
+        "a round, fast": (len(kept[0]) / rounds, "steps"),
+        "a round, slow": (len(kept[1]) / rounds, "steps"),
+        "wait, fast": (sum(step["wait_seconds"] for step in kept[0]) / rounds, "s a round"),
+        "wait, slow": (sum(step["wait_seconds"] for step in kept[1]) / rounds, "s a round"),
+        "seconds": (max(mine[-1]["at"] for mine in steps) - min(mine[0]["at"] for mine in steps), "s"),
+    }
+
+
+def measure_timed(recorder: record.Recorder, pattern: str, arguments: Result, seed: int) -> None:
+    """Train each of TIMED_ROWS. Arguments: those of the command line."""
+    seconds, times, lr = arguments["local seconds"], arguments["slowed"], arguments["rate"]
+    known: Result = {}
+
+    def row(name: str) -> None:
+        timed, count = name != "fixed H", arguments["steps"]
+        flags = (*TIMED_ROWS[name], "--local-seconds", str(seconds))
+        if not timed:  # as many steps in all: of each worker half, in rounds of the mean length
+            both = known["a round, fast"] + known["a round, slow"]
+            flags, count = ("--local-steps", str(round(both / 2))), round(known["steps"] / 2)
+        found = train(flags, count, times, lr, seed)
+        known.update({name: value for name, (value, _) in found.items()} if not known else {})
+        recorder.add(
+            f"{name}, {times:g} times slower", found, seed=seed, arguments=arguments | {"flags": " ".join(flags)}
+        )
+
+    record.measure_rows(recorder, TIMED_ROWS, pattern, row)
+
+
 @click.command(context_settings={"show_default": True})
 @record.rows_option(ROWS)
 @click.option("--rounds", default=3, help="of a block with both alike and one with one slowed")
 @click.option("--steps", default=40, help="of the fast worker that a block counts")
 @click.option("--server", type=click.Choice(["both", "fast", "slow"]), default="both", help="cores of the server")
+@click.option("--local-seconds", default=0.0, help="of a round: train by the clock instead, to the end")
+@click.option("--train", "count", default=400, help="steps of the run, with --local-seconds")
+@click.option("--times", default=SLOWED, help="what a step of the slower worker costs, in steps of the other")
+@click.option("--lr", default=2e-3, help="peak learning rate, with --local-seconds")
+@click.option("--seed", default=0, help="of the task, with --local-seconds")
 @record.out_option("speed/straggler")
-def main(pattern: str, rounds: int, steps: int, server: str, out: Path) -> None:
+def main(
+    pattern: str, rounds: int, steps: int, server: str, local_seconds: float, count: int, times: float, lr: float,
+    seed: int, out: Path,
+) -> None:  # fmt: skip
     """Slow one of two workers, and time the other."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -160,10 +250,13 @@ def main(pattern: str, rounds: int, steps: int, server: str, out: Path) -> None:
         raise click.ClickException("this needs two cores: one for each worker")
     room = {"both": set(cores), "fast": {cores[0]}, "slow": {cores[1]}}[server]
     recorder = record.Recorder("speed/straggler", out)
-    arguments = {"rounds": rounds, "steps": steps, "server's cores": server, "slowed": SLOWED}
+    if local_seconds:
+        arguments: Result = {"local seconds": local_seconds, "steps": count, "slowed": times, "rate": lr}
+        return measure_timed(recorder, pattern, arguments, seed)
+    arguments = {"rounds": rounds, "steps": steps, "server's cores": server, "slowed": times}
 
     def row(name: str) -> None:
-        found = figures(measure(ROWS[name], rounds, steps, cores, room))
+        found = figures(measure(ROWS[name], rounds, steps, cores, room, times))
         recorder.add(name, found, seed=0, arguments=arguments)
 
     record.measure_rows(recorder, ROWS, pattern, row)

@@ -60,6 +60,7 @@ class Mode:
     fragments: int = 1
     merge_delay: int = 0  # inner steps
     merge_alpha: float = 0.0
+    seconds: float = 0.0  # of one clock, which then ends by time, or after `local_steps`; 0: a clock has `local_steps`
 
     @property
     def merges(self) -> bool:

@@ -57,6 +57,7 @@ PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 cannot hold 
 NOT_GIVEN = -1  # value of a numeric flag that the user did not give: the mode decides
 STALENESS_MAX = 1 << 20  # clocks
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of its fragments
+WEIGH = ("samples", "equal")  # how the updates of a mean are weighted: by their samples, or alike
 REPLAN = ("off", "say", "change")  # what the coordinator does with a plan that would gain (ps/coordinator/replans.py)
 OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # the fields that a replan may change
 
@@ -71,7 +72,9 @@ class Settings:
 
     sync: str = "ssp"  # the mode, a key of MODES
     staleness: int = -1  # bound s, in clocks
-    local_steps: int = -1  # inner steps of a round
+    local_steps: int = -1  # inner steps of a round; with `local_seconds` at most so many
+    local_seconds: float = -1.0  # of a round; -1: a round has `local_steps`
+    weigh: str = ""  # one of WEIGH
     push: str = ""  # "gradient", "update" or "model"
     compress: str = "dense"  # SPEC of pushes
     compress_down: str = ""  # SPEC of states
@@ -140,6 +143,13 @@ class Settings:
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        self._check_seconds(row)
+        if self.weigh not in ("", *WEIGH):
+            raise UsageError(f"--weigh {self.weigh}: give one of {', '.join(WEIGH)}")
+        if self.weigh == "equal" and row.update_rule is FoldRule.MIX:
+            raise UsageError(
+                "--weigh equal: under --sync gossip models are mixed, and no update is weighed; leave it out"
+            )
         if self.max_update_norm != -1 and not 1 <= self.max_update_norm <= GAIN_MAX:
             raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
         filters = [_flag(name) for name, given in
@@ -184,7 +194,7 @@ class Settings:
         # Streaming DiLoCo (2501.18512): the worker keeps half of what it computed meanwhile. Without a delay the worker
         # computes nothing meanwhile.
         delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
-        steps = self.local_steps if self.local_steps > 0 else row.local_steps
+        steps = self._round_steps(row)
         momentum = self.outer_momentum if self.outer_momentum >= 0 else outer_momentum(steps)
         filled = replace(
             self,
@@ -194,6 +204,7 @@ class Settings:
             merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
             local_steps=steps,
+            weigh=self.weigh or WEIGH[0],
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or (TOPOLOGY if mixes else ""),
@@ -211,6 +222,28 @@ class Settings:
             )
         filled._check_robust()
         return filled
+
+    def _round_steps(self, row: Mode) -> int:
+        """Return the local steps of a round; of a round by the clock the most that it may have."""
+        if self.local_steps > 0:
+            return self.local_steps
+        return row.local_steps if self.local_seconds < 0 else STALENESS_MAX
+
+    def _check_seconds(self, row: Mode) -> None:
+        """Raise UsageError if the mode has no rounds that could end by the clock."""
+        if self.local_seconds == -1:
+            return
+        if not 0 < self.local_seconds <= 86400:
+            raise UsageError(f"--local-seconds {self.local_seconds:g}: give seconds above 0, at most 86400")
+        if row.update_rule is FoldRule.MIX:
+            raise UsageError(
+                "--local-seconds: under --sync gossip whole models are mixed, and no update is weighed by its steps; "
+                "--sync local has rounds by the clock"
+            )
+        if not row.takes_local_steps:
+            raise UsageError(
+                f"--local-seconds: --sync {self.sync} pushes every step; --sync local has rounds by the clock"
+            )
 
     def _check_robust(self) -> None:
         """Raise UsageError if the rule cannot find a lying worker: too few workers, no barrier. Call on filled settings."""
@@ -257,8 +290,8 @@ class Settings:
                 f"{_flag(given[0])}: with --staleness {self.staleness} updates are folded at once, and the link's time lies "
                 "under inner steps already: leave out one of the two"
             )
-        steps = self.local_steps if self.local_steps > 0 else row.local_steps
-        if steps % self.fragments:
+        steps = self._round_steps(row)
+        if steps % self.fragments and steps != STALENESS_MAX:
             raise UsageError(
                 f"--fragments {self.fragments}: --local-steps {steps} is no multiple of it, and each fragment has its turn "
                 f"once in so many steps: give --local-steps {steps - steps % self.fragments + self.fragments}"
@@ -289,13 +322,14 @@ class Settings:
 
         With h inner steps in a clock, clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later.
         So a worker that begins clock c has merged all clocks up to c - 1 - ceil(merge_delay / h). Its staleness bound is
-        ceil(merge_delay / h).
+        ceil(merge_delay / h). A clock that ends by time has merged the one before it, whatever its steps: the bound is 1.
         """
         row = MODES[self.sync]
         barrier = row.barrier and self.staleness == 0
         steps = self.local_steps // self.fragments
         unbounded = row.bound is None or self.topology == RANDOM
-        bound = None if unbounded else self.staleness + -(-self.merge_delay // steps)
+        behind = -(-self.merge_delay // steps) if self.local_seconds < 0 else min(self.merge_delay, 1)
+        bound = None if unbounded else self.staleness + behind
         return replace(
             row,
             local_steps=steps,
@@ -305,16 +339,19 @@ class Settings:
             fragments=self.fragments,
             merge_delay=self.merge_delay,
             merge_alpha=self.merge_alpha,
+            seconds=max(self.local_seconds, 0.0) / self.fragments,
         )
 
     def summary(self) -> str:
         """Return validated settings in a few words, as flags."""
         mode = self.mode()
         flags = [f"--sync {self.sync}", "no bound" if mode.bound is None else f"staleness {mode.bound}"]
-        flags += [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
+        flags += [f"--local-seconds {self.local_seconds:g}"] if self.local_seconds > 0 else []
+        flags += [f"--local-steps {self.local_steps}"] if 1 < self.local_steps < STALENESS_MAX else []
         flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
         flags += [f"--topology {self.topology}"] if self.topology else []
         flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
+        flags += [f"--weigh {self.weigh}"] if self.weigh == "equal" else []
         return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
 
     def changed(self, **way: Any) -> Settings:
@@ -393,7 +430,7 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
         if name in expected and expected[name] != has:
             runs = (
                 f"runs {_flag(name)} {has}"
-                if has not in (-1, "")
+                if has not in (-1, "", STALENESS_MAX)  # STALENESS_MAX: a round by the clock has no most steps
                 else f"has no {_flag(name)} under --sync {actual.sync}"
             )
             return (

@@ -50,15 +50,17 @@ class Exchange(Generic[A]):
         mode: of the run.
         replica: the arrays of the shard's keys.
         whole: the shard publishes whole states; False: differences.
+        steps: the run's steps so far, until a state says them.
     """
 
-    def __init__(self, mode: Mode, replica: Replica[A], whole: bool) -> None:
+    def __init__(self, mode: Mode, replica: Replica[A], whole: bool, steps: int = 0) -> None:
         self.mode, self.replica, self.whole = mode, replica, whole
         self.worker, self.epoch = -1, 0  # this child's number, and the epoch of its place in the run
         self.clock = 0  # of the next update
         self.publication = self.min_clock = self.settled = -1  # of the pulled state; -1: no state has come
         self.contains: dict[int, float] = {}  # own updates >= `settled` in the pulled state -> weight of each fold
         self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # of the pulled state
+        self.steps = steps  # the run's steps in the pulled state (--local-seconds)
         self.in_flight: set[int] = set()  # clocks of updates that the shard has not folded; at most `mode.window`
         self.held_at = -1  # updates from this clock on must wait for a Reshard; -1: none must
         self.own: OrderedDict[int, Sequence[CodedPiece]] = OrderedDict()  # own updates, as sent, that may stand in
@@ -93,7 +95,7 @@ class Exchange(Generic[A]):
             return asks
         self.publication, self.min_clock, self.settled = first.publication, first.min_clock, first.settled
         self.gain, self.ahead, self.agreement = first.gain, first.ahead, first.agreement
-        self.asked = False
+        self.steps, self.asked = first.steps, False
         return [] if self.whole else self._follow(clock)
 
     def hold(self, at: int) -> None:
@@ -170,7 +172,9 @@ class Exchange(Generic[A]):
             for i, piece in enumerate(pieces)
         ]
 
-    def part(self, index: int, count: int, piece: CodedPiece, samples: int, hyper: bytes = b"") -> m.Push:
+    def part(
+        self, index: int, count: int, piece: CodedPiece, samples: int, hyper: bytes = b"", steps: int = 0
+    ) -> m.Push:
         """Make part `index` of `count` of the update of the present clock.
 
         Args:
@@ -178,10 +182,11 @@ class Exchange(Generic[A]):
             piece: keys and payload of the part.
             samples: that the update was computed on.
             hyper: the packed hyper-parameters of the step (`unpack_hyper`, ps/shard/folding.py); part 0 carries them.
+            steps: local steps of the update (--local-seconds).
         """
         self.in_flight.add(self.clock)
         where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
-        return m.Push(self.worker, self.epoch, self.clock, *where, piece.codec, piece.payload)
+        return m.Push(self.worker, self.epoch, self.clock, *where, piece.codec, piece.payload, steps)
 
     def push(
         self,
@@ -190,6 +195,7 @@ class Exchange(Generic[A]):
         coding: str = "",
         hyper: bytes = b"",
         rows: Sequence[CodedPiece] = (),
+        steps: int = 0,
     ) -> Says:
         """Push the whole update of the present clock.
 
@@ -199,12 +205,13 @@ class Exchange(Generic[A]):
             coding: the SPEC that suits this child's link (`auto`); "": none measured.
             hyper: the packed hyper-parameters of the step.
             rows: of embedding tables. They travel as further parts, and are in no replica.
+            steps: local steps of the update (--local-seconds).
 
         Returns:
             The parts, and a Follow if the next state must be asked for.
         """
         every = [*pieces, *rows]
-        parts = [self.part(index, len(every), piece, samples, hyper) for index, piece in enumerate(every)]
+        parts = [self.part(index, len(every), piece, samples, hyper, steps) for index, piece in enumerate(every)]
         if self.mode.rule is not FoldRule.OPTIMIZER:
             self.own[self.clock] = pieces
         return [*parts, *self.pushed(coding)]
@@ -217,11 +224,16 @@ class Exchange(Generic[A]):
             return self._follow(self.clock + self.mode.ahead(self.clock, self.settled))
         return []
 
-    def skip(self, coding: str) -> Says:
-        """Push an empty update for the present clock: no weight changes, and the replica keeps its residual."""
+    def skip(self, coding: str, steps: int = 0) -> Says:
+        """Push an empty update for the present clock: no weight changes, and the replica keeps its residual.
+
+        Args:
+            coding: as in `push`.
+            steps: local steps of the clock, all of them skipped (--local-seconds).
+        """
         self.in_flight.add(self.clock)
         begin, end = self.turn(self.clock)
-        push = m.Push(self.worker, self.epoch, self.clock, 0, 1, begin, end, 0, b"", 0, b"")
+        push = m.Push(self.worker, self.epoch, self.clock, 0, 1, begin, end, 0, b"", 0, b"", steps)
         return [push, *self.pushed(coding)]
 
     def hand_over(self) -> None:
@@ -260,7 +272,7 @@ class Exchange(Generic[A]):
         self.replica.absorb(event.parts, last.add)
         self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled
         self.contains, self.asked = dict(last.contains), False
-        self.gain, self.ahead, self.agreement = last.gain, last.ahead, last.agreement
+        self.gain, self.ahead, self.agreement, self.steps = last.gain, last.ahead, last.agreement, last.steps
         return [] if self.may_compute else self.need(self.clock - (self.mode.bound or 0))
 
     def _check(self, parts: tuple[m.State, ...]) -> None:

@@ -206,3 +206,4 @@ class Report(Message):
     host: Name = ""  # where members find a shard on another machine than shard 0
     saved: Pairs = ()  # worker, clock: updates in the checkpoint of `saved_at` (if updates are folded at once)
     saved_at: int = -1
+    steps: int = 0  # the run's steps before `min_clock`, as in `State`

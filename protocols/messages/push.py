@@ -49,6 +49,7 @@ class Push(Message):
     hyper: bytes  # hyper-parameters, msgpack (part 0 of pushed gradients, and of rows of tables), else b""
     codec: int
     payload: Buffer
+    steps: int = 0  # local steps of the update, also those that were skipped (--local-seconds); else 0
 
 
 @dataclass(frozen=True, slots=True)

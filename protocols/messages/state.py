@@ -81,6 +81,7 @@ class State(Message):
     gain: float = 1.0  # sum of the weights of a mean of updates: the weight of the residual in the replica
     ahead: float = 1.0  # weight of an own update in flight in the replica
     agreement: float = 0.0  # length of such a mean over that of one update; 0: not measured
+    steps: int = 0  # the run's steps before `min_clock`: of each round the most of one worker (--local-seconds); else 0
 
 
 @dataclass(frozen=True, slots=True)

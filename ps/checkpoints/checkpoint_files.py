@@ -473,7 +473,7 @@ def read_for(
     clock: int,
     facts: dict[str, Any],
     fetch: Callable[[int], object] = int,
-) -> tuple[LoadArrays, bool]:
+) -> tuple[LoadArrays, bool, int]:
     """Read what a shard begins from at a checkpoint, which any number of shards may have written.
 
     Args:
@@ -485,16 +485,18 @@ def read_for(
         fetch: is called with the number of each shard whose file is about to be read.
 
     Returns:
-        The arrays of the shard's keys, and True if another number of shards wrote the checkpoint.
+        The arguments of `ModelShard.begin`: the arrays of the shard's keys, True if another number of shards wrote the
+        checkpoint, and the run's steps before its clock.
 
     Raises:
         IncompatibleError: as `read`. Errors of `fetch` pass through.
     """
-    count = int(facts.get("shards", 1))
+    count, steps = int(facts.get("shards", 1)), int(facts.get("steps", 0))
     if count == shards:
         fetch(shard)
         arrays, facts = _mapped(folder, shard, clock)
-        return LoadArrays(_check_sizes(folder, shard, clock, (arrays, facts)), int(facts["publication"])), False
+        load = LoadArrays(_check_sizes(folder, shard, clock, (arrays, facts)), int(facts["publication"]))
+        return load, False, steps
     plan = ModelSpec.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
     # Rows of tables go to the shards in turn, so a shard needs rows from the file of every other shard.
@@ -508,4 +510,4 @@ def read_for(
     arrays = recut(plan, before, (begin, end))
     if plan.tables:
         arrays |= embedding_rows.recut([each for _, each in before], len(plan.tables), shard, shards)
-    return LoadArrays(arrays, int(facts["publication"])), True
+    return LoadArrays(arrays, int(facts["publication"])), True, steps

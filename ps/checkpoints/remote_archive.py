@@ -103,7 +103,8 @@ class RemoteArchive:
             match ask.what:
                 case ArchiveJob.FACTS:
                     facts = checkpoint_files.facts_of(self.folder, ask.clock)
-                    payload = pack({name: facts[name] for name in ("shards", "publication", "plan")})
+                    told = ("shards", "publication", "plan", "steps")
+                    payload = pack({name: facts[name] for name in told if name in facts})
                 case ArchiveJob.READ:
                     size, payload = self._read(checkpoint_files.path_of(self.folder, ask.shard, ask.clock), ask.offset)
                 case ArchiveJob.WRITE:
@@ -177,7 +178,7 @@ class ArchiveClient:
         """The clocks of this shard's files in the archive."""
         return self._one(ArchiveJob.HELD).clocks
 
-    def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool]:
+    def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool, int]:
         """Fetch and read what this shard begins from, as `checkpoint_files.read_for`."""
         facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
         here: list[Path] = []

@@ -330,7 +330,8 @@ def announce(cluster: ShardSupervisor) -> None:
     address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.serve_at(address)
     settings = cluster.settings
-    values = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
+    names = ("compress", "workers", "shards", "local_steps", "local_seconds", "fragments")
+    values = {name: getattr(settings, name) for name in names}
     values |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
     cluster.run_watch.note("run", {"mode": settings.sync, **values})
     for site in cluster.run_watch.sites:

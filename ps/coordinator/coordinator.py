@@ -256,7 +256,10 @@ class Coordinator:
     def _ended(self) -> list[Log]:
         """End a finished run, and log its number of steps: -1 under gossip, where the server counts no steps."""
         self.checkpoint_schedule.end(self.version + 1)
-        steps = -1 if self.run.mode.rule is FoldRule.MIX else self.min_clock * self.run.mode.local_steps
+        mode = self.run.mode
+        steps = -1 if mode.rule is FoldRule.MIX else self.min_clock * mode.local_steps
+        if mode.seconds:
+            steps = max((report.steps for report in self.reports.values()), default=0)
         return [Log("ended", {"clock": self.min_clock, "steps": steps})]
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:

@@ -27,7 +27,7 @@ from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run, Seat
 from narrows.ps.planner.host_memory import UNKNOWN, VALUE_BYTES, HostMemory, server_models, too_small
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
-from narrows.ps.planner.replanning import ChildRates, WayPrice, present, prices, unmeasured
+from narrows.ps.planner.replanning import ChildRates, WayPrice, in_turn, present, prices, unmeasured
 from narrows.ps.planner.step_prices import CodecCost
 
 GAIN = 0.2  # the share of the time to a loss that another way must save
@@ -137,9 +137,12 @@ class Replans(Decision):
         )
         if not open_ or not children or self.members.plan is None or self.plan != run.settings.plan_number:
             return None
-        now = present(run.settings, self.coded)
-        ways = [now, *self._roomy(now, WAYS if self.resharding.fixed else BELOW)]
-        here, *others = prices([child for _, child in children], self.members.plan.size, self.coded, ways)
+        rates = [child for _, child in children]
+        at_once = in_turn(rates) if run.mode.seconds else rates
+        now = present(run.settings, self.coded, at_once[0].own_s)
+        ways = self._roomy(now, WAYS if self.resharding.fixed else BELOW)
+        (here,) = prices(at_once, self.members.plan.size, self.coded, [now])
+        others = prices(rates, self.members.plan.size, self.coded, ways) if ways else []
         if not others:
             return None
         slowest = max(children, key=lambda each: 1 / (each[1].up or 1e30) + 1 / (each[1].down or 1e30))

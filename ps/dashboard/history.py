@@ -244,7 +244,8 @@ class RunHistory:
         known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
         for name in ("clock", "staleness", "held_back"):
             known[name] = event.get(name, known[name])
-        known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
+        taken = known["steps"] if self.by_time else event["clock"] * self.run.get("local_steps", 1)
+        known["left_steps"] = max(0, int(event.get("total_steps", 0)) - taken)
         known["loss"] = given.get("loss", known["loss"])  # None: the loss is not finite
         self._heard([known | {"stale": [*known["stale"]]}], 0)
         if "loss" in given and given["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
@@ -286,8 +287,15 @@ class RunHistory:
             self.curve.add({"steps": self.steps, "seconds": self.seconds, "bytes": moved, "loss": loss})
 
     @property
+    def by_time(self) -> bool:
+        """True if rounds end by time (--local-seconds), so that the steps of a round differ between workers."""
+        return bool(self.run.get("local_seconds", -1) > 0)
+
+    @property
     def steps(self) -> float:
-        """Optimizer steps of the run: its clock times the local steps of a round."""
+        """Optimizer steps of the run: its clock times the local steps of a round; by time, the most of one worker."""
+        if self.by_time:
+            return max((float(lane.total["steps"]) for lane in self.workers), default=0.0)
         return float(self.clock * self.run.get("local_steps", 1))
 
     @property

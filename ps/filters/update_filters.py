@@ -59,6 +59,7 @@ class UpdateFilters:
         far: UnboundedNorms,
         checks: Sequence[UpdateCheck],
         alike: bool = False,
+        equal: bool = False,
     ) -> None:
         """Filters that have seen no update.
 
@@ -69,8 +70,9 @@ class UpdateFilters:
             checks: The filters that flags turn on.
             alike: True if all workers that are not left out have equal shares, whatever samples they name (--robust).
                 Without it and without `checks` no sample is taken.
+            equal: True if shares are equal without a comparison of updates (--weigh equal).
         """
-        self.index, self.sampler, self.far, self.checks, self.alike = index, sampler, far, checks, alike
+        self.index, self.sampler, self.far, self.checks, self.alike = index, sampler, far, checks, alike or equal
         self.outlier_stats = OutlierStats(index, sampler.at.size) if checks or alike else None
         last = [self.outlier_stats] if self.outlier_stats is not None else []
         self.watchers: list[UpdateCheck | OutlierStats] = [*checks, *last]

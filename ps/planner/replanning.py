@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,21 +81,37 @@ def prices(
     return [WayPrice(way, step_s, step_s * way.steps(len(children))) for way, step_s in found]
 
 
-def unmeasured(settings: Settings) -> ModeAndSpec:
-    """Return the mode and SPEC of these settings, without losses."""
+def in_turn(children: Sequence[ChildRates]) -> list[ChildRates]:
+    """Return these children as if a step took each of them equally long, and all together made as many a second.
+
+    So a round by the clock costs: each child makes as many steps in it as it can, and none waits for another.
+    """
+    even_s = len(children) / sum(1 / child.own_s for child in children)
+    return [replace(child, own_s=even_s) for child in children]
+
+
+def unmeasured(settings: Settings, own_s: float = 0.0) -> ModeAndSpec:
+    """Return the mode and SPEC of these settings, without losses.
+
+    Args:
+        settings: of the run.
+        own_s: seconds of a step, by which a round by the clock has its number of steps; 0: not measured.
+    """
     steps = settings.local_steps if settings.sync == "local" else -1
+    if settings.local_seconds > 0 and own_s:
+        steps = min(steps, max(1, round(settings.local_seconds / own_s)))
     return ModeAndSpec(
         settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps
     )
 
 
-def present(settings: Settings, coded: Mapping[str, CodecCost]) -> ModeAndSpec:
+def present(settings: Settings, coded: Mapping[str, CodecCost], own_s: float = 0.0) -> ModeAndSpec:
     """Return the mode and SPEC of these settings.
 
     The losses are those of the row of WAYS with the same mode and the nearest bytes, if WAYS has no row of these
-    settings.
+    settings. `own_s` is that of `unmeasured`.
     """
-    way = unmeasured(settings)
+    way = unmeasured(settings, own_s)
 
     def far(row: ModeAndSpec) -> tuple[bool, float, int]:
         wide = abs(math.log(coded[row.compress].bytes / coded[way.compress].bytes))

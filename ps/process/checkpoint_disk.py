@@ -68,6 +68,7 @@ class CheckpointDisk:
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
             "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
             "saved": planned.saved,
+            "steps": planned.steps,
             # The settings from this clock on: during a replan those of the next generation.
             "settings": coordinator.resharding.next.packed() if coordinator is not None else b"",
         }

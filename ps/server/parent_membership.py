@@ -347,6 +347,11 @@ class ParentMembership:
                 "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
                 "it at once: start it without these flags"
             )
+        if mode.seconds:
+            return (
+                "its rounds end by time (--local-seconds), and a cluster's shards push at the same clock of the cluster: start "
+                "it with --local-steps, and give --local-seconds to this ps-serve"
+            )
         if mode.rule is FoldRule.OPTIMIZER:
             return (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"

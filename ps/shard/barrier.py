@@ -53,6 +53,7 @@ class FoldAtBarrier:
         self.closing: dict[int, tuple[Terms, Shares]] = {}
         self.hyper_differs = False  # True once workers of one set have named different hyper-parameters; logged once
         self.samples = 0  # samples of the newest set
+        self.steps: dict[int, int] = {}  # as in `Folding`
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         self.held.setdefault(seat.clock, {})[seat.worker] = update
@@ -117,6 +118,8 @@ class FoldAtBarrier:
         updates = [self._take(worker, update) for worker, update in pairs]
         self.assembler.folded(pairs)
         self.samples = sum(update[0].samples for update in updates)
+        if steps := max((update[0].steps for update in updates), default=0):
+            self.steps[clock] = steps
         factors = self.filters.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
         shares = self.filters.shares(
             [(worker, update[0].samples) for (worker, _), update in zip(pairs, updates, strict=True)]

@@ -78,7 +78,13 @@ def rates_of(update: PushedUpdate) -> bytes:
 
 
 class Folding(Protocol):
-    """How a shard folds whole updates: at once or at a barrier. A Folding returns changes and touches no array."""
+    """How a shard folds whole updates: at once or at a barrier. A Folding returns changes and touches no array.
+
+    Attributes:
+        steps: Under --local-seconds, by clock that is not published yet: the most local steps of an update of it.
+    """
+
+    steps: dict[int, int]
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         """Take the next whole update of a member.
@@ -122,9 +128,12 @@ class FoldAtOnce:
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}
         self.hypers, self.rates = HyperparameterVote(), HyperparameterVote()  # of the keys, and of embedding rows
         self.stopped = 0  # gossip: stopped workers that have handed over their model
+        self.steps: dict[int, int] = {}
 
     def accept(self, seat: PushSequence, update: PushedUpdate, publication: int) -> list[Change]:
         (factor,) = self.filters.factors([(seat.worker, seat.clock, update)])
+        if steps := update[0].steps:
+            self.steps[seat.clock] = max(steps, self.steps.get(seat.clock, 0))
         samples = self.assembler.samples(seat.samples)
         share = self.filters.shares(samples)[samples.index((seat.worker, seat.samples))]
         weight = share * self.gain.factor * factor if self.mode.rule is FoldRule.ADD else share * factor

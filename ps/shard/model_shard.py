@@ -161,7 +161,7 @@ class ModelShard:
             checks.append(CosineFilter(index))
         far = UnboundedNorms(store.weights_length, mode.rule is FoldRule.OPTIMIZER)
         self.filters = filters = UpdateFilters(
-            index, UpdateSampler(begin, end - begin), far, checks, alike=bool(robust)
+            index, UpdateSampler(begin, end - begin), far, checks, bool(robust), equal=settings.weigh == "equal"
         )
         self.folding: Folding = (
             FoldAtBarrier(mode, assembler, self.turn, gain, filters)
@@ -180,6 +180,7 @@ class ModelShard:
         self.given_round = -1  # the `source_round` of the ledger that `given` belongs to
         self.stage = ClockStage.FOLD
         self.min_clock = clock
+        self.steps = 0  # the run's steps before min_clock, as in `State`
         # by clock: the squared norm of this shard's part of a mean, until the norm over all shards is known
         self.norms: dict[int, float] = {}
         self.folds = 0  # async: updates folded since the newest publication
@@ -198,15 +199,16 @@ class ModelShard:
         for change in changes:
             self.store.apply(change)
             if isinstance(change, (SetFirstWeights, MergeStoppedModels, LoadArrays)):
-                self.publications.begin(self.min_clock)
+                self.publications.begin(self.min_clock, self.steps)
 
-    def begin(self, load: LoadArrays, recut: bool = False) -> None:
+    def begin(self, load: LoadArrays, recut: bool = False, steps: int = 0) -> None:
         """Continue from a checkpoint.
 
         Args:
             load: The arrays of the checkpoint.
             recut: True if the checkpoint was cut for another number of shards. Its files then serve as this shard's
                 checkpoint of that clock, and the shard does not write it again.
+            steps: The run's steps before that clock, as in `State`.
 
         Raises:
             NarrowsError: The checkpoint holds another number of keys.
@@ -214,6 +216,7 @@ class ModelShard:
         keys, held = self.store.size, load.arrays["x"].size
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
+        self.steps = steps
         self.apply([load])
         self.parent_slot.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
@@ -225,7 +228,8 @@ class ModelShard:
         primary. `parent_slot` comes along, since no checkpoint holds it.
         """
         self.parent_slot = before.parent_slot
-        self.begin(LoadArrays(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
+        arrays = before.store.arrays() | before.store.tables.arrays()
+        self.begin(LoadArrays(arrays, before.store.publication), steps=before.steps)
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
         """Return what a checkpoint holds: views of the keys' arrays, and copies of embedding rows.
@@ -328,6 +332,7 @@ class ModelShard:
 
     def _publish(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage PUBLISH: advance min_clock, and publish the state if the mode has a staleness bound."""
+        self.steps += self.folding.steps.pop(self.min_clock, 0)
         self.min_clock += 1
         self.assembler.settle(self.min_clock)
         return [*(self.publish() if self.mode.bound is not None else [])], True
@@ -336,7 +341,7 @@ class ModelShard:
         """Publish the state, and count the folds anew."""
         self.folds = 0
         keys = self.turn(self.min_clock - 1) if self.mode.fragments > 1 else None
-        return self.publications.make(keys, self.min_clock)
+        return self.publications.make(keys, self.min_clock, self.steps)
 
     def _write(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Stage CHECKPOINT: write one if the ledger asks for it. At a barrier the next clock waits for a tick after
@@ -372,7 +377,7 @@ class ModelShard:
         if not self.assembler.seats.keys() & {worker for worker, *_ in ledger.members}:
             # all workers are new: go to where the parent's run is
             self.min_clock, self.stage = place.at, ClockStage.FOLD
-            self.publications.begin(place.at)
+            self.publications.begin(place.at, self.steps)
             self.parent_slot.renew()
         if self.stage is not ClockStage.FOLD or self.min_clock < place.at:
             return []

@@ -115,11 +115,13 @@ class PublicationRecord:
         min_clock: The min clock of the published state.
         late: worker -> settled clock, of workers whose updates below min_clock are not all in this state (barrier).
         merging: How a child merges its own updates into this state.
+        steps: The run's steps before min_clock, as in `State`.
     """
 
     min_clock: int
     late: dict[int, int]
     merging: MergeFactors = PLAIN
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class StateHeader:
     settled: int
     contains: m.Weights
     merging: MergeFactors = PLAIN
+    steps: int = 0
 
 
 class Publications:
@@ -168,10 +171,10 @@ class Publications:
         self.made: dict[int, PublicationRecord] = {}
         self.founder = (-1, -1)  # worker and epoch of the child whose own weights the store's first publication is
 
-    def begin(self, min_clock: int) -> None:
+    def begin(self, min_clock: int, steps: int = 0) -> None:
         """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""
         self.founder = (-1, -1)
-        self.made = {self.store.publication: PublicationRecord(min_clock, {}, self._merging())}
+        self.made = {self.store.publication: PublicationRecord(min_clock, {}, self._merging(), steps)}
 
     def members(self) -> None:
         """Forget the children that are no member any more."""
@@ -179,12 +182,13 @@ class Publications:
         self.children = {who: child for who, child in self.children.items() if who in live}
         self.lasts &= {worker for (worker, _), child in self.children.items() if child.pull is not None}
 
-    def make(self, keys: Keys | None, min_clock: int) -> list[Log]:
+    def make(self, keys: Keys | None, min_clock: int, steps: int = 0) -> list[Log]:
         """Publish the state of `min_clock`.
 
         Args:
             keys: The range [begin, end) that has changed since the publication before; None if any key may have.
             min_clock: The min clock of the state.
+            steps: The run's steps before it, as in `State`.
 
         Returns:
             A log line if the coding of the downlink changes.
@@ -196,7 +200,7 @@ class Publications:
             for w, seat in self.assembler.seats.items()
             if seat.settled < min_clock and self.mode.barrier
         }
-        self.made[self.store.publication] = PublicationRecord(min_clock, late, self._merging())
+        self.made[self.store.publication] = PublicationRecord(min_clock, late, self._merging(), steps)
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
             del self.made[number]
         if after == before:
@@ -331,9 +335,8 @@ class Publications:
             pieces = codecs.raw_pieces(store.p[begin - store.begin : end - store.begin], begin, parts(begin, end))
         contains = self.folding.contains(seat, settled, number)
         made = self.made[number]
-        header = StateHeader(
-            0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging
-        )
+        whole = (0, keys is None, payload is not None, number)
+        header = StateHeader(*whole, made.min_clock, settled, contains, made.merging, made.steps)
         return _states(seat, pieces, header, now_ns)
 
     def follows(self, seat: PushSequence) -> bool:
@@ -391,6 +394,7 @@ def _states(seat: PushSequence, pieces: Sequence[codecs.Piece], header: StateHea
             gain=header.merging.gain,
             ahead=header.merging.ahead,
             agreement=header.merging.agreement,
+            steps=header.steps,
             sent_ns=now_ns,
             codec=piece.codec,
             payload=piece.payload,

@@ -32,6 +32,7 @@ from narrows.compression.errors import NonFinitePayloadError
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, covers
 from narrows.protocols.config.modes import Mode
+from narrows.protocols.config.settings import STALENESS_MAX
 from narrows.protocols.effects import Log
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.ps.store.changes import PushedUpdate
@@ -175,8 +176,8 @@ class PushAssembler:
                 f"update {push.clock} of worker {seat.worker}, whose clock is {seat.clock}: "
                 f"at most {self.mode.window} may be in flight"
             )
-        if not 0 <= push.samples <= m.CLOCK_MAX:
-            raise RemoteProtocolError(f"{push.samples} samples")
+        if not 0 <= push.samples <= m.CLOCK_MAX or not 0 <= push.steps <= STALENESS_MAX:
+            raise RemoteProtocolError(f"{push.samples} samples and {push.steps} local steps")
         pieces = seat.partial.get(push.clock, {}) | {push.part: push}
         uncovered = len(pieces) >= push.parts and not covers(
             [(each.begin, each.end) for each in pieces.values()], *keys

@@ -329,6 +329,7 @@ class Shard:
             at_rest=self.at_rest,
             ended=upward.ended,
             trouble=self.trouble,
+            steps=model_shard.steps if model_shard is not None else 0,
         )
 
     def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:

@@ -214,6 +214,8 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "sync": "bsp",
         "staleness": 1,
         "local_steps": 4,
+        "local_seconds": 5.0,
+        "weigh": "equal",
         "push": "gradient",
         "compress": "dense",
         "shards": 2,

@@ -146,6 +146,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
 
 @pytest.mark.parametrize(("above", "below", "said"), [
     (Settings(sync="bsp"), Settings(), "it takes gradients (--sync bsp) and a cluster pushes updates: start it with --push"),
+    (Settings(sync="local", local_seconds=5.0), Settings(), "its rounds end by time (--local-seconds), and a cluster's shards"),
     (Settings(sync="local", fragments=2), Settings(), "it merges fragments of the model (--fragments, --merge-delay, --merge-"),
     (Settings(dp_clip=1.0), Settings(), "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve"),
     (Settings(shards=2), Settings(), "it has 2 shards and this cluster 1, and each pushes to one: give --shards 2 here"),

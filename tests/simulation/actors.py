@@ -49,7 +49,7 @@ from narrows.ps.shard.shard import Shard
 from narrows.ps.store.changes import LoadArrays
 from narrows.ps.store.reduction import Mean
 from narrows.ps.store.reshard_arrays import recut
-from simulation.mirror import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
+from simulation.mirror import RATE, TABLE_ROWS, FloatArray, Violation, rows_given, steps_given
 from simulation.sample_ranges import IDLE_NS, SIZE, Work
 from simulation.shard_kills import Kept, Kill
 from simulation.simulator import Simulator
@@ -135,8 +135,8 @@ class Disk:
     slow_ns: int = NS // 5
     tears: Callable[[int, int], bool] = lambda shard, clock: False  # whether a checkpoint is torn once it is written
     torn: set[tuple[int, int]] = field(default_factory=set)
-    # They also have: of shard 0, the ranges; of each shard, which updates it has.
-    facts: dict[tuple[int, int], tuple[bytes, m.Pairs]] = field(default_factory=dict)
+    # They also have: of shard 0, the ranges; of each shard, which updates it has, and the run's steps.
+    facts: dict[tuple[int, int], tuple[bytes, m.Pairs, int]] = field(default_factory=dict)
 
     def takes_ns(self, shard: int, clock: int) -> int:
         """Not drawn: the other faults of a seed stay what they were."""
@@ -564,7 +564,7 @@ class Process:
         arrays = {name: array.copy() for name, array in planned.arrays(self.shard.ledger).items()}
         self.writing = (clock, arrays, planned.store.publication, planned.plan.packed())
         packed = self.coordinator.ranges.packed(clock) if self.coordinator is not None else b""
-        self.facts = (packed, planned.saved)  # of what is being written
+        self.facts = (packed, planned.saved, planned.steps)  # of what is being written
         takes_ns = 0 if self.server.over else self.run.disk.takes_ns(self.index, clock)
         if takes_ns:
             self.run.sim.at(self.run.sim.now_ns + takes_ns, self._on_disk, self.writing)
@@ -605,7 +605,8 @@ class Process:
             assert self.shard.model_shard is not None
             shards = self.shard.settings.shards
             load = LoadArrays(*self.run.disk.read(self.index, shards, clock))
-            self.shard.model_shard.begin(load, recut=self.run.disk.shards(clock) != shards)
+            recut, steps = self.run.disk.shards(clock) != shards, self.run.disk.facts[0, clock][2]
+            self.shard.model_shard.begin(load, recut, steps)
 
 
 class Worker:
@@ -854,7 +855,7 @@ class Worker:
             if not self.rows:
                 run.checker.pushed(self, clock, np.zeros(KEYS, np.float32), 0)
                 for shard, exchange in enumerate(self.exchanges):
-                    self._send(shard, exchange.skip(""))
+                    self._send(shard, exchange.skip("", self._steps_of(clock)))
                 return run.worker_pushed(self)
             self.rows.clear()
         values = run.gives(self, update_of(self.index, self.life, self.steps))
@@ -868,8 +869,12 @@ class Worker:
                 hyper, end = pack([RATES, [], RATES]), exchange.replica.end
                 at, gradient = rows_given((self.worker, self.epoch, clock))
                 more = [Piece(ROWS, end, end, rows.encode(0, self._rows_on(shard), at, gradient))]
-            self._send(shard, exchange.push(pieces, samples, hyper=hyper, rows=more))
+            self._send(shard, exchange.push(pieces, samples, "", hyper, more, self._steps_of(clock)))
         run.worker_pushed(self)
+
+    def _steps_of(self, clock: int) -> int:
+        """The local steps that its update is of, as in rounds by the clock."""
+        return steps_given(self.worker, clock) if self.settings.sync == "local" else 0
 
     def _finish(self) -> None:
         """All is pushed: wait until it is in, take the shared model, leave."""

@@ -4,6 +4,7 @@
     exactly once  a push is folded at most once, and is folded where it was acknowledged; what is given back never was
     weights       at a barrier samples over the sum of the set; at once over the live members, the dead ones' gone; where
                   updates are added that times the gain, which is measured anew from what was given, and counted once
+    steps         of the run before a clock are, of each round of `local`, the most of one worker, also after a restart
     sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
     quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
     the end       all workers end with one model, which is sent once all have done their last step
@@ -260,6 +261,9 @@ class Checker:
             shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
             if push in self.given.pushes and not shown:
                 raise Violation(f"own writes: {where} is settled to {state.settled} and lacks {push}")
+        steps = held.steps.get(state.min_clock, state.steps)
+        if mirror.mode.barrier and not master and state.steps != steps:
+            raise Violation(f"{where} says {state.steps} steps of the run, and its rounds had {steps}")
         if master:
             self._on_master(mirror, state, where)
             if self.pulls[*who, state.request].last:

@@ -63,6 +63,11 @@ def rows_given(push: PushId) -> tuple[npt.NDArray[np.uint32], FloatArray]:
     return at, np.array([[1], [1 + clock % 3]], np.float32)
 
 
+def steps_given(worker: int, clock: int) -> int:
+    """The local steps that an update of `local` is of."""
+    return 1 + (5 * worker + 3 * clock) % 11
+
+
 @dataclass(slots=True)
 class Given:
     """The log of the run, from outside the machines."""
@@ -97,6 +102,8 @@ class Held:
     gain: float = 1.0  # of a mean of updates
     agreement: float = 0.0
     whole: set[tuple[int, int]] = field(default_factory=set)  # worker, clock of all that are folded
+    # by clock, the run's steps before it: of each round the most of one worker (barrier)
+    steps: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def fold(self, push: PushId, weight: float, publication: int) -> None:
         if push not in self.folded:
@@ -115,6 +122,7 @@ class Held:
             clocks={who: clocks.copy() for who, clocks in self.clocks.items()},
             shown=self.shown.copy(),
             whole=self.whole.copy(),
+            steps=self.steps.copy(),
         )
 
 
@@ -424,6 +432,10 @@ class Mirror:
             if abs(weight - share) > CLOSE * share * self.case.scaled:
                 raise Violation(f"weight of {push} in {where} is {weight}, not {share}")
             held.fold(push, weight, held.publication)
+        if right is not None and clock in held.steps:
+            pairs = self.given.sets[self.process.shard.ledger.generation, clock]
+            counts = self.settings.sync == "local" and not self.given.parts  # a cluster's push has no steps
+            held.steps[clock + 1] = held.steps[clock] + max((steps_given(*pair) for pair in pairs if counts), default=0)
         self.batch, self.judged, held.closed = [], {}, clock + 1
 
     def _true_mean(self, pushes: list[tuple[float, PushId]], shrink: float = 1.0) -> FloatArray:

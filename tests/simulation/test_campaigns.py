@@ -27,12 +27,14 @@ from narrows.ps.coordinator.checkpoint_schedule import CheckpointSchedule
 from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.run import Seat
+from narrows.ps.shard.barrier import FoldAtBarrier
 from narrows.ps.shard.folding import FoldAtOnce
+from narrows.ps.shard.model_shard import ModelShard
 from narrows.ps.shard.publications import Publications
 from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.shard.shard import Shard
 from narrows.ps.shard.shard_requests import ShardRequests
-from narrows.ps.store.changes import Change, FloatArray, Fold, PushedUpdate, Terms
+from narrows.ps.store.changes import Change, FloatArray, Fold, LoadArrays, PushedUpdate, Terms
 from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
@@ -272,6 +274,23 @@ def longer(store: Store, terms: Terms) -> float:
 
 
 norm_of = Store.norm
+
+
+def without_steps(shard: ModelShard, load: LoadArrays, recut: bool = False, steps: int = 0) -> None:
+    """The run's steps are not in the checkpoint that a shard begins from."""
+    begin_of(shard, load, recut)
+
+
+def of_the_first(barrier: FoldAtBarrier, clock: int, pairs: Any) -> Any:
+    """A round has the steps of its first worker."""
+    pairs = list(pairs)
+    first = barrier.held[pairs[0][1]][pairs[0][0]][0].steps
+    found = terms_of(barrier, clock, pairs)
+    barrier.steps[clock] = first
+    return found
+
+
+begin_of, terms_of = ModelShard.begin, FoldAtBarrier._terms
 push_of, serve, next_whole, accept_of = ShardRequests._push, Publications.serve, PushAssembler.next, FoldAtOnce.accept
 change_of, mean_of, take_of = FoldAtOnce._change, WeightedMean.of, Exchange._take
 
@@ -322,6 +341,8 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
         [(Publications, "_settled", leaves_behind)], with_quorum, "own writes|is settled to"
     ),
     "a last model sent while others go on": ([(ShardRequests, "_last", at_once)], case_of, "is the last model, and workers"),
+    "a run's steps forgotten in a restart": ([(ModelShard, "begin", without_steps)], with_restart, "steps of the run"),
+    "the steps of one worker for those of a round": ([(FoldAtBarrier, "_terms", of_the_first)], case_of, "steps of the run"),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
     "a checkpoint that not all shards have": (NewestOfAny, with_restart, "has no checkpoint of it"),
     "a lease without end": (NoLease, case_of, "progress|has not ended"),

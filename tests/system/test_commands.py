@@ -532,7 +532,15 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
 
     start, *between, done = events
     versions = start.pop("versions")
-    about = {"mode": "ssp", "compress": "topk:0.5+int8", "workers": 2, "shards": 2, "local_steps": 1, "fragments": 1}
+    about = {
+        "mode": "ssp",
+        "compress": "topk:0.5+int8",
+        "workers": 2,
+        "shards": 2,
+        "local_steps": 1,
+        "local_seconds": -1.0,
+        "fragments": 1,
+    }
     assert start == about | {"parameters": 10}
     assert {"python", "narrows", "torch"} <= set(versions)
     members = [

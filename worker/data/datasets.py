@@ -107,6 +107,8 @@ class RunSampler(Sampler[int]):
             end = (first // each + 1) * each if self.steps is None else self.steps
         own: list[int] = []
         for step in range(first, end):
+            if first == now and ours.step_count >= end:
+                break  # the run's step grows by more than this worker's: rounds that it missed, or made fewer steps in
             epoch, place = divmod(step, each)
             if not own or not place:
                 own = self._own(epoch)

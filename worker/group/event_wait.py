@@ -49,11 +49,12 @@ class EventWait:
         link: delivers events.
         group: the group in which this process is one rank, if any.
         handle: called with each event, in order.
-        missed: called at each agreement of the ranks, for the attribute `missed`.
+        standing: called at each agreement of the ranks, for the attributes `missed` and `steps`.
         trace: counts the seconds of the waits.
 
     Attributes:
-        missed: the smallest result of all ranks' `missed` at the newest agreement.
+        missed: rounds that closed without this worker, at the newest agreement: the fewest that a rank knows.
+        steps: the run's steps before the present round, likewise (--local-seconds).
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class EventWait:
         link: MemberLink,
         group: Group | None,
         handle: Callable[[MemberEffect], None],
-        missed: Callable[[], int] = lambda: 0,
+        standing: Callable[[], tuple[int, int]] = lambda: (0, 0),
         trace: StepTrace | None = None,
     ) -> None:
-        self.link, self.group, self.handle, self._own_missed = link, group, handle, missed
+        self.link, self.group, self.handle, self._standing = link, group, handle, standing
         self.trace = trace or StepTrace()
-        self.missed = 0
+        self.missed = self.steps = 0
         self._call = 0  # index in CALLS of the script's newest call
         self._of_run: deque[MemberEffect] = deque()  # events of the whole run, not handled yet
         self._heard = 0  # events of the whole run that were received so far
@@ -146,8 +147,8 @@ class EventWait:
         """
         if (group := self.group) is None:
             return done
-        mine = (done, -self._heard, self._own_missed(), self._call, -self._call)
-        all_done, least, self.missed, first, last = self._together(lambda: group.least(*mine))
+        mine = (done, -self._heard, *self._standing(), self._call, -self._call)
+        all_done, least, self.missed, self.steps, first, last = self._together(lambda: group.least(*mine))
         if first != -last:
             self._refuse(group)
         newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S

@@ -120,6 +120,10 @@ class Group:
         """Return the values of rank 0."""
         return self.sums(values if self.leads else [0] * len(values))
 
+    def decided_by_first(self, value: bool) -> bool:
+        """Return the value of rank 0."""
+        return bool(self.of_first(value)[0])
+
     def sum(self, value: float) -> float:
         """Return the sum of all ranks' values, in float64 and the same on all ranks."""
         tensor = torch.tensor([value], dtype=torch.float64)

@@ -156,7 +156,7 @@ class Engine:
         self.slice = self._slice(inner, overlap)
         self.trace = StepTrace()
         self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments), self.trace)
-        self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.missed, self.trace)
+        self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.standing, self.trace)
         self.finished = self.left = self._started = False
         self.steps = 0
         self.before_step: list[Callable[[], object]] = []  # called before the script's optimizer changes its state
@@ -225,6 +225,17 @@ class Engine:
     def overlaps(self) -> bool:
         """True if gradients leave before step()."""
         return isinstance(self.sync, GradientStep) and self.sync.passes > 0
+
+    @property
+    def step_count(self) -> int:
+        """The optimizer steps of the run so far: the clock times the local steps, plus those since.
+
+        In rounds by the clock a round counts as many steps as the worker that made the most.
+        """
+        if not self.mode.seconds:
+            return self.sync.clock * self.mode.local_steps + self.sync.local_step
+        before = self.sync.shards.run_steps if self.group is None else self.waiting.steps
+        return before + self.sync.local_step
 
     # Events.
 

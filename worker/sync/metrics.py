@@ -37,7 +37,7 @@ class WorkerMetrics:
         self.engine, self.link = engine, link
         self.steps = self.updates = 0
         self.samples = 0  # samples of these steps, as loaders gave them
-        self.clock = engine.sync.clock
+        self.clock, self.step_count = engine.sync.clock, engine.step_count
         self.staleness = 0
         self.stale = [0] * (len(STALE) + 1)
         self.merging: dict[str, float] = {}
@@ -65,7 +65,7 @@ class WorkerMetrics:
         self.steps += 1
         self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
         self.updates += sync.clock > self.clock  # at most one a step, also if rounds closed without this worker
-        self.clock, self.merging = sync.clock, sync.merging
+        self.clock, self.merging, self.step_count = sync.clock, sync.merging, self.engine.step_count
         self.staleness = max(0, sync.staleness)
         self.stale[sum(self.staleness > end for end in STALE)] += 1
         self.stepped_s, self.parts, self.device = now_s, parts, self.engine.home.figures()
@@ -92,9 +92,7 @@ class WorkerMetrics:
 
     @property
     def left_steps(self) -> int:
-        sync = self.engine.sync
-        taken = self.clock * self.engine.mode.local_steps + sync.local_step
-        return int(max(0.0, min(self.shown.get("total_steps", 0.0), 1e15) - taken))
+        return int(max(0.0, min(self.shown.get("total_steps", 0.0), 1e15) - self.step_count))
 
     def rows(self) -> tuple[SummaryRow, ...]:
         """The summary row of this worker alone."""

@@ -86,6 +86,7 @@ class ShardExchanges:
         self.place = 0  # this worker's epoch at the server; it changes with each rejoin and each move of keys
         self.samples = 1 if group is None else group.size  # the weight of a push by default
         self.samples_pending = 0  # the weight of the next push; 0: the default
+        self.steps: dict[int, int] = {}  # by clock, local steps of own updates (`note_steps`)
 
     @property
     def whole(self) -> bool:
@@ -96,6 +97,20 @@ class ShardExchanges:
     def missed(self) -> int:
         """Rounds that closed without an update of this worker since it took its place (--quorum)."""
         return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.group is None else m.CLOCK_MAX)
+
+    @property
+    def run_steps(self) -> int:
+        """The run's steps before the present round, as far as this worker knows (--local-seconds).
+
+        Those in the pulled state, and the own steps that the state lacks. m.CLOCK_MAX for a rank without a shard.
+        """
+        settled = min((x.settled for x in self.exchanges), default=0)
+        known = min((x.steps for x in self.exchanges), default=0 if self.group is None else m.CLOCK_MAX)
+        return known + sum(steps for clock, steps in self.steps.items() if clock >= settled)
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        return self.missed, self.run_steps
 
     @property
     def staleness(self) -> int:
@@ -129,6 +144,7 @@ class ShardExchanges:
             self._cut(event)
         self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
         self.place = event.epoch
+        self.steps = {}
         for shard, exchange in self._each:
             begun = exchange.begin(*_place(event))
             self.link.send(shard, begun if follow else [])
@@ -136,6 +152,7 @@ class ShardExchanges:
     def _cut(self, event: e.MemberStarted | e.MemberResharded) -> None:
         """Make an exchange and a replica for each shard of this event. Residuals move with their keys."""
         before, first = self.replicas, not self.count
+        steps = min((x.steps for x in self.exchanges), default=0)
         if self.plan != self.tuning.plan:
             self.plan, self.mode = self.tuning.plan, self.tuning.mode
             self.arrays.fit_rounds(update_buffers(self.mode, self.tuning.quorum))
@@ -150,7 +167,7 @@ class ShardExchanges:
         else:
             for replica in self.replicas:
                 replica.inherit(before)
-        self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
+        self.exchanges = [Exchange(self.mode, each, self.whole, steps) for each in self.replicas]
         self._each = list(zip(self.ours, self.exchanges, strict=True))
 
     def _moved(self, event: e.MemberResharded) -> None:
@@ -196,7 +213,7 @@ class ShardExchanges:
             case e.MemberResharded():
                 self._moved(event)
             case e.LinkMeasured():
-                self.tuning.seen.append(event)
+                self.tuning.measured(event)
 
     def _with(self, shard: int) -> Exchange[Array]:
         return self.exchanges[shard - self.ours.start]
@@ -233,6 +250,11 @@ class ShardExchanges:
         """Set the weight of the next push; 0: the default."""
         self.samples_pending = samples
 
+    def note_steps(self, steps: int) -> None:
+        """Note the local steps of the next push, which a round by the clock tells the shards."""
+        settled = min((x.settled for x in self.exchanges), default=self.clock)
+        self.steps = {clock: known for clock, known in self.steps.items() if clock >= settled} | {self.clock: steps}
+
     def push(
         self,
         updates: Sequence[Array | ChunkedUpdate],
@@ -256,10 +278,11 @@ class ShardExchanges:
         with self.tuning.trace.encode:
             encoded = self._encoded(updates, last)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
+        steps = self.steps.get(self.clock, 0)
         for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
             if last:
                 exchange.replica.sent_last(self.clock)
-            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more))
+            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more, steps))
         self._said()
 
     def _encoded(self, updates: Sequence[Array | ChunkedUpdate], last: bool) -> list[Sequence[CodedPiece]]:
@@ -326,7 +349,7 @@ class ShardExchanges:
         self.samples_pending = 0
         coding = self._next_coding()
         for shard, exchange in self._each:
-            self.link.send(shard, exchange.skip(coding))
+            self.link.send(shard, exchange.skip(coding, self.steps.get(self.clock, 0)))
         self.clock += 1
 
     def _next_coding(self) -> str:
@@ -340,7 +363,7 @@ class ShardExchanges:
     def _said(self) -> None:
         self.samples_pending = 0
         self.clock += 1
-        if self.tuning.chooses:
+        if self.tuning.chooses or self.mode.seconds:
             self.link.ask_link()
 
     # The shared model.

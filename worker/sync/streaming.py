@@ -10,6 +10,8 @@ Rules
 - Update c is of one fragment. The worker pushes it after inner step (c + 1) h of the run. `merge_delay` inner steps
   later the worker waits for the state that has clock c, and merges the global values G (the replica of the fragment)
   into its local values L: L = a L + (1 - a) G. The next update of the fragment is L - G.
+- With --local-seconds a clock ends by time (`RoundClock`), so its steps differ between workers. A worker with fewer than
+  `merge_delay` steps in a clock merges before its next push.
 - At the end of the run each fragment is pushed once more, with its residual. The number of these turns follows
   from the settings and the clock alone, because all workers must take part in the same turns.
 """
@@ -37,12 +39,11 @@ class StreamingStep(UpdateStep):
     def step(self, closure: Callable[[], Any] | None) -> Any:
         if self.unmerged:
             self.shards.need(self.unmerged[-1] + 1)  # the state may then arrive during this step
-        pushes = self.local_step + 1 >= self.mode.local_steps
-        self.shards.wait_window() if pushes else self.engine.waiting.agree()
+        pushes = self.awaits_turn()
         if self.resume() and self.drops(closure):
             return None
         loss = self.inner_step(closure)
-        if self._merge_due() and pushes:
+        if self._merge_due(pushes) and pushes:
             self.push()
             self._pushed()
         self.seen_missed()
@@ -50,27 +51,35 @@ class StreamingStep(UpdateStep):
 
     def _pushed(self) -> None:
         self.unmerged.append(self.shards.clock - 1)
-        self._merge_due()
+        self._merge_due(False)
 
     def idle(self) -> None:
         self.shards.wait_window()
-        if self.resume() or not self._merge_due():
+        if self.resume() or not self._merge_due(True):
             return
-        self.push() if self.local_step else self.shards.skip()
+        self.push() if self.local_step else self.skip()
         self._pushed()
         self.seen_missed()
 
-    def _merge_due(self) -> bool:
-        """Merge the fragments of all clocks whose delay is over. Returns False if this worker had to rejoin."""
+    def _merge_due(self, pushes: bool) -> bool:
+        """Merge the fragments of all clocks whose delay is over. Returns False if this worker had to rejoin.
+
+        Args:
+            pushes: the present clock ends. One that ends by time has then merged all clocks before it.
+        """
         steps, delay = self.mode.local_steps, self.mode.merge_delay
-        while self.unmerged and self.shards.clock * steps + self.local_step >= (self.unmerged[0] + 1) * steps + delay:
+        while self.unmerged:
+            since = (self.shards.clock - self.unmerged[0] - 1) * steps + self.local_step
+            if since < delay and not (pushes and self.mode.seconds):
+                return True
             if not self._merge():
                 return False
         return True
 
     def _merge(self) -> bool:
         """Wait until the oldest clock is folded, and merge its fragment. Returns False if this worker had to rejoin."""
-        self.shards.wait_settled(self.unmerged[0] + 1)
+        with self.round.waiting():
+            self.shards.wait_settled(self.unmerged[0] + 1)
         if self.resume():
             return False
         clock = self.unmerged.popleft()

@@ -3,7 +3,8 @@
 Rules
 - A clock ends when its update is pushed. Its time is waiting, encoding and computing; computing is the rest of the
   time.
-- In a run without `auto` each ladder has one rung: nothing is chosen, and the link is not measured.
+- In a run without `auto` each ladder has one rung, and nothing is chosen. The link is then measured only for rounds by
+  the clock (`exchange_s`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class CodecTuning:
         self.sampled = 0  # samples of all pushes, as step_samples() gave them
         self.ended_s: float | None = None  # when the newest clock ended; None: before the first push
         self.seen: list[LinkMeasured] = []  # measurements of the link in this clock
+        self.exchange_s = 0.0  # that the link took for the update and the state of a clock; 0: not measured
         self.switches: list[tuple[int, Switch]] = []  # and the first clock of each; the session takes them out
         self.change(settings)
 
@@ -58,6 +60,12 @@ class CodecTuning:
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = self.auto.compressor
         self.coding = ""
+
+    def measured(self, event: LinkMeasured) -> None:
+        """Take a measurement of the link, which is asked for once a clock."""
+        self.exchange_s = (event.round_trip_ns + event.up_ns + event.down_ns) / NS
+        if self.chooses:
+            self.seen.append(event)
 
     def pushed(self, clock: int, group: Group | None = None, samples: int = 0) -> bool:
         """Note that the update of the clock before `clock` was pushed, and let `auto` choose.

@@ -9,7 +9,7 @@ How it works
     UpdateStep                     optimize, push c, wait, compose    optimize, push c + 1, wait, compose
     shards                                  fold c, publish                    fold c + 1, publish
 
-1. `step` waits until the window has room for one more update, if this step ends a clock (`Mode.local_steps`).
+1. `step` waits until the window has room for one more update, if this step ends a clock (`RoundClock`).
 2. If the worker had to rejoin, `resume` composes the replica anew, and a gradient of the old replica is dropped.
 3. `inner_step` steps the script's optimizer on the parameters.
 4. `push` sends the change of the parameters since the replica was composed. --dp-clip clips it, --dp-noise adds noise. A
@@ -43,6 +43,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
+from narrows.worker.runtime.round_clock import RoundClock
 from narrows.worker.sync.sample_client import SampleClient
 from narrows.worker.sync.shard_exchanges import ShardExchanges
 from narrows.worker.sync.sync_step import StepEngine
@@ -106,9 +107,11 @@ class UpdateStep:
         self.shards = ShardExchanges(
             engine.link, engine.mode, arrays, engine.tuning, engine.waiting.until, engine.group
         )
+        self.round = RoundClock(engine.mode, bool if engine.group is None else engine.group.decided_by_first)
         self.local_step = 0
         self.taken = 0  # local steps since the last push that were not skipped
         self.samples = 0  # samples of those steps, if the script calls step_samples(); else 0
+        self.weight = 0  # of the newest update of a round by the clock
         self.taking = SampleClient(engine, self)
         self.moved = False  # a local step was taken since the whole replica was composed
         self.composed = 0  # the epoch in which the replica was composed; another one after each rejoin
@@ -127,13 +130,15 @@ class UpdateStep:
 
     @property
     def merging(self) -> dict[str, float]:
-        return self.shards.merging
+        rounds = {"round_steps": float(self.round.steps)} if self.round.steps else {}
+        return self.shards.merging | rounds
 
     def weigh(self, samples: int) -> None:
         self.shards.weigh(self.shards.samples_pending + samples)
 
     def begin(self, event: e.MemberStarted) -> None:
         self.mode = self.engine.mode
+        self.round.anew()
         self.shards.begin(event)
 
     def handle(self, event: MemberEffect) -> None:
@@ -144,7 +149,8 @@ class UpdateStep:
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait for the state that the present clock needs, and compose the replica."""
-        self.shards.wait_ready(limit_s)
+        with self.round.waiting():
+            self.shards.wait_ready(limit_s)
         self.seen_missed()
         self.compose()
 
@@ -194,8 +200,7 @@ class UpdateStep:
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        pushes = self.local_step + 1 >= self.mode.local_steps
-        self.shards.wait_window() if pushes else self.engine.waiting.agree()
+        pushes = self.awaits_turn()
         if self.resume() and self.drops(closure):
             return None  # p.grad is of a replica before the rejoin: its staleness may exceed the bound
         loss = self.inner_step(closure)
@@ -203,6 +208,15 @@ class UpdateStep:
             self.push()
             self.ready()
         return loss
+
+    def awaits_turn(self) -> bool:
+        """Return whether the present step ends a clock, and wait until it may."""
+        if not self.round.ends(self.local_step):
+            self.engine.waiting.agree()
+            return False
+        with self.round.waiting():
+            self.shards.wait_window()
+        return True
 
     def idle(self) -> None:
         """Take part in the present clock without new samples: push the local steps so far, or an update of weight 0.
@@ -214,7 +228,7 @@ class UpdateStep:
             return
         self.shards.wait_window()
         if not self.resume():
-            self.push() if self.local_step else self.shards.skip()
+            self.push() if self.local_step else self.skip()
             self.ready()
 
     def inner_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -239,10 +253,10 @@ class UpdateStep:
         engine, hidden = self.engine, self.local_step and self.engine.hides
         moved = self.taken > 0 or self.mode.streams
         moved |= engine.group is None and engine.flat.overwritten() != ""  # the script has written to a parameter
-        self.local_step = self.taken = self.samples = 0
         if not (moved or hidden or (last and self.owes)):
-            self.shards.skip()
+            self.skip()
             return
+        self._end_round()
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         tables = self.engine.tables
@@ -252,6 +266,24 @@ class UpdateStep:
         with engine.trace.difference:
             values = [self.arrays.moved(each, turn, self.lazy) for each in keys]
         self.send("update", keys, values, last=last, hyper=hyper, rows=[] if last else tables.pieces())
+
+    def skip(self) -> None:
+        """End the present clock with an update of weight 0."""
+        self._end_round()
+        self.shards.skip()
+
+    def _end_round(self) -> None:
+        """Count the local steps of the clock whose update is about to be pushed, and begin the next.
+
+        The update of a round by the clock weighs by its steps, or by the samples that the script has named. One that has a
+        residual alone, at the end, weighs as the one before it.
+        """
+        if self.mode.seconds:
+            self.round.begin(self.local_step, self.shards.tuning.exchange_s)
+            self.shards.note_steps(self.local_step)
+            self.weight = self.shards.samples_pending or self.taken * self.shards.samples or self.weight
+            self.shards.weigh(self.weight)
+        self.local_step = self.taken = self.samples = 0
 
     def send(
         self,

@@ -64,7 +64,7 @@ def away(there: RemoteArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def facts(shards: int, clock: int) -> dict[str, Any]:
-    return {"publication": clock, "shards": shards, "plan": PLAN.packed()}
+    return {"publication": clock, "shards": shards, "plan": PLAN.packed(), "steps": 11 * clock}
 
 
 def write(folder: Path, shards: int, clock: int, which: Sequence[int]) -> None:
@@ -81,9 +81,9 @@ def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
 ) -> None:
     write(there.folder, shards, CLOCK, range(shards))
     begin, end = split(SIZE, 3)[2]
-    load, recut = away.load(3, CLOCK)
+    load, recut, steps = away.load(3, CLOCK)
     assert np.array_equal(load.arrays["x"], VALUES[begin:end] + CLOCK)
-    assert (load.publication, recut) == (CLOCK, shards != 3)
+    assert (load.publication, recut, steps) == (CLOCK, shards != 3, 11 * CLOCK)
     assert not list(away.folder.iterdir()), "nothing is left here"
 
 

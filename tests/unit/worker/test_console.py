@@ -32,6 +32,7 @@ def test_progress_goes_by_the_workers_that_are_there() -> None:
         "workers": 2,
         "shards": 1,
         "local_steps": 1,
+        "local_seconds": -1.0,
         "fragments": 1,
     }
     for worker in (0, 1):
@@ -63,6 +64,7 @@ def test_the_last_line_says_what_start_and_end_cost() -> None:
         "workers": 2,
         "shards": 1,
         "local_steps": 1,
+        "local_seconds": -1.0,
         "fragments": 1,
     }
     for worker, (up, down) in enumerate(((8_100_000, 8_200_000), (4_100_000, 8_200_000))):
