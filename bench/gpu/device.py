@@ -12,6 +12,7 @@ The parts, in the order in which they run:
 - losses: 50 steps of the byte GPT by two workers with --sync bsp, arrays on the device beside arrays on the host.
 - users: scripts as users write them (user.py), and every sync mode; the loss must fall.
 - kernels: torch.profiler's time of each kernel of an encode and of a fold, at 100 M values.
+- memory: what a worker under ssp takes of the card, by bench/speed/memory.py, 100 M parameters.
 - profile: cProfile's time of each Python function in 100 encodes and 100 folds, at 1 M values.
 - memcheck, racecheck: compute-sanitizer over the checks.
 
@@ -21,7 +22,8 @@ Rules
 - GB/s are bytes of the update (4 a value) over the median time, whatever a row really moves: a copy moves twice that.
 - Rows of `codes` take turns, so that all see the same clocks; each ends with a wait for the device.
 - "fold" starts from a payload in host memory: its check on the CPU and its way over PCIe are included. "whole step" is what a
-  worker does between two optimizer steps: difference, encode, fold of a state as large, and the replica composed.
+  worker does between two optimizer steps: encode of the parameters less their start, fold of a state as large, and the replica
+  composed.
 - A step is the median of the script's own, one worker and a server of two shards on this machine. Its parts
   are medians of the columns of ps-worker's record (docs/howto/trace.md), of the host's time.
 - Without a GPU this exits with 2 and says what is missing.
@@ -53,6 +55,7 @@ import numpy as np
 import torch
 
 from narrows.compression import ErrorFeedback, device, parse
+from narrows.compression.buffers import DeviceDifference
 from narrows.compression.codecs import coded_piece
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.kernels.jit import own_folder
@@ -87,6 +90,8 @@ STEP_LIMITS = {
     "9.8M": {"cycle:0.15+sign": 1.10, "topk:0.05+int8": 1.15},
     "100M": {"cycle:0.15+sign": 1.03, "topk:0.05+int8": 1.05},
 }
+MEMORY, MEMORY_ROW = str(launch.ROOT / "bench" / "speed" / "memory.py"), "ssp s=1, on a device"
+CARD_MODELS = 3.5  # the most that a worker takes over the arrays of its script, in models
 PROFILED = ("topk:0.05+int8", "cycle:0.15+sign")
 START_LIMITS_S = {"kernels on disk": 4.0, "no kernels on disk": 15.0}  # of the first step over that of --device cpu
 LOSSES_APART = 1e-6
@@ -241,13 +246,12 @@ def whole_step(
     """A replica's, of one shard with all keys."""
     count = updates[0].numel()
     replica = ArrayReplica(0, count, [((0, count), home.feedback(parse(spec), count, 0))], key_ranges, home=home)
-    before, update, clock = home.zeros(count), home.zeros(count), 0
+    before, clock = home.zeros(count), 0
     state = coded_piece(payload, 0, count)
 
     def step() -> None:
         nonlocal clock
-        torch.sub(updates[clock % 2], before, out=update)
-        pieces = replica.encode(update, clock)
+        pieces = replica.encode(DeviceDifference(updates[clock % 2], before), clock)
         replica.absorb([state], add=True)
         replica.base([(0.5, piece) for piece in pieces], 0, count, before)
         clock += 1
@@ -416,6 +420,21 @@ def steps_of(size: str) -> Callable[[Bench], None]:
     return part
 
 
+def memory(bench: Bench) -> None:
+    millions = 1 if bench.simulated else 100
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "lines.jsonl")
+        command = [sys.executable, MEMORY, "--rows", MEMORY_ROW, "--millions", str(millions), "--out", str(lines)]
+        launch.run(command, COMMAND_LIMIT_S, bench.environment())
+        (line,) = map(json.loads, lines.read_text("utf-8").splitlines())
+    found = {name: figure["value"] for name, figure in line["figures"].items() if name.startswith("worker")}
+    most = max(found[f"worker, {phase}"] for phase in ("join", "steps", "shared", "finish"))
+    figures: record.Figures = {name: (value, "models") for name, value in found.items()}
+    wanted = "" if bench.simulated else f"at most {CARD_MODELS} models"
+    held = not wanted or most <= CARD_MODELS
+    bench.tell("memory", MEMORY_ROW, figures, wanted, held, arguments={"millions": millions})
+
+
 class UserRun(NamedTuple):
     """What the workers of a user's script said: the first rank's losses, and the latest first step of all ranks."""
 
@@ -540,6 +559,7 @@ PARTS = {
     "losses": Part(losses, 200),
     "users": Part(users, 200),
     "kernels": Part(kernels, 90),
+    "memory": Part(memory, 120),
     "profile": Part(profile, 60),
     "memcheck": Part(sanitized("memcheck"), 250),
     "racecheck": Part(sanitized("racecheck"), 250),
