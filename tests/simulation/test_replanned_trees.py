@@ -68,9 +68,9 @@ def stays(membership: ParentMembership, code: int, text: str, now_ns: int) -> li
     return []
 
 
-def anew(planned: ModelShard, load: LoadArrays, recut: bool = False) -> None:
+def anew(planned: ModelShard, load: LoadArrays, *more: Any, **others: Any) -> None:
     """A shard that goes on begins with other weights than its checkpoint has."""
-    begin(planned, replace(load, arrays=load.arrays | {"x": load.arrays["x"] + 1}), recut)
+    begin(planned, replace(load, arrays=load.arrays | {"x": load.arrays["x"] + 1}), *more, **others)
 
 
 begin = ModelShard.begin
