@@ -245,7 +245,9 @@ def whole_step(
 ) -> Callable[[], Any]:
     """A replica's, of one shard with all keys."""
     count = updates[0].numel()
-    replica = ArrayReplica(0, count, [((0, count), home.feedback(parse(spec), count, 0))], key_ranges, home=home)
+    replica: ArrayReplica[Any] = ArrayReplica(
+        0, count, [((0, count), home.feedback(parse(spec), count, 0))], key_ranges, home=home
+    )
     before, clock = home.zeros(count), 0
     state = coded_piece(payload, 0, count)
 

@@ -155,17 +155,29 @@ def sentences(said: str) -> list[str]:
     return [line for line in said.splitlines() if not (line.startswith("ps-worker: ") and line.endswith(" ..."))]
 
 
-def descendants(pid: int) -> list[int]:
+class Pid(int):
+    """The pid of a process, and when it began. The system gives its number to another process once it has ended."""
+
+    began: str
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name: state, parent, ...; the time of the start is the 20th."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def descendants(pid: int) -> list[Pid]:
     """Return the pids of all descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    children: dict[int, list[Pid]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = [pid]
+            fields, child = _stat(folder.name), Pid(folder.name)
+            child.began = fields[19]
+            children.setdefault(int(fields[1]), []).append(child)
+    found = [*children.get(pid, [])]
     for each in found:
         found += children.get(each, [])
-    return found[1:]
+    return found
 
 
 def kill_all(pid: int) -> None:
@@ -181,14 +193,16 @@ def kill_all(pid: int) -> None:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(_stat(pid)[1])
 
 
 def alive(pid: int) -> bool:
+    """Return whether a process is there and no zombie. `descendants` has told which one of that number."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        fields = _stat(pid)
     except OSError:
         return False
+    return fields[0] != "Z" and getattr(pid, "began", fields[19]) == fields[19]
 
 
 # Tests that run at the same time look in other places. What was given out is not given again before all others were: nobody
