@@ -26,7 +26,7 @@ from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run, Seat
 from narrows.ps.planner.host_memory import UNKNOWN, VALUE_BYTES, HostMemory, server_models, too_small
-from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import IN_RUN, WAYS, ModeAndSpec
 from narrows.ps.planner.replanning import ChildRates, WayPrice, in_turn, present, prices, unmeasured
 from narrows.ps.planner.step_prices import CodecCost
 
@@ -140,7 +140,7 @@ class Replans(Decision):
         rates = [child for _, child in children]
         at_once = in_turn(rates) if run.mode.seconds else rates
         now = present(run.settings, self.coded, at_once[0].own_s)
-        ways = self._roomy(now, WAYS if self.resharding.fixed else BELOW)
+        ways = self._roomy(now, WAYS if self.resharding.fixed else IN_RUN)
         (here,) = prices(at_once, self.members.plan.size, self.coded, [now])
         others = prices(rates, self.members.plan.size, self.coded, ways) if ways else []
         if not others:

@@ -43,7 +43,7 @@ from narrows.ps.planner.candidate_prices import (
     undominated,
 )
 from narrows.ps.planner.host_memory import VALUE_BYTES, server_models, worker_models
-from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import BELOW, DENSE_UPDATES, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Array, Network, named
 from narrows.ps.planner.step_prices import (
     BusyWire,
@@ -112,7 +112,7 @@ class Chooser:
         self.simple: list[Plan] = []  # the cheapest plans of each simple shape
         self.least = np.inf  # the least cost so far, of the shape that is being priced
         sizes = range(max(2, len(self.hosts)) + 1)
-        self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
+        self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in (DENSE_UPDATES, *WAYS)}
         self._steps: dict[tuple[tuple[ModeAndSpec, ...], tuple[ModeAndSpec, ...]], Array] = {}
 
     def own_s(self, below: ModeAndSpec, groups: Groups) -> Array:
@@ -147,13 +147,14 @@ class Chooser:
     def times(self, above: ModeAndSpec, below: ModeAndSpec, children: Indices) -> Array:
         """Return (b,) steps to a loss, as a multiple of bsp's, of groupings whose root has `children`, (b,), children.
 
-        A mean over the updates of several optimizers costs steps. A cluster under bsp has one optimizer; under another
-        mode each of its workers has an optimizer of its own.
+        A mean over the updates of several optimizers costs steps. A cluster under bsp has one optimizer, unless its
+        workers push updates; under another mode each of its workers has an optimizer of its own. Clusters push updates
+        under bsp too.
         """
-        n, one, two = len(self.hosts), self.steps[above], self.steps[below]
-        if below.sync == "bsp":
-            return np.asarray(one[children])
-        found: Array = np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
+        n, two = len(self.hosts), self.steps[below]
+        one = self.steps[above if above.own_optimizers else DENSE_UPDATES]
+        clustered = max(one[n] * two[2], one[2] * two[n]) if below.own_optimizers else one[children]
+        found: Array = np.where(children == n, self.steps[above][n], clustered)
         return found
 
     def steps_of(self, aboves: Sequence[ModeAndSpec], belows: Sequence[ModeAndSpec], children: Indices) -> Array:

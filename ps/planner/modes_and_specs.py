@@ -23,6 +23,8 @@ COUNTS = (2, 4, 8, 16)  # numbers of children with which losses were measured
 # Loss over bsp's of ssp with topk:0.11+sign for each of COUNTS, after 400 steps, each at its best learning rate. A row
 # that was not measured with so many children is taken to lose as much more from one count to the next.
 GROWS = (0.0, 0.028, 0.077, 0.145)
+# Likewise of bsp whose children push updates, with int4 both ways (bench/loss/run_jobs.py, over 1.827, bsp's loss there).
+UPDATES = (0.0, 0.011, 0.017, 0.019)
 # Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: five rows of bench/contenders/wan.py agree within 13 %.
 STEPS_POWER = 4.7
 
@@ -39,6 +41,7 @@ class ModeAndSpec:
     compress: str = "dense"  # the SPEC
     staleness: int = -1  # -1: the mode's default
     local_steps: int = -1  # -1: the mode's default
+    push: str = ""  # "update": as --push has it, with the SPEC both ways; "": the mode's default
 
     def flags(self, updates: bool = False) -> dict[str, Any]:
         """Return the flags of ps-serve, as Settings names them.
@@ -46,8 +49,14 @@ class ModeAndSpec:
         `updates` is true where the server's children are clusters.
         """
         given = {"staleness": self.staleness, "local_steps": self.local_steps, "compress": self.compress}
-        given |= {"push": "update"} if updates and self.sync == "bsp" else {}
+        given["push"] = "update" if updates and self.sync == "bsp" else self.push
+        given["compress_down"] = self.compress if self.push else ""
         return {"sync": self.sync} | {name: value for name, value in given.items() if value != DEFAULTS[name]}
+
+    @property
+    def own_optimizers(self) -> bool:
+        """True if each child has an optimizer of its own, of whose updates the server takes the mean."""
+        return self.sync != "bsp" or self.push == "update"
 
     @cached_property
     def mode(self) -> Mode:
@@ -67,7 +76,7 @@ class ModeAndSpec:
 
         Between two of COUNTS the loss is linear in the logarithm.
         """
-        if children < 2 or self.sync == "bsp":
+        if children < 2 or not self.own_optimizers:
             return 1.0
         rest = len(self.over) - 1
         over = [*self.over, *(self.over[-1] + grows - GROWS[rest] for grows in GROWS[rest + 1 :])]
@@ -79,13 +88,17 @@ class ModeAndSpec:
     def __str__(self) -> str:
         bound = f", S = {self.staleness}" if self.staleness > 0 else ""
         steps = f", H = {self.local_steps}" if self.local_steps > 0 else ""
-        return f"{self.sync}{bound}{steps}, {self.compress}"
+        push = f", push {self.push}" if self.push else ""
+        return f"{self.sync}{bound}{steps}{push}, {self.compress}"
 
 
+# bsp as a run has it whose children push updates: clusters, or a run that changes to bsp while it runs.
+# With 16 children dense measured as int4 does, within what seeds differ by; with 4 it loses no more than a clock late.
+DENSE_UPDATES = ModeAndSpec("bsp", (0.0, 0.002, *UPDATES[2:]), push="update")
 WAYS = (
     ModeAndSpec("bsp", (0.0,)),  # equal to one process
     ModeAndSpec("ssp", (0.0, 0.002, 0.031, 0.077), staleness=1),
-    ModeAndSpec("ssp", (0.0,), "int4", staleness=1),
+    ModeAndSpec("ssp", (0.0, 0.002, 0.031, 0.088), "int4", staleness=1),  # with 4 and 8 as dense
     ModeAndSpec("ssp", GROWS, "topk:0.11+sign", staleness=1),
     ModeAndSpec("ssp", (0.004,), "topk:0.11+sign", staleness=2),
     ModeAndSpec("ssp", (0.018,), "cycle:0.25/0.24+sign", staleness=1),
@@ -97,5 +110,8 @@ WAYS = (
     # clocks: 7.2 %.
     ModeAndSpec("async", (0.072, 0.111), "topk:0.11+sign"),
     ModeAndSpec("local", (0.083, 0.177, 0.26), local_steps=50),
+    ModeAndSpec("bsp", UPDATES, "int4", push="update"),
+    ModeAndSpec("bsp", (0.0, 0.03, 0.038, 0.048), "topk:0.5+sign", push="update"),
 )
 BELOW = tuple(way for way in WAYS if way.sync in ("bsp", "ssp"))  # inside a cluster
+IN_RUN = (DENSE_UPDATES, *(way for way in BELOW if way.own_optimizers))  # to which a run changes while it runs

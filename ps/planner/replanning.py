@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from narrows.protocols.config.settings import Settings
-from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import DENSE_UPDATES, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.step_prices import CodecCost, StepPrices, TrainingWork
 
@@ -100,9 +100,9 @@ def unmeasured(settings: Settings, own_s: float = 0.0) -> ModeAndSpec:
     steps = settings.local_steps if settings.sync == "local" else -1
     if settings.local_seconds > 0 and own_s:
         steps = min(steps, max(1, round(settings.local_seconds / own_s)))
-    return ModeAndSpec(
-        settings.sync, (), settings.compress, settings.staleness if settings.staleness > 0 else -1, steps
-    )
+    staleness = settings.staleness if settings.staleness > 0 else -1
+    push = settings.push if settings.sync == "bsp" and settings.push == "update" else ""
+    return ModeAndSpec(settings.sync, (), settings.compress, staleness, steps, push)
 
 
 def present(settings: Settings, coded: Mapping[str, CodecCost], own_s: float = 0.0) -> ModeAndSpec:
@@ -113,8 +113,8 @@ def present(settings: Settings, coded: Mapping[str, CodecCost], own_s: float = 0
     """
     way = unmeasured(settings, own_s)
 
-    def far(row: ModeAndSpec) -> tuple[bool, float, int]:
+    def far(row: ModeAndSpec) -> tuple[bool, bool, float, int]:
         wide = abs(math.log(coded[row.compress].bytes / coded[way.compress].bytes))
-        return row.sync != way.sync, wide, abs(row.staleness - way.staleness)
+        return row.sync != way.sync, row.push != way.push, wide, abs(row.staleness - way.staleness)
 
-    return ModeAndSpec(way.sync, min(WAYS, key=far).over, way.compress, way.staleness, way.local_steps)
+    return replace(way, over=min((DENSE_UPDATES, *WAYS), key=far).over)

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit.planned_networks import cities, planned
+from kit.planned_networks import cities, planned, told
 from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
 from narrows.protocols.config.deployment import Deployment, StageServer, WorkerProcess, parse
@@ -254,7 +255,7 @@ def test_a_host_without_a_server_is_told_what_it_has_instead(tmp_path: Path) -> 
 def test_what_ps_plan_prints_runs_as_it_is_printed_with_its_keys(tmp_path: Path, form: str, shared: bool) -> None:
     """Two clusters of two. All hosts have one home, or each has a folder of its own, to which the keys are handed over that the
     output names."""
-    place, network = random.SystemRandom().randrange(1 << 14), cities([2, 2], 20, 20)
+    place, network = random.SystemRandom().randrange(1 << 14), cities([2, 2], 2, 20)
     address = {name: f"127.{64 + place // 256}.{place % 256}.{i + 1}" for i, name in enumerate(network.hosts)}
     homes = {name: tmp_path if shared else tmp_path / name for name in network.hosts}
     output, document = planned(
@@ -285,6 +286,36 @@ def test_what_ps_plan_prints_runs_as_it_is_printed_with_its_keys(tmp_path: Path,
         ]
         for command in sorted(running, key=lambda command: command.words[0], reverse=True):  # workers first
             assert command.wait() == 0, "\n".join(map(str, running))
+
+
+def test_a_plan_of_updates_without_delay_carries_its_flags_and_runs(tmp_path: Path) -> None:
+    """The plan of sixteen workers, of whom two run: the root's host and another one."""
+    place, network = random.SystemRandom().randrange(1 << 14), cities([1] * 16, 100, 20)
+    address = {name: f"127.{64 + place // 256}.{place % 256}.{i + 1}" for i, name in enumerate(network.hosts)}
+    output, document = planned(
+        tmp_path, network, "--script", "script.py", "--step", "3", "--insecure", "--commands", "long",
+        *(word for each in address.items() for word in ("--address", "=".join(each))),
+    )  # fmt: skip
+    (serves,) = (words for words in told(output) if words[0] == "ps-serve" and "--join" not in words)
+    given = dict(pairwise(serves))
+    named = {"--sync": "bsp", "--push": "update", "--compress": "int4", "--compress-down": "int4"}
+    assert named.items() <= given.items() and "--staleness" not in given
+    root = document["stages"][0]["host"]
+    names = [root, next(name for name in network.hosts if name != root)]
+    document["hosts"], document["guests"] = {name: address[name] for name in names}, []
+    document["processes"] = [document["processes"][i] | {"replica": i, "host": name} for i, name in enumerate(names)]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    (tmp_path / "script.py").write_text(f"import sys\n{SCRIPT % 'if step_count() > 3: break'}")
+    with ExitStack() as stack:
+
+        def start(command: str, host: str, *more: str) -> Command:
+            return stack.enter_context(started(command, "--plan", "plan.json", "--host", host, *more, cwd=tmp_path))
+
+        server = start("ps-serve", root, "--checkpoint-dir", "none", "--record", "run.jsonl")
+        workers = [start("ps-worker", name, "script.py") for name in names]
+        assert all(command.wait() == 0 for command in (*workers, server)), "\n".join(map(str, (server, *workers)))
+    run = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
+    assert run["summary"] == "--sync bsp, staleness 0, --compress int4, --compress-down int4"
 
 
 def test_a_key_that_was_not_handed_over_is_named_with_both_places(

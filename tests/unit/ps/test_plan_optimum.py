@@ -29,10 +29,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 # Mode, S, SPEC, H, updates in flight, bytes a parameter, loss over bsp with 2, 4, 8, 16 children.
 GROWS = (0.0, 0.028, 0.077, 0.145)
+# Of bsp whose children push updates: dense, with int4 both ways, with topk:0.5+sign both ways.
+UPDATES, INT4, HALF = (0.0, 0.002, 0.017, 0.019), (0.0, 0.011, 0.017, 0.019), (0.0, 0.03, 0.038, 0.048)
 ROWS: tuple[tuple[str, int, str, int, int, float, tuple[float, ...]], ...] = (
     ("bsp", 0, "dense", 1, 1, 4.0, (0.0,)),
     ("ssp", 1, "dense", 1, 2, 4.0, (0.0, 0.002, 0.031, 0.077)),
-    ("ssp", 1, "int4", 1, 2, 0.531, (0.0,)),
+    ("ssp", 1, "int4", 1, 2, 0.531, (0.0, 0.002, 0.031, 0.088)),
     ("ssp", 1, "topk:0.11+sign", 1, 2, 0.0786, GROWS),
     ("ssp", 2, "topk:0.11+sign", 1, 3, 0.0786, (0.004,)),
     ("ssp", 1, "cycle:0.25/0.24+sign", 1, 2, 0.0333, (0.018,)),
@@ -42,7 +44,10 @@ ROWS: tuple[tuple[str, int, str, int, int, float, tuple[float, ...]], ...] = (
     ("ssp", 2, "cycle:0.03+sign", 1, 3, 0.00404, (0.099,)),
     ("async", 0, "topk:0.11+sign", 1, 4, 0.0786, (0.072, 0.111)),
     ("local", 0, "dense", 50, 1, 4.0, (0.083, 0.177, 0.26)),
+    ("bsp", 0, "int4", 1, 1, 0.531, INT4),
+    ("bsp", 0, "topk:0.5+sign", 1, 1, 0.1914, HALF),
 )
+SHARED = np.array([row[0] == "bsp" and row[2] == "dense" for row in ROWS])  # one optimizer, on the server
 BELOW = np.array([row[0] in ("bsp", "ssp") for row in ROWS])
 DENSE, FREE = (np.array([row[at] == word for row in ROWS]) for at, word in ((2, "dense"), (0, "async")))
 LOCAL, WINDOW, BYTES = (np.array([float(row[at]) for row in ROWS]) for at in (3, 4, 5))  # type: ignore[arg-type]
@@ -51,13 +56,14 @@ INSIDE = np.where(DENSE, 1.0, WINDOW)
 
 
 @cache
-def steps(children: int) -> Array:
-    """By row, steps to a loss beside those of bsp."""
+def steps(children: int, clusters: bool = False) -> Array:
+    """By row, steps to a loss beside those of bsp. Clusters push updates under bsp too."""
     found = []
-    for mode, *_, over in ROWS:
+    for shared, (*_, over) in zip(SHARED, ROWS, strict=True):
+        over = UPDATES if shared and clusters else over
         losses = [*over, *(over[-1] + more - GROWS[len(over) - 1] for more in GROWS[len(over) :])]
         loss = float(np.interp(np.log2(max(children, 2)), (1, 2, 3, 4), losses))
-        found.append(1.0 if mode == "bsp" or children < 2 else (1 + loss) ** 4.7)
+        found.append(1.0 if (shared and not clusters) or children < 2 else (1 + loss) ** 4.7)
     return np.array(found)
 
 
@@ -160,10 +166,10 @@ class World:
             for thing in below[way] | above[way]:
                 sent = below[way][thing] * BYTES[:, None] + above[way][thing] * BYTES / LOCAL
                 step = np.maximum(step, sent * self.parameters / self.rates[thing])
-        n, one = len(kept), steps(len(groups))
-        many = np.maximum(steps(n)[None] * steps(2)[:, None], steps(2)[None] * steps(n)[:, None])
-        bsp = np.array([row[0] == "bsp" for row in ROWS])[:, None]
-        times = np.where(bsp | (len(groups) == n), one[None], many)
+        n, clusters = len(kept), len(groups) < len(kept)
+        one, two, all_ = (steps(count, clusters) for count in (len(groups), 2, n))
+        many = np.maximum(all_[None] * steps(2)[:, None], two[None] * steps(n)[:, None])
+        times = np.where(SHARED[:, None] | (not clusters), one[None], many)
         return np.where(BELOW[:, None], step * times, np.inf)
 
     def alike(self) -> list[int]:

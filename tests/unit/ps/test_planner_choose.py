@@ -30,7 +30,7 @@ from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.candidate_prices import partitions
 from narrows.ps.planner.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, TIE, Chooser, choices, choose, simplest_first
-from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import BELOW, DENSE_UPDATES, STEPS_POWER, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.network_places import placed
 from narrows.ps.planner.step_prices import (
@@ -50,9 +50,12 @@ from narrows.worker.command import cli as worker
 CODED = coded()
 NS = 1_000_000_000
 NETWORKS = Path(__file__).parent / "networks"
+PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 
 
 WORK = TrainingWork(2e6, 0.1, CODED)
+# Loss over bsp of 16 workers that push updates without delay, with int4 and with topk:0.5+sign both ways.
+INT4, HALF = 0.019, 0.048
 
 
 # The price.
@@ -130,7 +133,9 @@ def plainly(network: Network, groups: Groups, above: ModeAndSpec, below: ModeAnd
         for servers in product(*groups)
     ]
     n, clusters = len(network.hosts), len(groups) < len(network.hosts)
-    if below.sync == "bsp" or not clusters:
+    if clusters and above == WAYS[0]:  # clusters push updates
+        above = DENSE_UPDATES
+    if below == WAYS[0] or not clusters:
         return min(found) * above.steps(len(groups))
     return min(found) * max(above.steps(n) * below.steps(2), above.steps(2) * below.steps(n))
 
@@ -205,6 +210,7 @@ def way_of(flags: dict[str, Any]) -> ModeAndSpec:
     ({"sync": "ssp", "staleness": 1, **SPARSE}, {"sync": "ssp", "staleness": 1, **SPARSE}, (0.1, 0.1, 0.1, 0.1), 0.8, 1.01),
     ({"sync": "ssp", "staleness": 2, **SPARSE}, {"sync": "ssp", "staleness": 1, **SPARSE}, (0.1, 0.12, 0.2, 0.1), 0.99, 1.01),
     ({"sync": "bsp", "push": "update"}, None, (0.1, 0.15, 0.1, 0.2), 0.99, 1.01),
+    ({"sync": "bsp", "push": "update", **SPARSE}, None, (0.1, 0.15, 0.1, 0.2), 0.99, 1.01),
     ({"sync": "ssp", "staleness": 2, **SPARSE}, None, (0.1, 0.1, 0.1, 0.2), 0.99, 1.01),
     ({"sync": "async", **SPARSE}, None, (0.1, 0.1, 0.2, 0.3), 0.99, 1.01),
 ], ids=str)  # fmt: skip
@@ -257,12 +263,39 @@ def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> No
         assert found == pytest.approx(max(whole / shards, 0.1 + whole / shards / 2), rel=0.01)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way.push], ids=str)
+def test_updates_without_delay_take_a_whole_exchange_in_each_step(way: ModeAndSpec) -> None:
+    """Nothing of it is hidden behind computing, and states are as wide as updates."""
+    prices, size = StepPrices(cities([1, 1], 20, 60), WORK), CODED[way.compress].bytes * WORK.parameters
+    found = prices.above_s(way, prices.compute_s, ((0,), (1,)), np.array([0]))[0]
+    assert found == pytest.approx(0.1 + 2e-9 * WORK.parameters + 2 * 0.06 + 2 * size / 2.5e6, rel=1e-3)
+    settings = Settings(**way.flags()).validated()
+    assert (settings.sync, settings.push, settings.mode().window) == ("bsp", "update", 1)
+    assert settings.compress == settings.compress_down == way.compress
+    assert way.flags() == way.flags(updates=True)
+
+
 # The choice.
+
+
+# Seconds of a step, Mbit/s, the SPEC of updates without delay; "": updates travel while workers compute.
+@pytest.mark.parametrize(("step_s", "mbits", "spec"), [(0.3, 20, ""), (1.0, 100, "topk:0.5+sign"), (3.0, 100, "int4")])
+def test_sixteen_workers_wait_for_a_link_where_that_ends_sooner(step_s: float, mbits: float, spec: str) -> None:
+    """The least of seconds x steps by the measured losses. Two workers on the same links never wait."""
+    network, work = cities([1] * 16, mbits, 20), replace(WORK, step_s=step_s)
+    plan, two = choose(network, work), choose(cities([1] * 2, mbits, 20), work)
+    assert not plan.clusters and bool(plan.above.push) == bool(spec) and not two.above.push
+    assert plan.above.compress == spec or not spec
+    prices, over = StepPrices(network, work), {"int4": INT4, "topk:0.5+sign": HALF}
+    for way in WAYS:
+        found = prices.above_s(way, prices.compute_s, tuple((host,) for host in range(16)), prices.hosts)[0]
+        cost = found * (1 + over[way.compress]) ** STEPS_POWER if way.push else found * way.steps(16)
+        assert plan.cost * PATIENT <= cost, way
 
 
 def test_two_cities_are_two_clusters_and_a_rack_is_none() -> None:
     far, rack = (
-        choose(cities([3, 3], 20, 60), replace(WORK, step_s=3.0)),
+        choose(cities([3, 3], 2, 60), replace(WORK, step_s=3.0)),
         choose(cities([4], 20, 60), TrainingWork(2e4, 10.0, CODED)),
     )
     assert far.groups == ((0, 1, 2), (3, 4, 5))
@@ -472,6 +505,15 @@ def test_a_loss_grows_with_children_and_goes_on_after_sixteen() -> None:
     assert WAYS[0].steps(512) == 1
 
 
+@pytest.mark.parametrize("way", [*WAYS[1:], DENSE_UPDATES], ids=str)
+def test_the_page_has_the_losses_of_each_way(way: ModeAndSpec) -> None:
+    mode = f"`{way.sync} --push {way.push}`" if way.push else f"`{way.sync}`"
+    mode += f", S = {way.staleness}" if way.staleness > 0 else f", H = {way.local_steps}" if way.local_steps > 0 else ""
+    both = " both ways" if way.push and way.compress != "dense" else ""
+    losses = ", ".join(f"{100 * loss:.3g}" for loss in way.over)
+    assert f"\n| {mode}, `{way.compress}`{both} | {losses} | " in PAGE.read_text("utf-8")
+
+
 def test_single_linkage_cuts_where_rates_differ_most() -> None:
     network = cities([2, 1, 2], 20, 60)
     assert cuts(network, 9) == [((0, 1), (2,), (3, 4))]
@@ -578,7 +620,7 @@ def test_a_plan_minds_the_wire_of_a_slower_city() -> None:
 def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> None:
     """Guests have no flags: the root says what the run is."""
     words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form, "--step", "3")
-    output, plan = planned(tmp_path, cities([2, 2], 20, 60), *words)
+    output, plan = planned(tmp_path, cities([2, 2], 2, 60), *words)
     servers = [*plan["stages"], *plan["clusters"]]
     assert len(servers) == 3 and all(s["flags"]["replan"] == "change" for s in servers)
     layout = parse(json.dumps(plan))
@@ -686,7 +728,7 @@ def test_one_cluster_is_not_said_to_be_several(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("access", [["--insecure"], []])
 def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: list[str]) -> None:
-    network = cities([2, 2, 1], 20, 60)
+    network = cities([2, 2, 1], 2, 60)
     output, plan = planned(
         tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", "--commands", "long",
         "--step", "3", *access,

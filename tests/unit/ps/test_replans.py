@@ -22,7 +22,7 @@ from narrows.ps.coordinator.replans import Replans
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Run, Seat
 from narrows.ps.planner.host_memory import UNKNOWN, HostMemory, parent_models, server_models, too_small, worker_models
-from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import BELOW, DENSE_UPDATES, IN_RUN, WAYS, ModeAndSpec
 from narrows.ps.planner.replanning import ChildRates, present, prices
 from narrows.ps.planner.step_prices import coded
 
@@ -55,6 +55,7 @@ class Watched:
         run.move("start")
         rounds.open(0)
         self.steps, self.now_s, self.links, self.memory_bytes = 0, 0, [WIDE, WIDE], 0
+        self.computing_s = 0.1  # of a step
 
     def joins(self) -> None:
         seat = self.run.sit(m.Hello(f"{len(self.seats)}", "leipzig"), b"", 0)
@@ -62,10 +63,10 @@ class Watched:
         self.rounds.enter(seat, 0)
         self.seats.append(seat)
 
-    def says(self, seat: Seat, rate: float, computing_s: float = 0.1, runs: str = "") -> None:
+    def says(self, seat: Seat, rate: float, runs: str = "") -> None:
         told = Summary(
             steps=self.steps,
-            compute_seconds=self.steps * computing_s,
+            compute_seconds=self.steps * self.computing_s,
             rate_up=rate,
             rate_down=rate,
             memory_bytes=self.memory_bytes,
@@ -172,7 +173,9 @@ def test_a_plan_fits_into_the_memory_of_all_hosts() -> None:
     best = chosen()
     assert best is not None and chosen(1e3, 1e3) == best, "a host whose memory is not known has enough"
     assert chosen(workers=2 * worker_models(best) + 0.01) == best
-    assert chosen(workers=2 * worker_models(best) - 0.01) is None, "a worker's scratch of the sparse ways is larger"
+    less = chosen(workers=2 * worker_models(best) - 0.01)
+    assert less is not None and str(less) == "bsp, push update, int4", "it holds no update in flight"
+    assert chosen(workers=2 * worker_models(less) - 0.01) is None
     for room in (server_models(best, 2) - 0.01, server_models(now, 2) + 0.3):
         other = chosen(server=room)
         assert other not in (best, None) and server_models(other, 2) <= room
@@ -185,6 +188,30 @@ def test_a_way_that_needs_no_more_than_the_present_one_is_taken_on_any_host() ->
     watched = Watched(sync="ssp", compress="int4", server_bytes=1)
     watched.links, watched.memory_bytes = [WIDE, NARROW], 1
     assert len(watched.goes(70)) == 1
+
+
+def test_many_members_change_to_updates_without_delay_in_the_running_run() -> None:
+    """The loss by a clock of delay grows with members: two on the same links stay as they are."""
+    for members in (2, 16):
+        watched = Watched(workers=members, sync="ssp", compress="topk:0.11+sign")
+        for _ in range(members - 2):
+            watched.joins()
+        watched.links, watched.computing_s = [WIDE] * members, 1.0
+        said, settings = watched.goes(70), watched.moves.next
+        assert bool(said) == (members == 16)
+    assert "bsp, push update, int4 instead of ssp, S = 1, topk:0.11+sign" in str(said[0].values["text"])
+    assert str(said[0].values["text"]).endswith("the run changes to it")
+    assert (settings.sync, settings.push, settings.mode().bound) == ("bsp", "update", 0)
+    assert settings.compress == settings.compress_down == "int4", "bsp's states are dense otherwise"
+
+
+def test_a_run_that_pushes_updates_is_not_priced_as_one_that_pushes_gradients() -> None:
+    assert all(way.own_optimizers for way in IN_RUN) and DENSE_UPDATES in IN_RUN
+    for way in IN_RUN:
+        settings = Settings(**way.flags() | {"push": "update"}).validated()
+        assert present(settings, CODED) == way and present(settings, CODED).steps(16) > 1
+    gradients = Settings(sync="bsp").validated()
+    assert present(gradients, CODED) == WAYS[0] and WAYS[0].steps(16) == 1
 
 
 def test_a_cluster_says_what_its_own_arrays_leave() -> None:
