@@ -76,6 +76,10 @@ class ArrayReplica(Generic[A]):
         """Begin, end and values of each residual that is not None, float32[end - begin]."""
         return [(*keys, kept.residual) for keys, kept in self.feedbacks if kept.residual is not None]
 
+    def fragment(self, clock: int) -> Keys:
+        """Return the keys [begin, end) of the fragment that update `clock` carries: all, if no update is encoded here."""
+        return self.turn(clock)[0] if self.feedbacks else (self.begin, self.end)
+
     def turn(self, clock: int) -> tuple[Keys, Feedback[A]]:
         """Return the keys [begin, end) of the fragment that update `clock` carries, and its feedback."""
         return self.feedbacks[clock % len(self.feedbacks)]

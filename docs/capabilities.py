@@ -137,6 +137,15 @@ ROWS: tuple[Capability, ...] = (
             SSP: f"{RUNS}/test_sample_ranges.py: test_each_sample_is_taken_once",
         },
     ),
+    Capability(
+        "`--cut tensors`",
+        {"cut": "tensors"},
+        tests={
+            "": f"{RUNS}/test_cut.py: test_the_cut_changes_no_step_of_any_mode",
+            BSP: f"{RUNS}/test_cut.py: test_servers_step_whole_tensors_as_one_process_does",
+            LOCAL: f"{RUNS}/test_cut.py: test_fragments_begin_at_tensors_too",
+        },
+    ),
     Capability("`--fragments`, `--merge-delay`", {"fragments": 2, "merge_delay": 1}, tests={LOCAL: END_WITH_ONE}),
     Capability(
         "`--quorum`",

@@ -29,7 +29,7 @@ OWNERS = {
         "protocols/runtime/network/curve_auth.py",
         "protocols/runtime/network/encryption_cost.py",
     ),
-    "torch": ("ps/store/torch_optimizer.py", "worker/"),
+    "torch": ("protocols/layerwise.py", "ps/store/torch_optimizer.py", "worker/"),
     "pickle": ("ps/journal/machine_pickling.py",),  # narrowed to classes of ours: a standby reads what its server sends
     "cloudpickle": (),
     "ray": ("worker/integrations/ray.py", "worker/integrations/ray_actor.py"),
@@ -50,7 +50,7 @@ PURE = (
     *("ps/server/", "ps/shard/", "ps/store/", "ps/filters/", "ps/coordinator/", "ps/parent/", "ps/replication/"),
     "ps/planner/",
 )
-NOT_PURE = ("ps/store/torch_optimizer.py",)  # it steps an optimizer of torch
+NOT_PURE = ("protocols/layerwise.py", "ps/store/torch_optimizer.py")  # they step optimizers of torch
 
 # Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.
 IMPURE = {
@@ -184,8 +184,16 @@ FORBIDDEN = [
         "from zmq.error import Again",
         "zmq may be imported only in protocols/runtime/network/sockets.py",
     ),
-    ("ps/store/store.py", "import torch.optim", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
-    ("compression/spec.py", "import torch", "torch may be imported only in ps/store/torch_optimizer.py, worker/"),
+    (
+        "ps/store/store.py",
+        "import torch.optim",
+        "torch may be imported only in protocols/layerwise.py, ps/store/torch_optimizer.py, worker/",
+    ),
+    (
+        "compression/spec.py",
+        "import torch",
+        "torch may be imported only in protocols/layerwise.py, ps/store/torch_optimizer.py, worker/",
+    ),
     ("worker/checkpoint.py", "import pickle", "pickle may be imported only in ps/journal/machine_pickling.py"),
     ("protocols/clock.py", "import time", "protocols is pure and must not import time"),
     ("protocols/clock.py", "def f():\n    from os.path import join", "protocols is pure and must not import os"),

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "DistributedOptimizer",
     "Embedding",
     "ScheduleEager1F1B",
@@ -37,6 +39,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     __version__: str
+    from narrows.protocols.layerwise import LAMB, LARS
     from narrows.worker.checkpoint.load_optimizer_state import saved_state
     from narrows.worker.data.datasets import ranges, sampler
     from narrows.worker.data.loader_states import resumable
@@ -52,6 +55,7 @@ else:
         **dict.fromkeys(("device", "local_rank"), "runtime.device"),
         **dict.fromkeys(("Subspace", "Writer"), "pipelining.subspace"),
         **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stage_layers", "stages"), "pipelining"),
+        **dict.fromkeys(("LAMB", "LARS"), "model.optimizers"),
         "DistributedOptimizer": "optimizer",
         "Embedding": "model.embedding",
         "ScheduleEager1F1B": "pipelining.schedule",

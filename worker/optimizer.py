@@ -35,8 +35,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Several optimizers, as in DistributedOptimizer([muon, adamw], model), step one after the other. param_groups then
     has the groups of all of them, and a scheduler may be made on the wrapper or on any of them. A mode that pushes
-    updates takes any mix of optimizers. In a mode that pushes gradients the server rebuilds one elementwise optimizer
-    class, so all optimizers must be of that class.
+    updates takes any mix of optimizers. In a mode that pushes gradients the servers rebuild them: each must be an
+    elementwise class of torch.optim, or, with --cut tensors, Muon, LAMB or LARS.
 
     Args:
         inner: the optimizer that steps the parameters of `model`, or a list or container of optimizers, each with its

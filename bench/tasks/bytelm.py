@@ -26,7 +26,8 @@ from narrows.worker import DistributedOptimizer, device, ranges, rank, record, s
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_WINDOWS = 1024
 MUON = (
-    "muon: Muon for the matrices of the blocks, AdamW for the rest; needs torch 2.9 and pushed updates (default adamw)"
+    "muon: Muon for the matrices of the blocks, AdamW for the rest; needs torch 2.9, and pushed updates or --cut tensors "
+    "(default adamw)"
 )
 
 

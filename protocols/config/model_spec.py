@@ -4,7 +4,8 @@ How it works
 1. A worker makes a `ModelSpec` of its module and optimizer, and sends it `packed` in Declare.
 2. The coordinator reads it (`unpacked`), which checks every field. The first worker's spec is that of the run; a later
    worker's must equal it (`check_same`).
-3. `offsets` places the tensors in the flat key space, in order. `pieces` gives a shard's part of each tensor.
+3. `offsets` places the tensors in the flat key space, in order. `ranges` cuts it for the shards.
+   `pieces` gives a shard's part of each tensor.
 4. Module buffers travel beside the keys, as named arrays (`pack_arrays`, `unpack_arrays`).
 """
 
@@ -15,12 +16,16 @@ from math import prod
 from typing import Any, NamedTuple
 
 from narrows.protocols.config.embedding_spec import TABLES_MAX, TableSpec
+from narrows.protocols.config.key_ranges import TENSORS, Keys, borders_of, split, split_at
+from narrows.protocols.config.modes import ELEMENTWISE, WHOLE_TENSORS
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.wire import FIELDS_BYTES_MAX, HEADER_BYTES_MAX, pack, unpack
 
 KEYS_MAX = 1 << 40  # parameters of one model
 NAME_MAX = 1024  # characters of a tensor's name
+OPTIMIZER_MAX = 1 << 16  # characters of the names of the optimizer's classes
 BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model's buffers, packed: a Ready has room for them
+UNEVEN = 1.5  # keys of the largest shard, times those of an even cut, from which on the user is told
 EXTENTS_MAX = 64  # dimensions of a tensor, as in torch
 
 
@@ -94,7 +99,7 @@ class ModelSpec:
     """The declaration of a worker: its tensors in order, and its optimizer as plain values."""
 
     tensors: tuple[TensorSpec, ...]
-    optimizer: str  # class name in torch.optim; "": the server needs none (pushed updates)
+    optimizer: str  # class name; of several classes one name for each group, joined by "+"; "": the server needs none
     groups: tuple[tuple[int, ...], ...]  # tensor indices of each parameter group; each tensor is in one group
     max_grad_norm: float = 0.0  # <= 0: none
     aliases: tuple[tuple[str, int], ...] = ()  # further names of shared tensors, with the index; checkpoints have all
@@ -113,6 +118,76 @@ class ModelSpec:
         for tensor in self.tensors:
             offsets.append(offsets[-1] + tensor.key_count)
         return offsets
+
+    def ranges(self, shards: int, cut: str) -> list[Keys]:
+        """Return the keys of each shard.
+
+        Args:
+            shards: number of shards.
+            cut: one of CUTS: shards begin anywhere, or at tensors.
+
+        Raises:
+            IncompatibleError: to be cut at tensors the model has fewer of them than `shards`.
+        """
+        if why := self.why_not_cut(shards, cut):
+            raise IncompatibleError(why)
+        return (
+            split_at(borders_of(0, self.size, self.offsets()), shards) if cut == TENSORS else split(self.size, shards)
+        )
+
+    def why_not_cut(self, shards: int, cut: str) -> str:
+        """Return why the model cannot be cut for so many shards; "" if it can."""
+        if cut != TENSORS or (tensors := len(borders_of(0, self.size, self.offsets())) - 1) >= shards:
+            return ""
+        return (
+            f"--cut tensors: the model has {tensors} tensor{'s' * (tensors > 1)}, too few for {shards} shards; give --shards "
+            f"{tensors} at most, or --cut values"
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The optimizer's class name of each parameter group."""
+        names = self.optimizer.split("+")
+        return tuple(names) if len(names) > 1 else tuple(names * len(self.groups))
+
+    def why_not_stepped(self, cut: str) -> str:
+        """Return why servers cannot step the optimizer where they cut the model in this way; "" if they can."""
+        for kind, group in zip(self.kinds, self.groups, strict=True):
+            if kind not in (*ELEMENTWISE, *WHOLE_TENSORS):
+                return f"the server cannot rebuild optimizer {kind[:60]!r}: use --push update"
+            if kind in ELEMENTWISE:
+                continue
+            if cut != TENSORS:
+                other = "use --push update, or start the server with --cut tensors"
+                return f"{kind} steps whole tensors, and shards cut tensors: {other}"
+            for tensor in (self.tensors[index] for index in group):
+                if DTYPES[tensor.dtype].keys != 1:
+                    return (
+                        f"servers step no complex tensor by {kind}, and {tensor.name[:60]!r} is one: use --push update"
+                    )
+                if kind == "Muon" and len(tensor.shape) != 2:
+                    return f"Muon steps matrices, and {tensor.name[:60]!r} has the shape {list(tensor.shape)[:8]}"
+        return ""
+
+    def why_not_held(self, shards: int, cut: str, steps: bool) -> str:
+        """Return why so many shards cannot hold the model; "" if they can. `steps`: they step its optimizer."""
+        return (self.why_not_stepped(cut) if steps else "") or self.why_not_cut(shards, cut)
+
+    def imbalance(self, shards: int, cut: str) -> str:
+        """Return why shards are uneven: cut at tensors one has over UNEVEN times its share; "" if none has."""
+        if cut != TENSORS:
+            return ""
+        ranges, offsets = self.ranges(shards, TENSORS), self.offsets()
+        begin, end = max(ranges, key=lambda keys: keys[1] - keys[0])
+        if (end - begin) * shards <= UNEVEN * self.size:
+            return ""
+        inside = [i for i, offset in enumerate(offsets[:-1]) if begin <= offset < end]
+        tensor = self.tensors[max(inside, key=lambda i: offsets[i + 1] - offsets[i])]
+        whole, one = (end - begin) / self.size, tensor.key_count / self.size
+        return (
+            f"--cut tensors: shard {ranges.index((begin, end))} of {shards} has {whole:.0%} of the model, of which the tensor "
+            f"{tensor.name!r} alone is {one:.0%}: fewer --shards or --cut values make the shards even"
+        )
 
     def pieces(self, begin: int, end: int) -> list[list[tuple[int, int, int]]]:
         """Return the pieces of tensors in keys [begin, end): for each group, (tensor, begin, end) of each piece."""
@@ -136,7 +211,7 @@ class ModelSpec:
             tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
             plan = ModelSpec(
                 tuple(_trained(*row) for row in tensors),
-                _text(optimizer),
+                _text(optimizer, OPTIMIZER_MAX),
                 tuple(tuple(_count(i) for i in group) for group in groups),
                 float(norm),
                 tuple((_text(name), _count(i)) for name, i in aliases),
@@ -168,6 +243,10 @@ class ModelSpec:
             raise RemoteProtocolError("two tensors of the plan have one name, or a name has no tensor")
         if sorted(i for group in plan.groups for i in group) != list(range(len(plan.tensors))):
             raise RemoteProtocolError("the parameter groups of the plan do not hold each of its tensors once")
+        if len(plan.kinds) != len(plan.groups):
+            raise RemoteProtocolError(
+                f"{len(plan.groups)} parameter groups have {len(plan.kinds)} classes of optimizers"
+            )
         return plan
 
     def check_same(self, other: ModelSpec) -> None:
@@ -243,8 +322,8 @@ def _table(name: object, rows: object, dim: object, seed: object, std: object, o
     return TableSpec(_text(name), _count(rows), _count(dim), _count(seed), float(std), _text(optimizer))  # type: ignore[arg-type]
 
 
-def _text(value: object) -> str:
-    if type(value) is not str or len(value) > NAME_MAX or value == RESERVED:
+def _text(value: object, most: int = NAME_MAX) -> str:
+    if type(value) is not str or len(value) > most or value == RESERVED:
         raise TypeError
     return value
 

@@ -12,10 +12,14 @@ GAIN_MAX = 1e3  # of a mean of updates: enough for a mean of a million updates t
 WINDOW = 4  # updates in flight in modes without a staleness bound (async)
 
 # Classes of torch.optim that step each value by itself, so that a step of a piece equals that piece of a whole step.
-# Not here: LBFGS (needs a closure), Adafactor and Muon (statistics of a matrix), SparseAdam (sparse gradients only).
+# In neither list: LBFGS (needs a closure), Adafactor (its state has not the tensor's shape), SparseAdam (sparse gradients
+# only).
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
+# Classes that step a tensor by what all of it says, its singular vectors or its norm: Muon of torch.optim, and ours
+# (protocols/layerwise.py). A server steps them where no shard cuts a tensor, with --cut tensors.
+WHOLE_TENSORS = ("Muon", "LAMB", "LARS")
 
 
 # Rate and momentum of the outer optimizer, for rounds of at least LONG_ROUND inner steps. A round of few AdamW steps

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from narrows.protocols.config.key_ranges import CUTS, TENSORS, VALUES
 from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, FoldRule, Mode, outer_momentum
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.errors import RemoteProtocolError, UsageError
@@ -80,6 +81,7 @@ class Settings:
     compress_down: str = ""  # SPEC of states
     topology: str = ""  # of gossip
     shards: int = 1
+    cut: str = VALUES  # one of CUTS: where the borders of shards and fragments lie
     workers: int = 1  # with which the run starts
     outer_lr: float = -1.0
     outer_momentum: float = -1.0
@@ -144,6 +146,8 @@ class Settings:
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         self._check_seconds(row)
+        if self.cut not in CUTS:
+            raise UsageError(f"--cut {self.cut}: give one of {', '.join(CUTS)}")
         if self.weigh not in ("", *WEIGH):
             raise UsageError(f"--weigh {self.weigh}: give one of {', '.join(WEIGH)}")
         if self.weigh == "equal" and row.update_rule is FoldRule.MIX:
@@ -349,6 +353,7 @@ class Settings:
         flags += [f"--local-seconds {self.local_seconds:g}"] if self.local_seconds > 0 else []
         flags += [f"--local-steps {self.local_steps}"] if 1 < self.local_steps < STALENESS_MAX else []
         flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
+        flags += [f"--cut {self.cut}"] if self.cut == TENSORS else []
         flags += [f"--topology {self.topology}"] if self.topology else []
         flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
         flags += [f"--weigh {self.weigh}"] if self.weigh == "equal" else []

@@ -34,7 +34,7 @@ from typing import Generic
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import CodedPiece, Keys, covers, fragment
+from narrows.protocols.config.key_ranges import CodedPiece, Keys, covers
 from narrows.protocols.config.modes import GAIN_MAX, FoldRule, Mode
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
@@ -113,8 +113,7 @@ class Exchange(Generic[A]):
 
     def turn(self, clock: int) -> Keys:
         """Return the keys that update `clock` carries: the fragment whose turn it is."""
-        replica, mode = self.replica, self.mode
-        return fragment(replica.begin, replica.end, mode.fragments, mode.fragment(clock))
+        return self.replica.fragment(clock)
 
     # Asking.
 

@@ -31,14 +31,14 @@ from enum import Enum
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import are_addresses
-from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, Send
-from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.member.failover_view import FailoverView
 from narrows.protocols.member.link_meter import LinkMeter
@@ -49,9 +49,12 @@ from narrows.protocols.member.session import Session
 # Each raises RemoteProtocolError for a layout that cannot be. `plan` is the member's `ModelSpec`, packed.
 
 
-def _cut(ranges: m.Sets, plan: bytes, shards: int) -> tuple[Keys, ...] | None:
-    """Return `ranges` as keys if they cut the model for this number of shards as `split` does, else None."""
-    right = split(ModelSpec.unpacked(plan).size, shards)
+def _cut(ranges: m.Sets, plan: bytes, shards: int, cut: str) -> tuple[Keys, ...] | None:
+    """Return `ranges` as keys if they cut the model for this number of shards as the run does, else None."""
+    try:
+        right = ModelSpec.unpacked(plan).ranges(shards, cut)
+    except IncompatibleError:  # a server with so many shards would have refused the model
+        return None
     return tuple(right) if list(ranges) == right else None
 
 
@@ -64,9 +67,9 @@ def welcomed(welcome: m.Welcome) -> Settings:
     return settings
 
 
-def readied(ready: m.Ready, plan: bytes, shards: int) -> tuple[Keys, ...]:
+def readied(ready: m.Ready, plan: bytes, shards: int, cut: str) -> tuple[Keys, ...]:
     """Check a Ready. Returns the keys of each shard."""
-    ranges = _cut(ready.ranges, plan, shards)
+    ranges = _cut(ready.ranges, plan, shards, cut)
     if ranges is None or not 0 <= ready.clock <= m.CLOCK_MAX:
         text = "the server sent an invalid place: it cuts the model elsewhere, or has no such clock"
         raise RemoteProtocolError(text)
@@ -84,7 +87,7 @@ def moved(move: m.Reshard, plan: bytes, before: Settings) -> tuple[Settings, tup
     Returns:
         The settings of the run from this move on, and the keys of each shard.
     """
-    settings, ranges = Settings.unpacked(move.settings), _cut(move.ranges, plan, len(move.ports))
+    settings, ranges = Settings.unpacked(move.settings), _cut(move.ranges, plan, len(move.ports), before.cut)
     placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
     if ranges is None or not placed or not settings.follows(before):
         raise RemoteProtocolError("the server sent an invalid place: it cuts the model elsewhere")
@@ -359,7 +362,7 @@ class Member:
     def _readied(self, message: m.Ready) -> list[MemberEffect]:
         if message.worker != self.worker or self.phase is not MemberPhase.DECLARED:
             return []
-        ranges = readied(message, self.plan, len(self.ports))
+        ranges = readied(message, self.plan, len(self.ports), self.settings.cut)
         self._go("Ready")
         self._seat(message.epoch)
         if self.settings.mode().rule is FoldRule.MIX:

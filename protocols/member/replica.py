@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from narrows.protocols.config.key_ranges import CodedPiece
+from narrows.protocols.config.key_ranges import CodedPiece, Keys
 from narrows.protocols.config.modes import FoldRule, Mode
 
 # Own updates that stand in without a staleness bound (async), in clocks. Without this limit a slow worker would keep
@@ -58,6 +58,9 @@ class Replica(Protocol[A]):
 
     begin: int
     end: int
+
+    def fragment(self, clock: int) -> Keys:
+        """Return the keys [low, high) of the fragment that update `clock` carries."""
 
     def absorb(self, pieces: Sequence[CodedPiece], add: bool) -> None:
         """Change the pulled state.

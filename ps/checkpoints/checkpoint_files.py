@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
-from narrows.protocols.config.key_ranges import overlaps, split
+from narrows.protocols.config.key_ranges import VALUES, Keys, overlaps
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.ps.checkpoints.array_files import (
@@ -451,7 +451,7 @@ def _check_sizes(
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Return the arrays of a file. Raises IncompatibleError if x or p has not the size of the shard."""
     arrays, facts = found
-    begin, end = split(ModelSpec.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
+    begin, end = ranges_of(facts)[shard]
     for name in ("x", "p"):
         if (size := arrays[name].size) != end - begin:
             raise IncompatibleError(
@@ -466,39 +466,47 @@ def facts_of(folder: Path, clock: int) -> dict[str, Any]:
     return read(folder, 0, clock, only=())[1]
 
 
+def ranges_of(facts: dict[str, Any]) -> list[Keys]:
+    """Return the keys of each shard that has written a checkpoint with these facts."""
+    plan = ModelSpec.unpacked(facts["plan"])
+    return plan.ranges(int(facts.get("shards", 1)), str(facts.get("cut", VALUES)))
+
+
 def read_for(
     folder: Path,
     shard: int,
     shards: int,
+    cut: str,
     clock: int,
     facts: dict[str, Any],
     fetch: Callable[[int], object] = int,
 ) -> tuple[LoadArrays, bool, int]:
-    """Read what a shard begins from at a checkpoint, which any number of shards may have written.
+    """Read what a shard begins from at a checkpoint, which any number of shards may have written, cut in any way.
 
     Args:
         folder: of the checkpoints.
         shard: the shard's number.
         shards: the number of shards of the run.
+        cut: where the run cuts the model, one of CUTS.
         clock: of the checkpoint.
         facts: of the checkpoint, as from `facts_of`.
         fetch: is called with the number of each shard whose file is about to be read.
 
     Returns:
-        The arguments of `ModelShard.begin`: the arrays of the shard's keys, True if another number of shards wrote the
-        checkpoint, and the run's steps before its clock.
+        The arguments of `ModelShard.begin`: the arrays of the shard's keys, True if the shards that wrote the
+        checkpoint had other keys, and the run's steps before its clock.
 
     Raises:
         IncompatibleError: as `read`. Errors of `fetch` pass through.
     """
     count, steps = int(facts.get("shards", 1)), int(facts.get("steps", 0))
-    if count == shards:
+    if (count, facts.get("cut", VALUES)) == (shards, cut):
         fetch(shard)
         arrays, facts = _mapped(folder, shard, clock)
         load = LoadArrays(_check_sizes(folder, shard, clock, (arrays, facts)), int(facts["publication"]))
         return load, False, steps
     plan = ModelSpec.unpacked(facts["plan"])
-    ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
+    ranges, (begin, end) = ranges_of(facts), plan.ranges(shards, cut)[shard]
     # Rows of tables go to the shards in turn, so a shard needs rows from the file of every other shard.
     needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
     for index in needed:

@@ -103,7 +103,7 @@ class RemoteArchive:
             match ask.what:
                 case ArchiveJob.FACTS:
                     facts = checkpoint_files.facts_of(self.folder, ask.clock)
-                    told = ("shards", "publication", "plan", "steps")
+                    told = ("shards", "cut", "publication", "plan", "steps")
                     payload = pack({name: facts[name] for name in told if name in facts})
                 case ArchiveJob.READ:
                     size, payload = self._read(checkpoint_files.path_of(self.folder, ask.shard, ask.clock), ask.offset)
@@ -178,7 +178,7 @@ class ArchiveClient:
         """The clocks of this shard's files in the archive."""
         return self._one(ArchiveJob.HELD).clocks
 
-    def load(self, shards: int, clock: int) -> tuple[LoadArrays, bool, int]:
+    def load(self, shards: int, cut: str, clock: int) -> tuple[LoadArrays, bool, int]:
         """Fetch and read what this shard begins from, as `checkpoint_files.read_for`."""
         facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
         here: list[Path] = []
@@ -188,7 +188,7 @@ class ArchiveClient:
             self._fetch(shard, clock, here[-1])
 
         try:
-            return checkpoint_files.read_for(self.folder, self.index, shards, clock, facts, fetch)
+            return checkpoint_files.read_for(self.folder, self.index, shards, cut, clock, facts, fetch)
         finally:
             for path in here:
                 path.unlink(missing_ok=True)

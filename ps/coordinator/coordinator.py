@@ -199,16 +199,24 @@ class Coordinator:
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if seat.epoch:
             return self.members.readies(self.buffers.packed, only=seat)
+        new = self.members.plan is None
         refuse = self.members.refusal(seat, declare)
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
+        said = self._uneven() if new else []
         if self.resharding.holds:
             return []  # the worker repeats its Declare
         if self.parent_place.holds(seat, declare):
-            return []
+            return said
         self.members.admit(seat, declare.address, now_ns, declare.models[: m.MODELS_MAX])
         self._decide(now_ns)
-        return self._broadcast(now_ns)
+        return [*said, *self._broadcast(now_ns)]
+
+    def _uneven(self) -> list[ServerEffect]:
+        """Log that the shards have very unequal parts of the model, if they have."""
+        shards, plan = self.run.shards, self.members.plan
+        text = plan.imbalance(shards, self.run.settings.cut) if plan is not None else ""
+        return [Log("uneven", {"shards": shards, "text": text})] if text else []
 
     def _heartbeat(self, seat: Seat, beat: m.Heartbeat, now_ns: int) -> list[ServerEffect]:
         shown = self.parent_place.parent.tree or self.tree() if beat.below else ""

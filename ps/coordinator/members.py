@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import why_not
-from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import ELEMENTWISE, FoldRule
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import contradiction
 from narrows.protocols.config.timing import (
     LEASE_STEPS,
@@ -159,8 +158,9 @@ class Members(Decision):
                 self.plan.check_same(plan)
             except IncompatibleError as error:
                 return str(error)
-        if self.run.mode.rule is FoldRule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
-            return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
+        steps = self.run.mode.rule is FoldRule.OPTIMIZER
+        if why := plan.why_not_held(self.run.shards, self.run.settings.cut, steps):
+            return why
         if plan.tables and (why := why_not(self.run.settings, self.run.mode, self.above.child)):
             return why
         # The shards hold two float32 of each key, one of each value of a row, and the state of their optimizer.
@@ -186,7 +186,7 @@ class Members(Decision):
         if self.run.started and any(report.from_above != self.above.epoch for report in reports.values()):
             return []  # the shards' state is older than this cluster's place in the parent's run
         known = min(report.epoch if self.run.planned(shard) else 0 for shard, report in reports.items())
-        ranges = tuple(split(self.plan.size, self.run.shards))
+        ranges = tuple(self.plan.ranges(self.run.shards, self.run.settings.cut))
         effects: list[ServerEffect] = []
         for seat in waiting:
             if seat.epoch <= known:

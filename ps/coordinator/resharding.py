@@ -35,7 +35,6 @@ from dataclasses import asdict, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import RESHARD_HOLD_LEASES
@@ -126,7 +125,10 @@ class Resharding(Decision):
         self.next = replace(self.run.settings, shards=shards)
         if host:
             self.away |= dict.fromkeys(range(self.run.shards, shards), host)
-        return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
+        plan = self.members.plan
+        uneven = plan.imbalance(shards, self.run.settings.cut) if plan is not None else ""
+        text = f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}"
+        return self.where(f"{text}; {uneven}" if uneven else text)
 
     def change(self, settings: Settings) -> None:
         """Ask for a generation with these settings. The caller has checked `fixed`, and that the phase is STILL."""
@@ -155,6 +157,8 @@ class Resharding(Decision):
             return (
                 "the last shards are on other machines: ps-serve --join adds more of them, Ctrl-C of it takes them back"
             )
+        if self.members.plan is not None and (why := self.members.plan.why_not_cut(shards, self.run.settings.cut)):
+            return why
         return LEVELS if self._levels else self.never
 
     @property
@@ -352,7 +356,7 @@ class Resharding(Decision):
         if not seat.before:
             return [Send(seat.peer, m.Reshard(seat.worker, seat.epoch, self.number, -1))]
         ports, hosts = self.run.where
-        ranges = tuple(split(self.members.plan.size, self.run.shards))
+        ranges = tuple(self.members.plan.ranges(self.run.shards, self.run.settings.cut))
         place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
         return [Send(seat.peer, m.Reshard(seat.worker, seat.before, self.number, seat.start, *place))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from narrows.protocols.config.key_ranges import VALUES
 from narrows.protocols.effects import Log
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.sockets import Sockets
@@ -72,6 +73,8 @@ class CheckpointDisk:
             # The settings from this clock on: during a replan those of the next generation.
             "settings": coordinator.resharding.next.packed() if coordinator is not None else b"",
         }
+        if (cut := server.shard.settings.cut) != VALUES:
+            facts["cut"] = cut
         self.nbytes = server.shard.nbytes
         self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)
         if last:
@@ -113,9 +116,10 @@ class CheckpointDisk:
             checkpoint_files.drop_after(self.folder, self.index, clock)
         if clock < 0:
             return
-        planned, shards = server.shard.model_shard, server.shard.settings.shards
+        planned, settings = server.shard.model_shard, server.shard.settings
         assert planned is not None
         if self.away is not None:
-            return planned.begin(*self.away.load(shards, clock))
+            return planned.begin(*self.away.load(settings.shards, settings.cut, clock))
         facts = checkpoint_files.facts_of(self.folder, clock)
-        planned.begin(*checkpoint_files.read_for(self.folder, self.index, shards, clock, facts))
+        where = (self.folder, self.index, settings.shards, settings.cut)
+        planned.begin(*checkpoint_files.read_for(*where, clock, facts))

@@ -30,6 +30,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN, Settings
 from narrows.protocols.config.timing import Timing, standby_lost_ns
 from narrows.protocols.effects import NS
+from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.cli.output import emit
 from narrows.protocols.runtime.network.hosts import memory_bytes, reached
@@ -154,6 +155,7 @@ def machine(
 
     Raises:
         NarrowsError: no sound checkpoint is left, or a file cannot be read.
+        IncompatibleError: the checkpoint's model cannot be cut as the flags say, or the shards cannot step its optimizer.
     """
     folder, settings, child = config.folder, config.settings, bool(config.parent)
     mixes = settings.mode().rule is FoldRule.MIX and not config.again  # a gossip run resumes from its workers' models
@@ -184,6 +186,10 @@ def machine(
                 text = f"goes on from the checkpoint of clock {restart}"
                 emit("log", name="resumed", values={"clock": restart, "text": text})
         if facts:
+            plan = ModelSpec.unpacked(facts["plan"])
+            steps = settings.mode().rule is FoldRule.OPTIMIZER and plan.optimizer != ""
+            if why := plan.why_not_held(settings.shards, settings.cut, steps):
+                raise IncompatibleError(why)
             coordinator.members.adopt(facts["plan"])
             coordinator.buffers.adopt(facts["buffers"])
         if facts.get("ranges") and folder is not None:

@@ -318,19 +318,19 @@ class ParentMembership:
     def _joined(self, event: e.MemberWelcomed, now_ns: int) -> list[ServerEffect]:
         """Check the parent's settings, and let workers come; end if the cluster cannot be a member."""
         settings = Settings.unpacked(event.settings)
-        why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports), any(event.hosts))
+        why = self._cannot_join(settings, self.coordinator.run.settings, len(event.ports), any(event.hosts))
         if why:
             return self.end(m.RefuseCode.INCOMPATIBLE, why, now_ns)
         place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
         effects = self.coordinator.joined_above(event.rank, event.world_size, now_ns)
         return [Log("above", {"text": f"{place}: {settings.summary()}"}), *effects]
 
-    def _cannot_join(self, settings: Settings, ours: int, theirs: int, elsewhere: bool) -> str:
+    def _cannot_join(self, settings: Settings, ours: Settings, theirs: int, elsewhere: bool) -> str:
         """Return why this cluster cannot be a member of a run with these settings, "" if it can.
 
         Args:
             settings: The settings of the parent's run.
-            ours: The number of shards of this cluster.
+            ours: The settings of this cluster.
             theirs: The number of shards of the parent.
             elsewhere: True if some of the parent's shards are on other machines.
         """
@@ -360,10 +360,11 @@ class ParentMembership:
             return "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve, and start that one without"
         if elsewhere:
             return "some of its shards are on other machines, which no cluster dials: end ps-serve --join there first"
-        if ours != theirs:
-            return (
-                f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"
-            )
+        if ours.shards != theirs:
+            return f"it has {theirs} shards and this cluster {ours.shards}, and each pushes to one: give --shards {theirs} here"
+        if ours.cut != settings.cut:
+            both = f"it has --cut {settings.cut} and this cluster --cut {ours.cut}"
+            return f"{both}, so shards have other keys: give both the same"
         return ""
 
     @property

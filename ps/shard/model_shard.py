@@ -33,7 +33,7 @@ from enum import Enum
 
 from narrows.compression import ladder
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import Keys, covers, fragment, split
+from narrows.protocols.config.key_ranges import Keys, covers, fragments
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Robust, Settings
@@ -133,7 +133,8 @@ class ModelShard:
         """
         self.plan, self.assembler, self.resources = plan, assembler, resources
         self.mode = mode = settings.mode()
-        begin, end = split(plan.size, settings.shards)[index]
+        begin, end = plan.ranges(settings.shards, settings.cut)[index]
+        self.fragments = fragments(begin, end, mode.fragments, settings.cut, plan.offsets())
         down = ladder(settings.compress_down, sparse=mode.rule is not FoldRule.OPTIMIZER)
         if mode.rule is FoldRule.OPTIMIZER and resources.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
@@ -192,7 +193,7 @@ class ModelShard:
 
     def turn(self, clock: int) -> Keys:
         """Return the keys [begin, end) of the fragment that is exchanged at this clock."""
-        return fragment(*self.store.whole, self.mode.fragments, self.mode.fragment(clock))
+        return self.fragments[self.mode.fragment(clock)]
 
     def apply(self, changes: list[Change]) -> None:
         """Apply changes to the store. A change that replaces all weights also begins the publications anew."""

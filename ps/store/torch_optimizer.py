@@ -1,4 +1,4 @@
-"""The script's optimizer on a shard: any elementwise class of torch.optim, rebuilt by name from plain values.
+"""The script's optimizers on a shard, rebuilt by the names of their classes from plain values.
 
 How it works
 
@@ -7,7 +7,8 @@ How it works
     parts              | ........ | ........ | ........ | ................... | ...     an optimizer of torch for each
 
 1. The piece of each tensor that lies on the shard is cut into chunks. A chunk is one torch parameter, a view of the
-   shard's flat weights. So an elementwise optimizer does to the chunks what it would do to the whole tensor.
+   shard's flat weights. So an elementwise optimizer does to the chunks what it would do to the whole tensor. For an
+   optimizer of WHOLE_TENSORS a chunk is the whole tensor, in its shape.
 2. A step goes from part to part. The mean of a part is summed, then its chunks step: so torch's passes over weights,
    gradient and state find them in the CPU's cache.
 3. The state of a piece is one array for each name that torch gives it, such as "exp_avg". The chunks' states are views
@@ -27,14 +28,16 @@ import numpy as np
 import torch
 
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.config.modes import ELEMENTWISE, WHOLE_TENSORS
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.layerwise import LAMB, LARS
 from narrows.protocols.wire import unpack
 from narrows.ps.store.changes import FloatArray
 from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
 from narrows.ps.store.reduction import PART_VALUES, Mean
 from narrows.ps.store.store import HEAP, ArrayAllocator
 
+LAYERWISE = {"LAMB": LAMB, "LARS": LARS}  # the other classes are in torch.optim
 MADE_MAX = 16  # parts whose state is made before their freed memory goes back to the system
 
 
@@ -52,6 +55,23 @@ def _give_back() -> None:
 def _kinds(values: dict[str, Any]) -> dict[str, object]:
     """Return what decides which state an optimizer keeps: its flags, and whether each number is 0."""
     return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
+
+
+def _try(kind: Any, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
+    """Take a step of this class with the values `made`, then one with `then`, to which the group may change later.
+
+    Raises:
+        Exception: torch refuses the values, or a step with them leads to no number.
+    """
+    shape = (2, 2) if kind.__name__ in WHOLE_TENSORS else (1,)
+    stand_in = torch.zeros(shape, requires_grad=True)
+    stand_in.grad = torch.ones(shape)
+    optimizer = kind([stand_in], **made)  # as arguments: torch checks no value of a group
+    for update in (None, then) if then is not None else (None,):
+        optimizer.param_groups[0].update(update or {})
+        optimizer.step()  # some values are checked only in a step, and a rate of NaN is checked nowhere
+        if not stand_in.isfinite().all():
+            raise ValueError("with them a step leads to no number")
 
 
 @dataclass(slots=True)
@@ -84,11 +104,12 @@ class TensorPiece:
 
 @dataclass(slots=True)
 class Chunk:
-    """Keys [low, high) of one piece, and the torch parameter that is their view."""
+    """Keys [low, high) of one piece, and the torch parameter of this shape that is their view."""
 
     piece: TensorPiece
     low: int
     high: int
+    shape: tuple[int, ...]
     parameter: torch.nn.Parameter
 
 
@@ -102,50 +123,55 @@ class OptimizerPart:
         self.drop()
 
     def drop(self) -> None:
-        """Drop torch's optimizer: the next step builds it anew."""
-        self.optimizer: torch.optim.Optimizer | None = None
+        """Drop torch's optimizers: the next step builds them anew."""
+        self.optimizers: dict[Any, torch.optim.Optimizer] = {}  # by class
         self.entries = 0  # of torch's state, when it was last moved to the pieces' arrays
 
     def show(self, weights: torch.Tensor) -> None:
         """Make the parameters views of these weights."""
         for chunk in self.chunks:
-            chunk.parameter.data = weights[chunk.low : chunk.high]
+            chunk.parameter.data = weights[chunk.low : chunk.high].view(chunk.shape)
 
-    def _build(self, kind: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build torch's optimizer, with the state that was loaded."""
-        lists = [
-            {"params": [chunk.parameter for chunk in self.chunks if chunk.piece.group == group], **groups[group]}
-            for group in self.groups
-        ]
-        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
-        built: torch.optim.Optimizer = kind(lists, **groups[0])
+    def _build(self, kinds: list[Any], groups: list[dict[str, Any]]) -> None:
+        """Build torch's optimizers, with the state that was loaded."""
+        for kind in dict.fromkeys(kinds[group] for group in self.groups):
+            lists = [
+                {"params": [chunk.parameter for chunk in self.chunks if chunk.piece.group == group], **groups[group]}
+                for group in self.groups
+                if kinds[group] is kind
+            ]
+            # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
+            self.optimizers[kind] = kind(lists, **groups[kinds.index(kind)])
         for chunk in self.chunks:
-            piece, state = chunk.piece, built.state[chunk.parameter]
+            piece, state = chunk.piece, self.optimizers[kinds[chunk.piece.group]].state[chunk.parameter]
             for name, value in piece.loaded.items():
                 at = value[chunk.low - piece.low : chunk.high - piece.low] if value.ndim else value.copy()
-                state[name] = torch.from_numpy(at)
+                state[name] = torch.from_numpy(at).view(chunk.shape if value.ndim else ())
             if chunk.low == piece.low:
                 piece.live = state
-        return built
 
-    def step(self, kind: Any, gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> bool:
-        """Step the chunks of all tensors but the absent ones. `kind`: the class of torch.optim. True if state is new."""
-        if self.optimizer is None:  # of absent tensors too: Adagrad makes their state here, on all shards alike
-            self.optimizer = self._build(kind, groups)
-        for target, group in zip(self.optimizer.param_groups, self.groups, strict=True):
-            target.update(groups[group])
+    def step(self, kinds: list[Any], gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> bool:
+        """Step the chunks of all tensors but the absent ones. `kinds`: the class of each group. True if state is new."""
+        if not self.optimizers:  # of absent tensors too: Adagrad makes their state here, on all shards alike
+            self._build(kinds, groups)
+        for kind, optimizer in self.optimizers.items():
+            ours = [group for group in self.groups if kinds[group] is kind]
+            for target, group in zip(optimizer.param_groups, ours, strict=True):
+                target.update(groups[group])
         stepped = [chunk for chunk in self.chunks if chunk.piece.tensor not in absent]
         if stepped:
             values = torch.from_numpy(gradient(self.low, self.high))
             for chunk in stepped:
-                chunk.parameter.grad = values[chunk.low - self.low : chunk.high - self.low]
-            self.optimizer.step()
+                chunk.parameter.grad = values[chunk.low - self.low : chunk.high - self.low].view(chunk.shape)
+            for optimizer in self.optimizers.values():
+                optimizer.step()
             for chunk in stepped:
                 chunk.parameter.grad = None
-        if self.entries == (entries := sum(map(len, self.optimizer.state.values()))):
+        states = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
+        if self.entries == (entries := sum(map(len, states))):
             return False
         for chunk in self.chunks:
-            self._move(chunk, self.optimizer.state[chunk.parameter])
+            self._move(chunk, self.optimizers[kinds[chunk.piece.group]].state[chunk.parameter])
         self.entries = entries
         return True
 
@@ -160,7 +186,7 @@ class OptimizerPart:
                 continue
             if name not in piece.state:
                 piece.state[name] = self.arrays.empty(piece.high - piece.low)
-            own = torch.from_numpy(piece.state[name][chunk.low - piece.low : chunk.high - piece.low])
+            own = torch.from_numpy(piece.state[name][chunk.low - piece.low : chunk.high - piece.low]).view(chunk.shape)
             if own.data_ptr() != value.data_ptr():
                 state[name] = own.copy_(value)
 
@@ -178,14 +204,15 @@ class TorchOptimizer:
             arrays: The allocator of the state's arrays.
 
         Raises:
-            RemoteProtocolError: The class is not elementwise, so it cannot be rebuilt on a part of the keys.
+            RemoteProtocolError: The server knows no such class, or the class steps whole tensors and the shard has a
+                part of one.
         """
-        if plan.optimizer not in ELEMENTWISE:
-            raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
+        for name in plan.kinds:
+            if name not in (*ELEMENTWISE, *WHOLE_TENSORS):
+                raise RemoteProtocolError(f"the server cannot rebuild optimizer {name!r}; use --push update")
         self.made_of, self.arrays = (plan, begin, end), arrays
-        self.kind: Any = getattr(torch.optim, plan.optimizer)
-        self.parameters = inspect.signature(self.kind.__init__).parameters
-        self.known = set(self.parameters) - {"self", "params"}
+        self.kinds: list[Any] = [LAYERWISE.get(name) or getattr(torch.optim, name) for name in plan.kinds]
+        self.parameters = [inspect.signature(kind.__init__).parameters for kind in self.kinds]
         self.checked: bytes | None = None  # the newest hyper-parameters that `check` has accepted
         self.first: list[dict[str, Any]] | None = None  # the first that it has accepted
         self.pieces = [
@@ -199,15 +226,29 @@ class TorchOptimizer:
         """Cut the pieces into chunks, and put neighbouring chunks together. A chunk is a part at most."""
         parts, chunks, size = list[OptimizerPart](), list[Chunk](), 0
         for piece in sorted((piece for pieces in self.pieces for piece in pieces), key=lambda piece: piece.low):
-            for low in range(piece.low, piece.high, PART_VALUES):
-                high = min(piece.high, low + PART_VALUES)
+            shape = self._whole(piece)
+            most = piece.high - piece.low if shape is not None else PART_VALUES
+            for low in range(piece.low, piece.high, most):
+                high = min(piece.high, low + most)
                 if chunks and size + high - low > PART_VALUES:
                     parts.append(OptimizerPart(chunks, self.arrays))
                     chunks, size = [], 0
                 empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-                chunks.append(Chunk(piece, low, high, empty))
+                chunks.append(Chunk(piece, low, high, (high - low,) if shape is None else shape, empty))
                 size += high - low
         return [*parts, OptimizerPart(chunks, self.arrays)] if chunks else parts
+
+    def _whole(self, piece: TensorPiece) -> tuple[int, ...] | None:
+        """Return the shape of a tensor that its optimizer steps as a whole; None: it steps chunks."""
+        plan, _, _ = self.made_of
+        name, tensor = plan.kinds[piece.group], plan.tensors[piece.tensor]
+        if name not in WHOLE_TENSORS:
+            return None
+        if piece.high - piece.low != tensor.size:
+            raise RemoteProtocolError(
+                f"{name} steps whole tensors, and a shard has a part of {tensor.name!r}: use --cut tensors"
+            )
+        return tensor.shape or (1,)  # state without an axis is a number that holds for all keys
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return plain values: torch's state and parameters are views of the weights, and pickle would copy them."""
@@ -222,8 +263,8 @@ class TorchOptimizer:
     def step(self, weights: FloatArray, gradient: Mean, hyper: bytes, absent: Sequence[int], scale: float) -> None:
         """Take one step; see ServerOptimizer."""
         groups = self._groups(hyper)
-        for values in groups:
-            values["lr"] = float(values.get("lr", self.parameters["lr"].default)) * scale
+        for values, parameters in zip(groups, self.parameters, strict=True):
+            values["lr"] = float(values.get("lr", parameters["lr"].default)) * scale
         missing = set(absent)
         if weights is not self.base:
             whole = torch.from_numpy(weights)
@@ -233,7 +274,7 @@ class TorchOptimizer:
         with torch.no_grad():
             made = 0
             for part in self.parts:
-                made += part.step(self.kind, gradient, groups, missing)
+                made += part.step(self.kinds, gradient, groups, missing)
                 if made == MADE_MAX or (made and part is self.parts[-1]):
                     _give_back()
                     made = 0
@@ -244,27 +285,16 @@ class TorchOptimizer:
             return
         groups = self._groups(hyper)
         first = self.first or groups
-        try:
-            for before, values in zip(first, groups, strict=True):
-                self._try(values)
+        for kind, before, values in zip(self.kinds, first, groups, strict=True):
+            try:
+                _try(kind, values)
                 if _kinds(values) != _kinds(before):  # then one may need state that the other lacks, as with amsgrad
-                    self._try(before, values)
-                    self._try(values, before)
-        except Exception as error:  # torch may raise anything for values of any type
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
+                    _try(kind, before, values)
+                    _try(kind, values, before)
+            except Exception as error:  # torch may raise anything for values of any type
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise RemoteProtocolError(f"{kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
         self.checked, self.first = hyper, first
-
-    def _try(self, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
-        """Take a step with the values `made`, then one with `then`, to which the group may change later."""
-        stand_in = torch.zeros(1, requires_grad=True)
-        stand_in.grad = torch.ones(1)
-        optimizer = self.kind([stand_in], **made)  # as arguments: torch checks no value of a group
-        for update in (None, then) if then is not None else (None,):
-            optimizer.param_groups[0].update(update or {})
-            optimizer.step()  # some values are checked only in a step, and a rate of NaN is checked nowhere
-            if not stand_in.isfinite().all():
-                raise ValueError("with them a step leads to no number")
 
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
         """Unpack and check the hyper-parameters: one map of known names for each parameter group."""
@@ -272,9 +302,9 @@ class TorchOptimizer:
         if not isinstance(value, list) or len(value) != len(self.pieces):
             raise RemoteProtocolError("hyper-parameters are a list with one map for each parameter group")
         groups = []
-        for group in value:
-            if not isinstance(group, dict) or not set(group) <= self.known:
-                raise RemoteProtocolError(f"hyper-parameters that {self.kind.__name__} does not know")
+        for group, kind, parameters in zip(value, self.kinds, self.parameters, strict=True):
+            if not isinstance(group, dict) or not set(group) <= set(parameters) - {"self", "params"}:
+                raise RemoteProtocolError(f"hyper-parameters that {kind.__name__} does not know")
             plain = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
             groups.append({k: v for k, v in plain.items() if k not in IMPLEMENTATION})
         return groups

@@ -301,10 +301,17 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return loss
 
 
-def trained_alone(steps: int, rate: float = 0.05) -> npt.NDArray[np.float32]:
+Made = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module, rate: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def trained_alone(steps: int, rate: float = 0.05, make: Made | None = None) -> npt.NDArray[np.float32]:
     """The parameters that a `Worker` of a run of bsp ends with; here one process trains alone."""
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = make(model) if make else sgd(model, rate)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -315,11 +322,11 @@ def trained_alone(steps: int, rate: float = 0.05) -> npt.NDArray[np.float32]:
 class Worker:
     """A worker in this process, without a further import of torch."""
 
-    def __init__(self, address: str, key: str = "", rate: float = 0.05) -> None:
+    def __init__(self, address: str, key: str = "", rate: float = 0.05, make: Made | None = None) -> None:
         self.model = small_model()
         os.environ["NARROWS_KEY"] = key  # which the session takes out again
         self.session = RunSession(address)
-        inner = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
+        inner = make(self.model) if make else sgd(self.model, rate)
         self.engine = self.session.attach(self.model, inner, 0.0, 0)
 
     @property

@@ -494,7 +494,6 @@ def adagrads(first: float, second: float) -> Make:
 WHOLE: dict[str, tuple[Make, str]] = {
     "Muon": (muon_adamw, "Muon is not elementwise"),
     "Muon second": (lambda net: muon_adamw(net)[::-1], "Muon is not elementwise"),
-    "two classes": (sgd_adamw, "SGD and AdamW are not of one class"),
     "two sums": (adagrads(0.1, 0.2), "the initial_accumulator_value of the first"),
 }
 

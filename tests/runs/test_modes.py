@@ -219,6 +219,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "push": "gradient",
         "compress": "dense",
         "shards": 2,
+        "cut": "tensors",
         "compress_down": "dense",
         "workers": 9,
         "outer_lr": 0.25,

@@ -150,6 +150,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
     (Settings(sync="local", fragments=2), Settings(), "it merges fragments of the model (--fragments, --merge-delay, --merge-"),
     (Settings(dp_clip=1.0), Settings(), "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve"),
     (Settings(shards=2), Settings(), "it has 2 shards and this cluster 1, and each pushes to one: give --shards 2 here"),
+    (Settings(), Settings(cut="tensors"), "it has --cut values and this cluster --cut tensors, so shards have other keys"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, said: str) -> None:
     root, (cluster,) = family(above, below, 1)

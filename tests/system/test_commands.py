@@ -621,6 +621,9 @@ def test_two_workers_with_muon_and_adamw(script: Callable[[str], str], tmp_path:
         line for line in sentences(err) if "Muon is not elementwise, and shards cut tensors: use --push update" in line
     ]
     assert code == 2 and said and "Traceback" not in err, err
+    code, _, err = finished("ps-worker", *flags, "bsp", "--cut", "tensors", path, str(tmp_path))
+    assert code == 0, err
+    assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
 
 
 def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:

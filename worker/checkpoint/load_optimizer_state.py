@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from narrows.protocols.config.checkpoint_names import BYTES, OPTIMIZER, SHARD, STATE, shard_file
-from narrows.protocols.config.key_ranges import split
+from narrows.protocols.config.key_ranges import VALUES
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import UsageError
 from narrows.worker.checkpoint.server_state import State, as_state_dict, put_together
@@ -88,9 +88,11 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
 
     first = file_of(0)
     plan = ModelSpec.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
-    files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
+    facts = json.loads(first.metadata()["narrows"])
+    files = [first, *map(file_of, range(1, int(facts.get("shards", 1))))]
+    ranges = plan.ranges(len(files), str(facts.get("cut", VALUES)))
     known, places = list[Any](), dict[tuple[int, str], list[tuple[Any, str, int, int]]]()
-    for file, keys in zip(files, split(plan.size, len(files)), strict=True):
+    for file, keys in zip(files, ranges, strict=True):
         pieces = plan.pieces(*keys)
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             if key.startswith(OPTIMIZER):

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.config.key_ranges import TENSORS, VALUES
+from narrows.protocols.config.modes import ELEMENTWISE, WHOLE_TENSORS
 from narrows.protocols.errors import UsageError
+from narrows.protocols.layerwise import LAMB, LARS
+
+LAYERWISE: tuple[type[torch.optim.Optimizer], ...] = (LAMB, LARS)
 
 
 def as_one(
@@ -52,11 +56,19 @@ def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     return inner.optimizers if isinstance(inner, CombinedOptimizer) else (inner,)
 
 
-def why_whole(kind: type[torch.optim.Optimizer]) -> str:
-    """Return why an optimizer of this class can step whole tensors only; "" if it can step pieces of tensors."""
-    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
-        return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
-    return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
+def why_whole(kind: type[torch.optim.Optimizer], cut: str = VALUES) -> str:
+    """Return why servers, or a slice, cannot step an optimizer of this class; "" if they can.
+
+    Args:
+        kind: the class.
+        cut: one of CUTS. Where tensors are not cut, it may step whole tensors.
+    """
+    name = kind.__name__
+    if kind.__module__.split(".")[:2] != ["torch", "optim"] and kind not in LAYERWISE:
+        return f"{kind.__module__}.{name} is not in torch.optim"
+    if name in ELEMENTWISE or (name in WHOLE_TENSORS and cut == TENSORS):
+        return ""
+    return f"{name} is not elementwise" + (", and shards cut tensors" if cut == VALUES else "")
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

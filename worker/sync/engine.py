@@ -30,6 +30,7 @@ import torch
 
 from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
+from narrows.protocols.config.key_ranges import VALUES
 from narrows.protocols.config.memory import in_place, update_buffers
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
@@ -164,7 +165,7 @@ class Engine:
         self.changes = WeightEditCheck(self.flat, self.tables.weights, settings)
         self.shared = SharedModel(self)
         gradients = self.mode.rule is FoldRule.OPTIMIZER
-        declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
+        declared = (rebuilt_by(self.dense, settings.cut), max_grad_norm) if gradients else ("", 0.0)
         # The optimizer's degree (0 AdamW, 1 SGD) holds for a cluster too: its parent receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync: SyncStep = self._sync(overlap)
@@ -198,6 +199,10 @@ class Engine:
             return None
         if why := why_no_group(self.mode, self.privacy is not None, overlap):
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
+        if sharded and self.settings.cut != VALUES:
+            raise UsageError(
+                f"--cut {self.settings.cut}: FSDP has cut the tensors over its processes; start the server with --cut {VALUES}"
+            )
         if not sharded:
             return ModelCut(self.flat, inner, self.group, self.skips.check)
         return FsdpSlices(self.flat, inner, self.group, self.skips.check)

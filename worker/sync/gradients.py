@@ -30,7 +30,7 @@ import torch
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import effects as e
-from narrows.protocols.config.key_ranges import Keys, parts
+from narrows.protocols.config.key_ranges import TENSORS, Keys, parts
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
@@ -63,8 +63,9 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     scheduler adds, are left out. Raises UsageError with the name of a hyper-parameter that is not a plain value.
     """
     groups = []
-    known = inspect.signature(type(each_of(optimizer)[0]).__init__).parameters  # all optimizers are of one class here
-    for group in optimizer.param_groups:
+    kinds = [(type(each), group) for each in each_of(optimizer) for group in each.param_groups]
+    for kind, group in kinds:
+        known = inspect.signature(kind.__init__).parameters
         values: dict[str, Any] = {}
         for name, value in group.items():
             if name == "params" or name not in known:
@@ -77,20 +78,34 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     return pack(groups)
 
 
-def rebuilt_by(inner: torch.optim.Optimizer) -> str:
-    """Return the name of the class by which the server rebuilds this optimizer. Raises UsageError if it cannot."""
+def rebuilt_by(inner: torch.optim.Optimizer, cut: str) -> str:
+    """Return the names of the classes by which the server rebuilds this optimizer, as `ModelSpec.optimizer` has them.
+
+    Args:
+        inner: the optimizer; several as a `CombinedOptimizer`.
+        cut: where the run cuts the model, one of CUTS.
+
+    Raises:
+        UsageError: the server cannot rebuild it.
+    """
     each = each_of(inner)
     kinds = list(dict.fromkeys(type(optimizer) for optimizer in each))
-    reasons = [why for kind in kinds if (why := why_whole(kind))]
-    if len(kinds) > 1:
-        reasons.append(f"{' and '.join(kind.__name__ for kind in kinds)} are not of one class")
-    if len({optimizer.defaults.get(ONCE) for optimizer in each}) > 1:
-        reasons.append(f"it would give all optimizers the {ONCE} of the first")
+    reasons = [(why, kind) for kind in kinds if (why := why_whole(kind, cut))]
     if reasons:
+        why, kind = reasons[0]
+        other = ", or start the server with --cut tensors" if not why_whole(kind, TENSORS) else ""
         raise UsageError(
-            f"--push gradient needs an optimizer that the server can rebuild, but {reasons[0]}: use --push update"
+            f"--push gradient needs an optimizer that the server can rebuild, but {why}: use --push update{other}"
         )
-    return kinds[0].__name__
+    for kind in kinds:
+        same = [optimizer for optimizer in each if type(optimizer) is kind]
+        if len({optimizer.defaults.get(ONCE) for optimizer in same}) > 1:
+            raise UsageError(
+                "--push gradient needs an optimizer that the server can rebuild, but it would give all optimizers the "
+                f"{ONCE} of the first: use --push update"
+            )
+    names = [type(optimizer).__name__ for optimizer in each for _ in optimizer.param_groups]
+    return names[0] if len(kinds) == 1 else "+".join(names)
 
 
 class GradientStep(UpdateStep):

@@ -30,7 +30,7 @@ from narrows.compression.home import Feedback
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import CodedPiece, fragment
+from narrows.protocols.config.key_ranges import CodedPiece, fragments
 from narrows.protocols.config.memory import update_buffers
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.timing import WAIT_LIMIT_S
@@ -188,8 +188,7 @@ class ShardExchanges:
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
         """Make the error feedback of each fragment. They may share a seed, since they encode at different clocks."""
-        count = self.mode.fragments
-        cuts = [fragment(begin, end, count, index) for index in range(count)]
+        cuts = fragments(begin, end, self.mode.fragments, self.tuning.cut, self.arrays.flat.offsets)
         home = self.arrays.home
         # Under gossip no update goes to a shard: a coder that leaves nothing out has no residual.
         compressor = parse("dense") if self.mode.rule is FoldRule.MIX else self.tuning.compressor

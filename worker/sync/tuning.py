@@ -50,6 +50,7 @@ class CodecTuning:
     def change(self, settings: Settings) -> None:
         """Begin anew with the compressors of the plan that the run has from the present clock on."""
         self.plan, self.mode, self.quorum = settings.plan_number, settings.mode(), settings.quorum
+        self.cut = settings.cut
         mode = self.mode
         # A sparse or late gradient costs far more loss than an update (README.md, "Results"): `auto` chooses none.
         sparse = mode.rule is not FoldRule.OPTIMIZER

@@ -38,6 +38,12 @@ DASHBOARD = "127.0.0.1:5550"
 # name in Settings, type, default shown, help
 RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("shards", int, "1", "server processes, each with one part of the model"),
+    (
+        "cut",
+        str,
+        "values",
+        "borders of shards: values (even), or tensors (whole ones: servers can step Muon, LAMB and LARS)",
+    ),
     ("workers", int, "1", "workers that the run needs to start; also the script's world_size()"),
     ("sync", str, "ssp", f"sync mode: {', '.join(MODES)}"),
     ("staleness", int, "1 for ssp and gossip, 0 for local", "staleness bound S, in clocks"),

@@ -176,7 +176,9 @@ def test_a_checkpoint_is_checked_by_blocks_and_read_once(tmp_path: Path, monkeyp
         assert peak_of(partial(checkpoint_files.sound, tmp_path, 0, shards)) < few
     assert peak_of(lambda: checkpoint_files.whole(tmp_path)) < few
     for shards, own in ((2, 0), (4, half)):
-        load = partial(checkpoint_files.read_for, tmp_path, 1, shards, 3, checkpoint_files.facts_of(tmp_path, 3))
+        load = partial(
+            checkpoint_files.read_for, tmp_path, 1, shards, "values", 3, checkpoint_files.facts_of(tmp_path, 3)
+        )
         assert peak_of(load) < own + few, "parts of x and p, and a block; whole ones are mapped"
         begin, end = split(plan.size, shards)[1]
         assert np.array_equal(load()[0].arrays["p"], whole[begin:end])
@@ -238,7 +240,7 @@ def test_arrays_of_another_kind_are_no_checkpoint(name: str, array: Any, why: st
 def test_arrays_of_another_size_than_the_model_are_no_checkpoint(shards: int, tmp_path: Path) -> None:
     write(tmp_path, 0, 5, store_of() | {"p": values(11)}, FACTS)
     with pytest.raises(IncompatibleError, match="has 11 values of p, and by its plan its shard has 12"):
-        checkpoint_files.read_for(tmp_path, 0, shards, 5, checkpoint_files.facts_of(tmp_path, 5))
+        checkpoint_files.read_for(tmp_path, 0, shards, "values", 5, checkpoint_files.facts_of(tmp_path, 5))
 
 
 def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path: Path) -> None:

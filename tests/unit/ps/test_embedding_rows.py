@@ -80,7 +80,9 @@ def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: 
     for shard, each in enumerate(before):
         wanted[shard::2] = each.tables[0].read(asked[: each.tables[0].count])
     for shard in range(shards):
-        load, *_ = checkpoint_files.read_for(tmp_path, shard, shards, 9, checkpoint_files.facts_of(tmp_path, 9))
+        load, *_ = checkpoint_files.read_for(
+            tmp_path, shard, shards, "values", 9, checkpoint_files.facts_of(tmp_path, 9)
+        )
         loaded = EmbeddingRows(plan.tables, shard, shards)
         loaded.load(load.arrays)
         assert loaded.tables[0].steps == 2

@@ -81,7 +81,7 @@ def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
 ) -> None:
     write(there.folder, shards, CLOCK, range(shards))
     begin, end = split(SIZE, 3)[2]
-    load, recut, steps = away.load(3, CLOCK)
+    load, recut, steps = away.load(3, "values", CLOCK)
     assert np.array_equal(load.arrays["x"], VALUES[begin:end] + CLOCK)
     assert (load.publication, recut, steps) == (CLOCK, shards != 3, 11 * CLOCK)
     assert not list(away.folder.iterdir()), "nothing is left here"
@@ -118,7 +118,7 @@ def test_a_disk_that_refuses_there_is_named_here(there: RemoteArchive, away: Arc
 
 def test_a_checkpoint_that_is_not_there_is_an_error_of_one_sentence(away: ArchiveClient) -> None:
     with pytest.raises(NarrowsError, match="is missing"):
-        away.load(3, CLOCK)
+        away.load(3, "values", CLOCK)
 
 
 def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_that(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
-from narrows.protocols.config.modes import ELEMENTWISE
+from narrows.protocols.config.modes import ELEMENTWISE, WHOLE_TENSORS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.wire import pack
 from narrows.ps.store.changes import FloatArray
@@ -52,7 +52,32 @@ def test_what_needs_state_that_is_not_there_is_refused_before_a_step(
     assert np.isfinite(weights).all()
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
+@pytest.mark.parametrize(("kind", "values"), [
+    ("Muon", {"lr": float("nan")}), ("Muon", {"ns_steps": 10**9}), ("Muon", {"ns_coefficients": [1e38, 1e38, 1e38]}),
+    ("Muon", {"adjust_lr_fn": "mine"}), ("LAMB", {"betas": [0.9, 1.0]}), ("LAMB", {"eps": 0.0}), ("LARS", {"trust": -1.0}),
+    ("LARS", {"lr": "fast"}),
+])  # fmt: skip
+def test_what_would_spoil_whole_tensors_is_refused(kind: str, values: dict[str, Any]) -> None:
+    optimizer = server_side(kind)
+    optimizer.check(pack([{"lr": 0.1}]))
+    with pytest.raises(RemoteProtocolError, match=f"{kind} refuses its hyper-parameters"):
+        optimizer.check(pack([values]))
+    with pytest.raises(RemoteProtocolError, match=f"hyper-parameters that {kind} does not know"):
+        optimizer.check(pack([{"dampening": 0.1}]))
+
+
+def test_a_part_of_a_tensor_is_not_stepped_as_a_whole() -> None:
+    plan = ModelSpec(
+        (TensorSpec("weight", (2, 4), "float32"), TensorSpec("bias", (4,), "float32")), "Muon+SGD", ((0,), (1,))
+    )
+    for begin, end in ((0, 8), (0, 12), (8, 12), (8, 10)):
+        TorchOptimizer(plan, begin, end)
+    for begin, end in ((0, 6), (4, 8), (4, 12)):
+        with pytest.raises(RemoteProtocolError, match="Muon steps whole tensors, and a shard has a part of 'weight'"):
+            TorchOptimizer(plan, begin, end)
+
+
+@pytest.mark.parametrize("kind", sorted((*ELEMENTWISE, *WHOLE_TENSORS)))
 @pytest.mark.parametrize("steps", [0, 3])
 def test_one_that_was_pickled_goes_on_to_the_bit(kind: str, steps: int) -> None:
     """The journal of a shard holds it, between any two steps."""
