@@ -87,6 +87,24 @@ def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
     assert not list(away.folder.iterdir()), "nothing is left here"
 
 
+@pytest.mark.parametrize(("written", "wanted"), [("tensors", "values"), ("values", "tensors"), ("tensors", "tensors")])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_it_begins_from_files_that_are_cut_elsewhere(
+    shards: int, written: str, wanted: str, there: RemoteArchive, away: ArchiveClient
+) -> None:
+    sizes = (100, 2000, 500, 400)
+    specs = tuple(TensorSpec(f"t{i}", (size,), "float32") for i, size in enumerate(sizes))
+    plan = ModelSpec(specs, "", (tuple(range(len(sizes))),))
+    assert plan.size == SIZE
+    told = facts(shards, CLOCK) | {"plan": plan.packed()} | ({"cut": written} if written != "values" else {})
+    for shard, (begin, end) in enumerate(plan.ranges(shards, written)):
+        x = VALUES[begin:end]
+        checkpoint_files.write(there.folder, shard, CLOCK, {"x": x, "p": x}, told)
+    begin, end = plan.ranges(3, wanted)[2]
+    load, recut, _ = away.load(3, wanted, CLOCK)
+    assert np.array_equal(load.arrays["x"], VALUES[begin:end]) and recut == ((shards, written) != (3, wanted))
+
+
 def test_what_it_writes_is_with_the_others_and_nowhere_else(there: RemoteArchive, away: ArchiveClient) -> None:
     writer = CheckpointWriter(away.folder, 2, away)
     begin, end = split(SIZE, 3)[2]
