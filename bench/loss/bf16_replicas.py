@@ -23,6 +23,8 @@ from loss.replicas import EPS, FLAGS, SAMPLED, Task, layer_norm, newton_schulz
 from torch import Tensor
 
 from narrows.compression.buffers import FloatArray
+from narrows.compression.kernels.cpu import decode_2bit, encode_2bit
+from narrows.compression.kernels.levels import TWO_BIT_BLOCK
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -208,14 +210,17 @@ def emit(
 
 
 class Coder:
-    """The code of one SPEC: dense, int8, int4, sign, or topk:DENSITY[+int8|+int4|+sign], whose threshold a sample decides."""
+    """The code of one SPEC: dense, int8, int4, sign, 2bit, or topk:DENSITY[+int8|+int4|+sign].
+
+    A sample decides the threshold of topk. 2bit is coded and decoded by the product's kernels.
+    """
 
     def __init__(self, spec: str) -> None:
         first, _, coding = spec.partition("+")
         name, _, density = first.partition(":")
-        if name not in ("dense", "topk", "int8", "int4", "sign") or coding not in CODINGS:
-            raise ValueError(f"{spec!r} is none of dense, int8, int4, sign, topk:DENSITY[+int8|+int4|+sign]")
-        self.dense = name == "dense"
+        if name not in ("dense", "2bit", "topk", "int8", "int4", "sign") or coding not in CODINGS:
+            raise ValueError(f"{spec!r} is none of dense, int8, int4, sign, 2bit, topk:DENSITY[+int8|+int4|+sign]")
+        self.dense, self.two_bit = name == "dense", name == "2bit"
         self.density = float(density or 1)
         self.coding = CODINGS[name if name in CODINGS else coding]
         self.block = round(256 / self.density)
@@ -225,6 +230,14 @@ class Coder:
         if self.dense:
             sent[:] = residual
             residual[:] = 0
+            add_scaled(f4(weight), sent, mean)
+            return
+        if self.two_bit:
+            levels = np.empty(3 * -(-residual.size // TWO_BIT_BLOCK), np.uint8)
+            signs, highs = (np.empty(-(-residual.size // 8), np.uint8) for _ in range(2))
+            encode_2bit(residual, levels, signs, highs)
+            decode_2bit(levels, signs, highs, sent)
+            residual -= sent
             add_scaled(f4(weight), sent, mean)
             return
         threshold = f4(-1)
@@ -288,3 +301,9 @@ class AdamWs:
         self.m[:], self.v[:], self.steps = other.m, other.v, other.steps
         if self.momentum is not None and other.momentum is not None:
             self.momentum[:] = other.momentum
+
+    def share_moments(self) -> None:
+        """Every worker goes on with the mean of all workers' moments."""
+        for moments in (self.m, self.v, self.momentum):
+            if moments is not None:
+                moments[:] = moments.mean(0)

@@ -11,6 +11,7 @@ from loss.replicas import FLAGS
 
 from narrows.compression.buffers import FloatArray
 
+MODES, OUTER = ("bsp", "updates", "local"), ("nesterov", "iso", "iso-ema")
 DIVERGED = 9.0  # a loss in nats a byte; guessing makes 5.5
 Progress = Callable[[int, FloatArray], bool]  # the steps done and the shared weights; true ends the run early
 Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of the run
@@ -20,7 +21,7 @@ Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of
 class Job:
     """A way to train, its rate and its seed. SPECs are those of bf16_replicas.Coder."""
 
-    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them
+    mode: str = "updates"  # bsp; updates: each worker's own optimizer makes them; local: rounds of local steps
     workers: int = 8
     windows: int = 0  # of text, for each worker and step; 0: bytelm.py's 32 shared by all workers
     steps: int = 200
@@ -43,13 +44,24 @@ class Job:
     start: float = 0.0  # share of the steps, the first ones: bsp, dense
     start_up: str = ""  # SPEC of the gradients of those steps; "": dense
 
+    # local; the names in OUTER and what they do are in rounds.py
+    local_steps: int = 1
+    outer: str = "nesterov"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    moments_every: int = 0  # rounds from one mean of the workers' moments to the next; 0: each worker keeps its own
+
     give_up: str = (
         ""  # STEPS:LOSS,...: the run ends after so many steps, a quarter, a half or three, if it is not below
     )
 
     def __post_init__(self) -> None:
-        if self.mode not in ("bsp", "updates"):
-            raise ValueError(f"{self.mode!r} is no mode: bsp or updates")
+        if self.mode not in MODES:
+            raise ValueError(f"{self.mode!r} is no mode: {', '.join(MODES)}")
+        if self.outer not in OUTER:
+            raise ValueError(f"{self.outer!r} is no outer step: {', '.join(OUTER)}")
+        if self.steps % self.local_steps:
+            raise ValueError(f"{self.steps} steps are no whole rounds of {self.local_steps}")
         if not self.windows and FLAGS.batch % self.workers:
             raise ValueError(f"{self.workers} workers cannot share {FLAGS.batch} windows evenly")
         if self.steps < 4:

@@ -33,9 +33,10 @@ import bytelm
 from lab import record
 from loss.bf16_replicas import ByteTask
 from loss.job import Job, Outcome, Progress
+from loss.rounds import local
 from loss.update_push import bsp, updates
 
-MODES = {"bsp": bsp, "updates": updates}
+MODES = {"bsp": bsp, "updates": updates, "local": local}
 QUICK_WINDOWS = 128  # of the held-out loss during a run
 
 

@@ -12,9 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from lab import record
-from loss import bf16_replicas, replicas, run_jobs
-from loss.bf16_replicas import ByteTask
+from loss import bf16_replicas, lockstep, replicas, run_jobs
+from loss.bf16_replicas import AdamWs, ByteTask
 from loss.job import Job
+from loss.rounds import OuterStep, local
+
+from narrows.compression import decode, parse
+from narrows.compression.buffers import FloatArray
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,6 +34,8 @@ JOBS = [
     Job(mode="bsp", inner="muon"),
     Job(gain_power=0.5, start=0.5, start_up="int4"),
     Job(inner="muon", staleness=2, stand=0.5),
+    Job(mode="local", local_steps=4, outer_lr=0.7, outer_momentum=0.6, up="2bit", down="int4"),
+    Job(mode="local", local_steps=2, inner="muon", outer="iso-ema", outer_momentum=0.5, moments_every=3, up="dense"),
 ]
 
 
@@ -68,6 +74,58 @@ def test_int4_has_fifteen_values_of_a_block() -> None:
     assert 10 < len(np.unique(sent)) <= 15
 
 
+def test_2bit_is_the_products() -> None:
+    values = np.random.default_rng(4).standard_normal(1300).astype(np.float32)
+    residual, mean, sent = values.copy(), np.ones_like(values), np.zeros_like(values)
+    bf16_replicas.Coder("2bit")(residual, 0.5, mean, sent)
+    wanted = np.empty_like(values)
+    decode(parse("2bit").encode(values), wanted)
+    np.testing.assert_array_equal(sent, wanted)
+    np.testing.assert_array_equal(residual, values - wanted)
+    np.testing.assert_array_equal(mean, 1 + 0.5 * wanted)
+
+
+def lockstep_case(task: ByteTask, case: lockstep.Case, rate: float) -> FloatArray:
+    """The weights that bench/loss/lockstep.py ends with, at seed 0."""
+    runs = lockstep.Runs(case, task, [(rate, 0)])
+    runs.own_optimizers()
+    return runs.x[0].numpy()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_rounds_end_as_those_of_lockstep(task: ByteTask, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lockstep.py has float32 and its own warm-up: gradients differ by bfloat16, so the model to a part of its way."""
+    job = Job(mode="local", workers=2, steps=12, warm_up=40, local_steps=3, outer_lr=0.7, up="dense", rate=0.02)
+    found, _ = local(task, replace(job, outer_momentum=momentum), lambda done, x: False)
+    case = lockstep.Case(2, local_steps=3, outer_lr=0.7, outer_momentum=momentum, steps=12)
+    wanted, first = lockstep_case(task, case, 0.02), task.initial(0)
+    assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted - first)
+
+
+def test_an_outer_step_of_equal_spectrum(task: ByteTask) -> None:
+    """Each matrix of a block, and nothing else, gets the mean of its singular values for each of them (2607.03011)."""
+    update = np.random.default_rng(5).standard_normal(task.size).astype(np.float32)
+    x, wanted = task.zeros(), update.copy()
+    for begin, end, shape in task.matrices:
+        u, s, v = np.linalg.svd(update[begin:end].reshape(shape), full_matrices=False)
+        wanted[begin:end] = (s.mean() * u @ v).ravel()
+    OuterStep(task, Job(mode="local", outer="iso", outer_lr=1.8, outer_momentum=0.8))(update.copy(), x)
+    np.testing.assert_allclose(x, 1.8 * (1 + 0.8) * wanted, rtol=1e-3, atol=1e-4)
+    x = task.zeros()
+    OuterStep(task, Job(mode="local", outer="iso-ema", outer_lr=1.8, outer_momentum=0.8))(update.copy(), x)
+    np.testing.assert_allclose(x, 1.8 * (1 + 0.8) * 0.2 * wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_workers_share_their_moments(task: ByteTask) -> None:
+    optimizers = AdamWs(task, 2, "muon", 0.9, 0.95)
+    assert optimizers.momentum is not None
+    for number, moments in enumerate((optimizers.m, optimizers.v, optimizers.momentum)):
+        moments[0], moments[1] = number, number + 2
+    optimizers.share_moments()
+    for number, moments in enumerate((optimizers.m, optimizers.v, optimizers.momentum)):
+        assert (moments == number + 1).all()
+
+
 def test_a_queue_is_run_once_and_what_is_no_job_is_said(
     task: ByteTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +149,8 @@ def test_a_queue_is_run_once_and_what_is_no_job_is_said(
     [
         ({"mode": "ssp"}, "'ssp' is no mode"),
         ({"steps": 3}, "at least 4 steps"),
+        ({"outer": "adam"}, "'adam' is no outer step"),
+        ({"local_steps": 30}, "200 steps are no whole rounds of 30"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
