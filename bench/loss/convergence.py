@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
 import signal
 import statistics
@@ -44,7 +43,7 @@ from contenders import wan
 from lab import launch, record
 from lab.delay_proxy import LISTEN, Proxy
 from lab.launch import CommandFailed
-from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate
+from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
 
 Result = dict[str, Any]
 PROBE_STEPS = 40
@@ -191,15 +190,12 @@ class Campaign:
             for rate in self.hopeful(row, seeds_before):
                 self.run(at_rate(row, rate), seed, again)
             return
-        losses: dict[int, float] = {}
-        todo = [RATES.index(row.start)]
-        while todo:
-            for place in todo:
-                self.run(at_rate(row, RATES[place]), seed, again)
-                loss = self.metric(at_rate(row, RATES[place]), seed)
-                losses[place] = math.inf if loss is None else loss  # what failed has the worst of losses
-            best = min(losses, key=lambda place: losses[place])
-            todo = [place for place in (best - 1, best + 1) if 0 <= place < len(RATES) and place not in losses]
+
+        def loss_at(rate: str) -> float | None:
+            self.run(at_rate(row, rate), seed, again)
+            return self.metric(at_rate(row, rate), seed)
+
+        climb(row.start, loss_at)
 
     def hopeful(self, row: Row, seeds: list[int]) -> list[str]:
         """Rates that have run with all `seeds`, and whose mean is near the best one's."""

@@ -68,8 +68,9 @@ class Job:
             raise ValueError("a run has at least 4 steps: its loss is taken at each quarter")
 
     def __str__(self) -> str:
-        """The fields that differ from the defaults."""
-        told = [f"{f.name} {value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+        """The fields that differ from the defaults, without rate and seed: what a row of a table is called."""
+        own = [f for f in fields(self) if f.name not in ("rate", "seed")]
+        told = [f"{f.name} {value}" for f in own if (value := getattr(self, f.name)) != f.default]
         return ", ".join(told) or "defaults"
 
     def arguments(self) -> dict[str, Any]:

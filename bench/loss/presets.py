@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lab import launch
@@ -96,6 +98,23 @@ RATES = (
     *("0.00035", "0.0005", "0.0007", "0.001", "0.0014", "0.002"),
     *("0.0028", "0.004", "0.0056", "0.008", "0.0113", "0.016"),
 )
+
+
+def climb(start: str, loss_at: Callable[[str], float | None]) -> None:
+    """Ask for the loss at `start` and on up and down RATES, until the best rate has a worse one on either side.
+
+    A loss of None, of a run that failed, is worse than any other.
+    """
+    losses: dict[int, float] = {}
+    todo = [RATES.index(start)]
+    while todo:
+        for place in todo:
+            loss = loss_at(RATES[place])
+            losses[place] = math.inf if loss is None else loss
+        best = min(losses, key=lambda place: losses[place])
+        todo = [place for place in (best - 1, best + 1) if 0 <= place < len(RATES) and place not in losses]
+
+
 SCRIPT_RATE = "0.002"  # bytelm.py's own
 LOCAL = Row("local, H = 50", ("--sync", "local", "--local-steps", "50"), start="0.002")
 

@@ -3,12 +3,16 @@
     echo '{"workers": 4, "staleness": 0, "up": "sign"}' >jobs.jsonl  # a line a job: fields of Job in job.py
     python bench/loss/run_jobs.py jobs.jsonl                           # the byte GPT
     python bench/loss/run_jobs.py jobs.jsonl --model 3,96,3            # the small one of README.md
+    python bench/loss/run_jobs.py jobs.jsonl --climb --table gossip    # each job at its best rate, under a heading
     python bench/loss/run_jobs.py jobs.jsonl --model 1,32,1 --steps 8  # seconds: to try this script
 
 Rules
 - A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; losses count, not seconds.
 - A line has the job's loss, those of an eighth of the windows at a quarter, a half and three quarters of the steps, and facts.
   A job that --out has for this commit, model and text is not run again.
+- With --climb a job's rate is the first of those that it runs at: on up and down the ladder of presets.py, a root of two
+  apart, until the best has a worse one on either side.
+- With --table the first job of the queue is the row that the others are compared with.
 - A run ends early, with no loss, where it diverges or is above a limit of its job's `give_up`.
 - A line that is no job is reported and left out; the exit code is then 1.
 """
@@ -33,6 +37,7 @@ import bytelm
 from lab import record
 from loss.bf16_replicas import ByteTask
 from loss.job import Job, Outcome, Progress
+from loss.presets import RATES, climb
 from loss.rounds import local
 from loss.update_push import bsp, updates
 
@@ -83,10 +88,12 @@ def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
 @click.command(help=__doc__, context_settings={"max_content_width": 120, "show_default": True})
 @click.argument("queue", type=click.Path(exists=True, path_type=Path))
 @click.option("--model", default="4,160,5", help="layers,width,heads")
+@click.option("--climb", "climbs", is_flag=True, help="run each job at the rates around its best one too")
+@click.option("--table", default="", help="the heading of its lines on the page")
 @click.option("--steps", type=int, help="of every job, for quick looks")
 @click.option("--seconds", default=float("inf"), help="no job begins later than that")
 @record.out_option("loss/run_jobs")
-def main(queue: Path, model: str, steps: int | None, seconds: float, out: Path) -> None:
+def main(queue: Path, model: str, climbs: bool, table: str, steps: int | None, seconds: float, out: Path) -> None:
     torch.set_num_threads(1)
     training, held_out, sha256 = bytelm.library()
     try:
@@ -97,13 +104,29 @@ def main(queue: Path, model: str, steps: int | None, seconds: float, out: Path) 
     recorder = record.Recorder("loss/run_jobs", out)
     told: dict[str, record.Scalar] = {"model": model, "text": sha256[:12]}
     found, until = list(queued(queue.read_text().splitlines(), steps)), time.monotonic() + seconds
+    if climbs:
+        off = f"a climb begins at one of {', '.join(RATES)}"
+        found = [job if isinstance(job, str) or str(job.rate) in RATES else f"rate {job.rate}: {off}" for job in found]
+    jobs = [job for job in found if isinstance(job, Job)]
+
+    def loss_of(job: Job) -> float | None:
+        """Of a run that --out has, or that is made now; None where it ended early, or is too late to begin."""
+        if not recorder.found(seed=job.seed, **job.arguments(), **told) and time.monotonic() < until:
+            figures, beside = train(task, job), str(jobs[0]) if table else ""
+            recorder.add(str(job), figures, table=table, beside=beside, best_of="rate", seed=job.seed,
+                         arguments=job.arguments() | told)  # fmt: skip
+            said = ", ".join(f"{name} {value}" for name, (value, _) in figures.items())
+            click.echo(f"{job}, rate {job.rate}, seed {job.seed}: {said}")
+        lines = recorder.found(seed=job.seed, **job.arguments(), **told)
+        return lines[-1].figures["loss"].value if lines and "loss" in lines[-1].figures else None
+
     for job in found:
         if isinstance(job, str):
             click.echo(job, err=True)
-        elif not recorder.found(seed=job.seed, **job.arguments(), **told) and time.monotonic() < until:
-            figures = train(task, job)
-            recorder.add(str(job), figures, best_of="rate", seed=job.seed, arguments=job.arguments() | told)
-            click.echo(f"{job}: " + ", ".join(f"{name} {value}" for name, (value, _) in figures.items()))
+        elif climbs:
+            climb(str(job.rate), lambda rate, job=job: loss_of(replace(job, rate=float(rate))))
+        else:
+            loss_of(job)
     sys.exit(any(isinstance(job, str) for job in found))
 
 

@@ -144,6 +144,24 @@ def test_a_queue_is_run_once_and_what_is_no_job_is_said(
     assert "loss" not in ended.figures and "at a half" in ended.figures and "at three quarters" not in ended.figures
 
 
+def test_a_climb_runs_the_neighbours_of_the_best_rate_under_a_heading(
+    task: ByteTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bytelm, "library", lambda: (task.training, task.held_out, "0123456789abcdef"))
+    monkeypatch.setattr(run_jobs, "train", lambda task, job: {"loss": (abs(job.rate - 0.005) + job.workers, "")})
+    queue, out = tmp_path / "jobs.jsonl", tmp_path / "out.jsonl"
+    good = ['{"mode": "bsp", "rate": 0.0028}', '{"mode": "local", "rate": 0.0056, "seed": 1}']
+    queue.write_text("\n".join([*good, '{"rate": 0.003}']))
+    words = [str(queue), "--model", "1,32,1", "--climb", "--table", "rounds", "--out", str(out)]
+    done = CliRunner().invoke(run_jobs.main, words)
+    assert done.exit_code == 1 and "rate 0.003: a climb begins at one of 0.00035, " in done.output
+    lines = record.read(out)
+    rates = [line.arguments["rate"] for line in lines]
+    assert rates == [0.0028, 0.002, 0.004, 0.0056, 0.008, 0.0056, 0.004, 0.008]
+    assert {(line.table, line.beside, line.best_of) for line in lines} == {("rounds", "mode bsp", "rate")}
+    assert {line.run for line in lines} == {"mode bsp", "mode local"}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
