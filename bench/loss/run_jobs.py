@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -109,8 +110,9 @@ def main(queue: Path, model: str, climbs: bool, table: str, steps: int | None, s
         found = [job if isinstance(job, str) or str(job.rate) in RATES else f"rate {job.rate}: {off}" for job in found]
     jobs = [job for job in found if isinstance(job, Job)]
 
-    def loss_of(job: Job) -> float | None:
+    def loss_at(job: Job, rate: str | float) -> float | None:
         """Of a run that --out has, or that is made now; None where it ended early, or is too late to begin."""
+        job = replace(job, rate=float(rate))
         if not recorder.found(seed=job.seed, **job.arguments(), **told) and time.monotonic() < until:
             figures, beside = train(task, job), str(jobs[0]) if table else ""
             recorder.add(str(job), figures, table=table, beside=beside, best_of="rate", seed=job.seed,
@@ -124,9 +126,9 @@ def main(queue: Path, model: str, climbs: bool, table: str, steps: int | None, s
         if isinstance(job, str):
             click.echo(job, err=True)
         elif climbs:
-            climb(str(job.rate), lambda rate, job=job: loss_of(replace(job, rate=float(rate))))
+            climb(str(job.rate), partial(loss_at, job))
         else:
-            loss_of(job)
+            loss_at(job, job.rate)
     sys.exit(any(isinstance(job, str) for job in found))
 
 
