@@ -210,18 +210,22 @@ def emit(
 
 
 class Coder:
-    """The code of one SPEC: dense, int8, int4, sign, 2bit, or topk:DENSITY[+int8|+int4|+sign].
+    """The code of one SPEC: dense, int8, int4, sign, 2bit, or topk|cycle:DENSITY[+int8|+int4|+sign].
 
-    A sample decides the threshold of topk. 2bit is coded and decoded by the product's kernels.
+    A sample decides the threshold of topk. `advance` begins the next turn of a cycle. 2bit is coded and decoded by the
+    product's kernels.
     """
 
     def __init__(self, spec: str) -> None:
         first, _, coding = spec.partition("+")
         name, _, density = first.partition(":")
-        if name not in ("dense", "2bit", "topk", "int8", "int4", "sign") or coding not in CODINGS:
-            raise ValueError(f"{spec!r} is none of dense, int8, int4, sign, 2bit, topk:DENSITY[+int8|+int4|+sign]")
+        if name not in ("dense", "2bit", "topk", "cycle", "int8", "int4", "sign") or coding not in CODINGS:
+            raise ValueError(
+                f"{spec!r} is none of dense, int8, int4, sign, 2bit, topk|cycle:DENSITY[+int8|+int4|+sign]"
+            )
         self.dense, self.two_bit = name == "dense", name == "2bit"
-        self.density = float(density or 1)
+        self.stride, self.turn = round(1 / float(density)) if name == "cycle" else 1, 0
+        self.density = 1.0 if name == "cycle" else float(density or 1)
         self.coding = CODINGS[name if name in CODINGS else coding]
         self.block = round(256 / self.density)
 
@@ -240,12 +244,24 @@ class Coder:
             residual -= sent
             add_scaled(f4(weight), sent, mean)
             return
+        if self.stride > 1:
+            at = slice(self.turn % self.stride, None, self.stride)
+            parts = [np.ascontiguousarray(each[at]) for each in (residual, mean, sent)]
+            emit(parts[0], f4(-1), self.block, self.coding, f4(weight), *parts[1:])
+            sent[:] = 0
+            for each, part in zip((residual, mean, sent), parts, strict=True):
+                each[at] = part
+            return
         threshold = f4(-1)
         if self.density < 1:
             sample = np.abs(residual[::SAMPLED])
             rank = min(len(sample), max(1, round((1 - self.density) * len(sample)))) - 1
             threshold = np.partition(sample, rank)[rank]
         emit(residual, threshold, self.block, self.coding, f4(weight), mean, sent)
+
+    def advance(self) -> None:
+        """Begin the next clock, in which a cycle sends other values."""
+        self.turn += 1
 
 
 def clip_scale(g: FloatArray) -> float:

@@ -81,4 +81,5 @@ def coded_mean(task: ByteTask, code: Coder, residual: FloatArray, sent: FloatArr
     mean = task.zeros()
     for w in range(len(residual)):
         code(residual[w], 1 / len(residual), mean, sent[w])
+    code.advance()
     return mean

@@ -39,6 +39,8 @@ class MeanGradient:
             else:
                 add_scaled(f4(scale), self.gradients[w], self.residual[w])
                 self.code(self.residual[w], 1 / workers, mean[0], self.sent[w])
+        if self.code is not None:
+            self.code.advance()
         self.optimizer.updates(mean, x[None], job.rate_at(step), self.update)
         x += self.update[0]
 
@@ -68,6 +70,7 @@ class Published:
     def clock(self, x: FloatArray) -> None:
         np.subtract(x, self.newest, out=self._residual)
         self.code(self._residual, 1, np.zeros_like(x), self._sent)
+        self.code.advance()
         self.newest += self._sent
         self.seen = [*self.seen[1:], self.newest.copy()]
 
@@ -121,6 +124,7 @@ class Updates:
         for w in range(workers):
             self.residual[w] += self.update[w]
             self.up(self.residual[w], 1 / workers, mean, sent[w])
+        self.up.advance()
         gain = self.gain
         if self.window:  # a window changes the gain of later clocks
             pushes = torch.from_numpy(sent)[None]

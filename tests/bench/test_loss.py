@@ -34,6 +34,7 @@ JOBS = [
     Job(mode="bsp", inner="muon"),
     Job(gain_power=0.5, start=0.5, start_up="int4"),
     Job(inner="muon", staleness=2, stand=0.5),
+    Job(staleness=2, up="cycle:0.25+sign"),
     Job(mode="local", local_steps=4, outer_lr=0.7, outer_momentum=0.6, up="2bit", down="int4"),
     Job(mode="local", local_steps=2, inner="muon", outer="iso-ema", outer_momentum=0.5, moments_every=3, up="dense"),
 ]
@@ -65,6 +66,26 @@ def test_a_code_is_that_of_the_batched_replicas(spec: str) -> None:
     np.testing.assert_allclose(sent, wanted, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(residual + sent, values, atol=1e-6)
     np.testing.assert_allclose(mean, 1 + 0.5 * sent, atol=1e-6)
+
+
+def test_a_cycle_sends_its_turns_alone_and_is_that_of_the_batched_replicas() -> None:
+    values = np.random.default_rng(5).standard_normal(7000).astype(np.float32)
+    residual, mean, sent, code = (
+        values.copy(),
+        np.ones_like(values),
+        np.zeros_like(values),
+        bf16_replicas.Coder("cycle:0.15+sign"),
+    )
+    for clock in range(7):
+        before = residual.copy()
+        mean[:] = 1
+        code(residual, 0.5, mean, sent)
+        code.advance()
+        wanted = replicas.code("cycle:0.15+sign")(torch.from_numpy(before)[None], clock)[0].numpy()
+        assert set(np.flatnonzero(sent) % 7) == {clock}
+        np.testing.assert_allclose(sent, wanted, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(residual + sent, before, atol=1e-6)
+        np.testing.assert_allclose(mean, 1 + 0.5 * sent, atol=1e-6)
 
 
 def test_int4_has_fifteen_values_of_a_block() -> None:
