@@ -11,7 +11,7 @@ from loss.replicas import FLAGS
 
 from narrows.compression.buffers import FloatArray
 
-MODES, OUTER = ("bsp", "updates", "local"), ("nesterov", "iso", "iso-ema")
+MODES, OUTER = ("bsp", "updates", "local"), ("nesterov", "iso", "iso-all", "iso-ema")
 DIVERGED = 9.0  # a loss in nats a byte; guessing makes 5.5
 Progress = Callable[[int, FloatArray], bool]  # the steps done and the shared weights; true ends the run early
 Outcome = tuple[FloatArray, dict[str, float]]  # the final weights, and facts of the run

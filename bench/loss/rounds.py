@@ -5,12 +5,15 @@ optimizer from round to round. `outer` names the rule of the outer step, for the
 
 - nesterov: m <- beta m + u; x <- x + eta (u + beta m). The product's, DiLoCo's (2311.08105).
 - iso: the same, once each matrix of a block of u = U S V' has become mean(S) U V' (IsoLoCo, 2607.03011).
+- iso-all: the same for every matrix of the model, embeddings and head too.
 - iso-ema: as iso, with m <- beta m + (1 - beta) u and x <- x + eta ((1 - beta) u + beta m), the momentum of torch's Muon.
 
 `moments_every` N: after each N rounds all workers go on with the means of their moments (2505.22549).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,10 +23,18 @@ from loss.update_push import Published
 
 from narrows.compression.buffers import FloatArray
 
+Matrices = Sequence[tuple[int, int, tuple[int, ...]]]  # (begin, end, shape)
 
-def equal_spectrum(task: ByteTask, update: FloatArray) -> None:
-    """In place: each matrix of a block gets the mean of its singular values in the place of each of them."""
-    for begin, end, shape in task.matrices:
+
+def matrices(task: ByteTask, every: bool) -> Matrices:
+    """Those of the blocks, or all."""
+    found = zip(task.ranges, task.shapes.values(), strict=True)
+    return [(a, b, shape) for (a, b), shape in found if len(shape) == 2] if every else task.matrices
+
+
+def equal_spectrum(of: Matrices, update: FloatArray) -> None:
+    """In place: each of these matrices gets the mean of its singular values in the place of each of them."""
+    for begin, end, shape in of:
         u, s, v = torch.linalg.svd(torch.from_numpy(update[begin:end]).view(shape), full_matrices=False)
         update[begin:end] = (s.mean() * (u @ v)).flatten().numpy()
 
@@ -32,15 +43,14 @@ class OuterStep:
     """The server's step at the end of a round."""
 
     def __init__(self, task: ByteTask, job: Job) -> None:
-        self.task, self.iso = task, job.outer.startswith("iso")
+        self.matrices = matrices(task, job.outer == "iso-all") if job.outer.startswith("iso") else []
         self.rate, self.beta = f4(job.outer_lr), f4(job.outer_momentum)
         self.share = f4(1 - job.outer_momentum) if job.outer == "iso-ema" else f4(1)  # of an update in the momentum
         self.momentum = task.zeros()
 
     def __call__(self, update: FloatArray, x: FloatArray) -> None:
         """x, in place, takes the step by the mean update of a round, which is overwritten."""
-        if self.iso:
-            equal_spectrum(self.task, update)
+        equal_spectrum(self.matrices, update)
         update *= self.share
         self.momentum *= self.beta
         self.momentum += update

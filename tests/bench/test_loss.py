@@ -15,7 +15,7 @@ from lab import record
 from loss import bf16_replicas, lockstep, replicas, run_jobs
 from loss.bf16_replicas import AdamWs, ByteTask
 from loss.job import Job
-from loss.rounds import OuterStep, local
+from loss.rounds import OuterStep, local, matrices
 
 from narrows.compression import decode, parse
 from narrows.compression.buffers import FloatArray
@@ -135,6 +135,15 @@ def test_an_outer_step_of_equal_spectrum(task: ByteTask) -> None:
     x = task.zeros()
     OuterStep(task, Job(mode="local", outer="iso-ema", outer_lr=1.8, outer_momentum=0.8))(update.copy(), x)
     np.testing.assert_allclose(x, 1.8 * (1 + 0.8) * 0.2 * wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_all_matrices_of_a_model_are_those_of_its_blocks_and_three_more(task: ByteTask) -> None:
+    found = matrices(task, every=True)
+    assert [each for each in found if each not in task.matrices] == [
+        (a, b, shape)
+        for (a, b), (name, shape) in zip(task.ranges, task.shapes.items(), strict=True)
+        if name in ("bytes.weight", "positions.weight", "head.weight")
+    ]
 
 
 def test_workers_share_their_moments(task: ByteTask) -> None:
