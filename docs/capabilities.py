@@ -146,6 +146,11 @@ ROWS: tuple[Capability, ...] = (
             LOCAL: f"{RUNS}/test_cut.py: test_fragments_begin_at_tensors_too",
         },
     ),
+    Capability(
+        "`--outer iso`",
+        {"cut": "tensors", "outer": "iso"},
+        tests={LOCAL: f"{RUNS}/test_equal_spectrum.py: test_rounds_end_as_the_simulation"},
+    ),
     Capability("`--fragments`, `--merge-delay`", {"fragments": 2, "merge_delay": 1}, tests={LOCAL: END_WITH_ONE}),
     Capability(
         "`--quorum`",

@@ -195,6 +195,13 @@ class ModelSpec:
         cut = [[(t, max(offsets[t], begin), min(offsets[t + 1], end)) for t in group] for group in self.groups]
         return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
 
+    def matrices(self, begin: int, end: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return (first key, key after the last, shape) of each tensor of two dimensions, not complex, in keys [begin, end)."""
+        offsets = self.offsets()
+        placed = zip(self.tensors, offsets, offsets[1:], strict=False)
+        return [(low, high, tensor.shape) for tensor, low, high in placed
+                if len(tensor.shape) == 2 and DTYPES[tensor.dtype].keys == 1 and begin <= low < high <= end]  # fmt: skip
+
     def packed(self) -> bytes:
         tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
         groups = [list(group) for group in self.groups]

@@ -29,6 +29,12 @@ LONG_ROUND = 8
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 
+# What a server does with the mean update of a round before momentum. ISO needs whole matrices; its rate and momentum are
+# those of IsoLoCo, and won with 2, 4 and 8 workers (docs/results.md, run_jobs).
+NESTEROV, ISO = OUTER_STEPS = ("nesterov", "iso")
+ISO_LR, ISO_MOMENTUM = 1.8, 0.8
+
+
 def outer_momentum(local_steps: int) -> float:
     """Return the default outer momentum for rounds of `local_steps` inner steps. 0 goes with rate 1: local SGD."""
     return OUTER_MOMENTUM if local_steps >= LONG_ROUND else 0.0

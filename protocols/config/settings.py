@@ -18,7 +18,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from narrows.protocols.config.key_ranges import CUTS, TENSORS, VALUES
-from narrows.protocols.config.modes import GAIN_MAX, MODES, OUTER_LR, FoldRule, Mode, outer_momentum
+from narrows.protocols.config.modes import (
+    GAIN_MAX,
+    ISO,
+    ISO_LR,
+    ISO_MOMENTUM,
+    MODES,
+    NESTEROV,
+    OUTER_LR,
+    OUTER_STEPS,
+    FoldRule,
+    Mode,
+    outer_momentum,
+)
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import INT_MAX, WORKERS_MAX
@@ -83,6 +95,7 @@ class Settings:
     shards: int = 1
     cut: str = VALUES  # one of CUTS: where the borders of shards and fragments lie
     workers: int = 1  # with which the run starts
+    outer: str = ""  # one of OUTER_STEPS
     outer_lr: float = -1.0
     outer_momentum: float = -1.0
     update_gain: float = -1.0  # of a mean of updates; -1: measured
@@ -146,6 +159,7 @@ class Settings:
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         self._check_seconds(row)
+        self._check_outer(row)
         if self.cut not in CUTS:
             raise UsageError(f"--cut {self.cut}: give one of {', '.join(CUTS)}")
         if self.weigh not in ("", *WEIGH):
@@ -199,11 +213,15 @@ class Settings:
         # computes nothing meanwhile.
         delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
         steps = self._round_steps(row)
-        momentum = self.outer_momentum if self.outer_momentum >= 0 else outer_momentum(steps)
+        iso = self.outer == ISO
+        known = ISO_MOMENTUM if iso else outer_momentum(steps)
+        momentum = self.outer_momentum if self.outer_momentum >= 0 else known
+        rate = ISO_LR if iso else OUTER_LR if momentum else 1.0
         filled = replace(
             self,
+            outer=self.outer or (NESTEROV if row.update_rule is FoldRule.OUTER else ""),
             outer_momentum=momentum,
-            outer_lr=self.outer_lr if self.outer_lr >= 0 else OUTER_LR if momentum else 1.0,
+            outer_lr=self.outer_lr if self.outer_lr >= 0 else rate,
             merge_delay=delay,
             merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
@@ -247,6 +265,20 @@ class Settings:
         if not row.takes_local_steps:
             raise UsageError(
                 f"--local-seconds: --sync {self.sync} pushes every step; --sync local has rounds by the clock"
+            )
+
+    def _check_outer(self, row: Mode) -> None:
+        """Raise UsageError if servers cannot take this outer step."""
+        if self.outer not in ("", *OUTER_STEPS):
+            raise UsageError(f"--outer {self.outer}: give one of {', '.join(OUTER_STEPS)}")
+        if self.outer and row.update_rule is not FoldRule.OUTER:
+            raise UsageError(f"--outer: --sync {self.sync} has no outer step on a server; --sync local has one")
+        if self.outer == ISO and self.cut != TENSORS:
+            raise UsageError("--outer iso: shards cut matrices, and it steps whole ones; give --cut tensors too")
+        if self.outer == ISO and self.staleness > 0:
+            raise UsageError(
+                f"--outer iso: with --staleness {self.staleness} each update is folded alone, and this step is along the "
+                "mean of a round; leave out one of the two"
             )
 
     def _check_robust(self) -> None:
@@ -354,6 +386,7 @@ class Settings:
         flags += [f"--local-steps {self.local_steps}"] if 1 < self.local_steps < STALENESS_MAX else []
         flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
         flags += [f"--cut {self.cut}"] if self.cut == TENSORS else []
+        flags += [f"--outer {self.outer}"] if self.outer == ISO else []
         flags += [f"--topology {self.topology}"] if self.topology else []
         flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
         flags += [f"--weigh {self.weigh}"] if self.weigh == "equal" else []

@@ -35,7 +35,7 @@ from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.config.key_ranges import Keys, covers, fragments
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.modes import ISO, FoldRule
 from narrows.protocols.config.settings import Robust, Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import Log, ServerEffect, WriteCheckpoint
@@ -146,6 +146,7 @@ class ModelShard:
             barrier=mode.barrier or mode.rule is FoldRule.MIX,
             codings=down,
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
+            matrices=plan.matrices(begin, end) if settings.outer == ISO else (),
             optimizer=resources.optimizer(plan, begin, end)
             if resources.optimizer and mode.rule is FoldRule.OPTIMIZER
             else None,

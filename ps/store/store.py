@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,7 @@ from narrows.ps.store.changes import (
 )
 from narrows.ps.store.embedding_rows import EmbeddingRows
 from narrows.ps.store.reduction import Mean, TrimmedMean, WeightedMean, parts_of
+from narrows.ps.store.spectrum import equal_spectrum
 from narrows.ps.store.update_gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept coded; a child further behind gets the whole state
@@ -150,6 +151,7 @@ class Store:
         barrier: bool,
         codings: Ladder | None = None,
         outer: tuple[float, float] | None = None,
+        matrices: Sequence[tuple[int, int, tuple[int, ...]]] = (),
         optimizer: ServerOptimizer | None = None,
         lent: Callable[[], bool] = assume_lent,
         gain: Gain | None = None,
@@ -166,6 +168,8 @@ class Store:
             codings: The compressors that may code publications, None for `dense`; the last one holds until a Publish names
                 another.
             outer: Learning rate and momentum of the outer optimizer; None if there is none.
+            matrices: In the order of keys (first key, key after the last, shape) of each matrix whose mean update gets equal
+                singular values before an outer step.
             optimizer: The server's optimizer, for pushed gradients.
             lent: True while a message that is still on its way may read x or p.
             gain: The gain, which sees each update that is added.
@@ -185,7 +189,7 @@ class Store:
         self.publication = -1
         self.x: FloatArray = self._zeros()
         self.p: FloatArray = self.x
-        self.outer, self.optimizer = outer, optimizer
+        self.outer, self.matrices, self.optimizer = outer, matrices, optimizer
         self.momentum: FloatArray | None = self._zeros() if outer and outer[1] else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
@@ -290,8 +294,10 @@ class Store:
         assert self.outer is not None
         rate, momentum = np.float32(self.outer[0]), np.float32(self.outer[1])
         x, mean = self._own_x(), self.mean.of(change.terms)
-        for low, high in parts_of(change.keys[0] - self.begin, change.keys[1] - self.begin):
+        for low, high, shape in self._outer_parts(change.keys):
             step = mean(low, high)
+            if shape:
+                equal_spectrum(step.reshape(shape))
             if self.momentum is not None:
                 velocity = self.momentum[low:high]
                 velocity *= momentum
@@ -299,6 +305,15 @@ class Store:
                 step += momentum * velocity
             step *= rate
             x[low:high] += step
+
+    def _outer_parts(self, keys: Keys) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Cut keys into (low, high, shape), counted from the shard's first key: each of `matrices`, and parts of shape ()."""
+        last, end = keys[0], keys[1]
+        for first, after, shape in (each for each in self.matrices if keys[0] <= each[0] and each[1] <= end):
+            yield from ((low, high, ()) for low, high in parts_of(last - self.begin, first - self.begin))
+            yield first - self.begin, after - self.begin, shape
+            last = after
+        yield from ((low, high, ()) for low, high in parts_of(last - self.begin, end - self.begin))
 
     def _step(self, change: Step) -> None:
         assert self.optimizer is not None

@@ -222,6 +222,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "cut": "tensors",
         "compress_down": "dense",
         "workers": 9,
+        "outer": "iso",
         "outer_lr": 0.25,
         "outer_momentum": 0.5,
         "update_gain": 1.0,

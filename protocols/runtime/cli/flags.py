@@ -65,12 +65,23 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("merge_alpha", float, "0; 0.5 with a delay", "weight of the worker's own values in a merge (local)"),
     ("push", str, "bsp: gradient, else update", "kind of a push: gradient or update"),
     (
+        "outer",
+        str,
+        "nesterov",
+        "outer step: nesterov, or iso: equal singular values of each matrix; needs --cut tensors (local)",
+    ),
+    (
         "outer_lr",
         float,
-        "0.7; 1 without momentum",
+        "0.7; 1 without momentum; iso: 1.8",
         "rate of the outer optimizer (local, gossip); 1 with momentum 0 is local SGD",
     ),
-    ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local, gossip)"),
+    (
+        "outer_momentum",
+        float,
+        "0.6; 0 below 8 local steps; iso: 0.8",
+        "Nesterov momentum of the outer optimizer (local, gossip)",
+    ),
     ("update_gain", float, "measured", "factor on the mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
     (
         "look_ahead",

@@ -13,6 +13,7 @@ from narrows.compression.codecs import Piece
 from narrows.ps.store import reduction
 from narrows.ps.store.changes import FloatArray, LoadArrays, OuterStep, SetFirstWeights, Terms
 from narrows.ps.store.reduction import WeightedMean
+from narrows.ps.store.spectrum import equal_spectrum
 from narrows.ps.store.store import Store
 
 BEGIN, SIZE = 7, 1000
@@ -85,6 +86,31 @@ def test_an_outer_step_in_parts_is_that_of_the_definition(
         x += np.float32(0.7) * (mean + np.float32(momentum) * velocity)
     assert store.x.tobytes() == x.tobytes()
     assert ("outer.momentum" in store.arrays()) == (momentum > 0), "without momentum there is no array of it"
+
+
+@pytest.mark.parametrize("kind", ["raw", "coded"])
+def test_an_outer_step_gives_each_matrix_of_its_keys_an_equal_spectrum(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the keys of a fragment: one matrix at their begin, one in their midst, and one that lies beyond."""
+    monkeypatch.setattr(reduction, "PART_VALUES", 64)
+    terms, values = updates(kind)
+    mean = np.zeros(SIZE, np.float32)
+    for (weight, _), own in zip(terms, values, strict=True):
+        mean += np.float32(weight) * own
+    keys = (BEGIN, BEGIN + 270)
+    matrices = [(BEGIN, BEGIN + 12, (3, 4)), (BEGIN + 100, BEGIN + 260, (20, 8)), (BEGIN + 264, BEGIN + 300, (6, 6))]
+    store = Store(BEGIN, BEGIN + SIZE, barrier=True, outer=(0.7, 0.5), matrices=matrices, lent=lambda: False)
+    store.apply(SetFirstWeights(codecs.raw_pieces(np.zeros(SIZE, np.float32), BEGIN, [(BEGIN, BEGIN + SIZE)])))
+    for low, high, shape in matrices[:2]:
+        equal_spectrum(mean[low - BEGIN : high - BEGIN].reshape(shape))
+    if kind == "coded":  # a piece has all keys of its shard
+        keys, matrices = store.whole, matrices[:2]
+        store.matrices = matrices
+    store.apply(OuterStep(terms, keys))
+    expected: FloatArray = np.float32(0.7) * (mean + np.float32(0.5) * mean)
+    expected[keys[1] - BEGIN :] = 0
+    assert store.x.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.6), (0.6, 0.0)])
