@@ -167,10 +167,14 @@ class Home(Protocol[A]):
     def finite(self, values: A) -> bool:
         """Return whether no value is NaN or infinite. Waits for the device."""
 
+    def active(self) -> AbstractContextManager[None]:
+        """Inside this context calls of a device's home cost less. The script runs no code there."""
+
     def aside(self) -> AbstractContextManager[None]:
         """Inside this context the home's work on a device runs beside what the script has queued and will queue there.
 
         It runs after all earlier work of the home, and before all later work. No code but the home's may use its arrays.
+        It is not entered within `active`.
         """
 
     def code(self, compressor: Compressor, values: A, memory: Memory, begin: int) -> Piece:
@@ -245,6 +249,9 @@ class HostHome:
         with np.errstate(over="ignore", invalid="ignore"):
             length = float(np.dot(values, values))  # one pass; finite values may overflow too
         return math.isfinite(length) or bool(np.isfinite(values).all())
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()

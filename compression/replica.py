@@ -10,7 +10,7 @@ from typing import Any, Generic
 import numpy as np
 
 from narrows.compression.buffers import ChunkedUpdate, FloatArray
-from narrows.compression.codecs import Piece, PieceLike, check, coded_piece
+from narrows.compression.codecs import CODED, Piece, PieceLike, check, coded_piece
 from narrows.compression.home import HOST, A, Feedback, Home, Sample
 from narrows.compression.sampling import sample_of
 
@@ -51,7 +51,7 @@ class ArrayReplica(Generic[A]):
         self.aside = aside
         self.pulled: Any = home.zeros(end - begin) if pulled is None else pulled
         self.samples = [home.places(sample_of(high - low)) for (low, high), _ in self.feedbacks]
-        self._sampled: tuple[Sample, Sample] | None = None  # samples of the newest update and of its residual
+        self._sampled: tuple[Sample, Sample] | None = None  # samples of an update and of its residual, not read yet
         self._held_back = 0.0  # as `held_back`, of the newest samples that were read
 
     def inherit(self, before: "Iterable[ArrayReplica[A]]") -> None:
@@ -86,7 +86,9 @@ class ArrayReplica(Generic[A]):
 
     def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
         """Change the pulled state: add the pieces, or set their keys to them. If one is not valid, nothing changes."""
-        self.check(pieces)
+        alone = add and len(pieces) == 1 and pieces[0].codec == CODED and self.pulled.size
+        if not alone:  # one piece is checked as it is added, before a value changes
+            self.check(pieces)
         if not self.pulled.size:
             return
         with self.home.aside() if self.aside else nullcontext():
@@ -144,9 +146,8 @@ class ArrayReplica(Generic[A]):
             return [coded_piece(payload, *keys) for payload, keys in zip(payloads, cuts, strict=True)]
         feedback.memory.go_to(clock)  # the same step in all workers, whenever they joined
         piece = coded_piece(feedback.encode(update), begin, end, feedback.coded)
-        at = self.samples[clock % len(self.feedbacks)]
-        self._look()
-        if feedback.residual is not None:
+        if feedback.residual is not None and self._sampled is None:
+            at = self.samples[clock % len(self.feedbacks)]
             self._sampled = self.home.sampling(update, at, 0), self.home.sampling(feedback.residual, at, 1)
         return [piece]
 
@@ -156,20 +157,16 @@ class ArrayReplica(Generic[A]):
 
     @property
     def held_back(self) -> float:
-        """The norm of the residual over that of the update, at a sample of an encoded fragment.
+        """The norm of the residual over that of the update, at a sample of an encoded fragment; 0.0 until there is one.
 
-        The fragment is the newest whose sample has reached the host; 0.0 until there is one.
+        The fragment is the first that was encoded after this was read last, if its sample has reached the host.
         """
         if self._sampled is not None and all(sample.here() for sample in self._sampled):
-            self._look()
-        return self._held_back
-
-    def _look(self) -> None:
-        if self._sampled is not None:
             moved, left = (sample.read() for sample in self._sampled)
             if moved.any():  # float64 of float32 values: the squares are finite
                 self._held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
             self._sampled = None
+        return self._held_back
 
     def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:
         """Add pieces that were encoded for `clock`, and not sent, to the residual."""

@@ -14,8 +14,9 @@ Rules
 - "no journal": as by ps-serve --no-journal. Rows without it have one.
 - "plain": PyTorch alone.
 - "on a device": the worker's figures are those of its GPU over the script's own arrays: the most that torch has lent of the
-  card's memory (torch.cuda.max_memory_allocated), less parameters, gradients and the optimizer's state. Without a GPU the CPU
-  stands in for one, as NARROWS_ARRAYS=device has it, and the bench counts the arrays that are made there.
+  card's memory (torch.cuda.max_memory_allocated), less parameters, gradients and the optimizer's state. AdamW steps a tensor at
+  a time there, for its foreach steps take one more model while they run. Without a GPU the CPU stands in for one, as
+  NARROWS_ARRAYS=device has it, and the bench counts the arrays that are made there.
 - "account": the same by protocols/config/memory.py, for the steps. The ratios compare it with what was measured, less what the
   first step of a small model takes, with all kernels loaded, and less what the servers took before there was a model. Servers
   count with the files of their journals there, which lie in memory. --give-back leaves out what glibc keeps of freed arrays,
@@ -85,14 +86,14 @@ MARK = "memory of"
 class DeviceMemory:
     """The memory of a worker's device, a GPU or the CPU in place of one, over the arrays of its script.
 
-    Args:
-        own: bytes of the parameters, their gradients and the optimizer's state.
+    Attributes:
+        own: bytes of the script's arrays on a GPU.
     """
 
-    def __init__(self, own: float) -> None:
+    def __init__(self) -> None:
         import torch
 
-        self.torch, self.own, self.there, self.most = torch, own, 0, 0
+        self.torch, self.own, self.there, self.most = torch, 0.0, 0, 0
         self.gpu = torch.cuda.is_available()
         if not self.gpu:
             self._count()
@@ -100,7 +101,7 @@ class DeviceMemory:
     def peak(self) -> float:
         """Return the most bytes since the last call."""
         if self.gpu:
-            most = self.torch.cuda.max_memory_allocated() - self.own
+            most = float(self.torch.cuda.max_memory_allocated()) - self.own
             self.torch.cuda.reset_peak_memory_stats()
             return most
         most, self.most = self.most, self.there
@@ -166,7 +167,7 @@ def worker(millions: int, plain: bool, device: bool) -> None:
     from narrows.worker import DistributedOptimizer
 
     layers, models = len(sizes(millions)), 4.0 * sum(sizes(millions))
-    there = DeviceMemory((2 + MOMENTS) * models) if device else None
+    there = DeviceMemory() if device else None
     place = "cuda" if there is not None and there.gpu else "cpu"
     peak = resident if there is None else there.peak
     peak()
@@ -188,11 +189,14 @@ def worker(millions: int, plain: bool, device: bool) -> None:
     peak()
     ended(FIRST)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False, device=place) for _ in range(layers)))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False if place == "cuda" else None)
     if not plain:
         optimizer = DistributedOptimizer(optimizer, model)
-
+    if there is not None:
+        there.own = models  # the parameters
     ended("join")
+    if there is not None:
+        there.own = (2 + MOMENTS) * models
     for _ in range(STEPS):
         step(model, optimizer)
     ended("steps")

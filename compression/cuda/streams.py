@@ -80,17 +80,21 @@ class Streams:
         self._done: Any = None  # the event after the queue's newest work on the caller's stream; None: nothing is aside
         self._folded: Any = None  # the event after the newest work of `aside`, until the caller's stream waits for it
         self._caller: Any = None  # the caller's stream, within `aside`
+        self._entered = 0  # contexts that are open: the outermost one alone calls the driver
 
     def __enter__(self) -> None:
-        """Begin `Queue.active`: work goes to the caller's stream from here on. It may be entered again inside itself.
+        """Begin `Queue.active`: work goes to the caller's stream from here on.
+
+        It may be entered again inside itself, which costs next to nothing; the caller's stream may not change there.
 
         Raises:
             RuntimeError: the script captures a graph of its own on its stream.
         """
+        if self._entered:
+            self._entered += 1
+            return
         driver = self.driver
         driver.enter()
-        if self._caller is not None:
-            return
         handle = self.current()
         if driver.is_captured(self._known.get(handle) or driver.stream_of(handle)):
             driver.leave()
@@ -107,31 +111,39 @@ class Streams:
             driver.wait_for(self._folded, self.present)
             self._events.append(self._folded)
             self._folded = None
+        self._entered = 1
 
     def __exit__(self, *_: object) -> None:
-        if self._done is not None and self._caller is None:
+        self._entered -= 1
+        if self._entered:
+            return
+        if self._done is not None:
             self.driver.record(self._done, self.present)
         self.driver.leave()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside this context work goes to a stream of the queue's own: beside what the script has queued and will queue."""
+        """Inside this context work goes to a stream of the queue's own: beside what the script has queued and will queue.
+
+        It may not be entered inside itself or `active`: that one's work would not have its event yet.
+        """
+        assert not self._entered
         driver = self.driver
+        if self._done is None:  # the first time: after all that the caller has queued
+            with self:
+                self._done = self.event()
         driver.enter()
+        self._entered = 1
+        self._caller, self.present = self.present, self.own("aside")
+        driver.wait_for(self._done, self.present)
         try:
-            if self._done is None:  # the first time: after all that the caller has queued
-                with self:
-                    self._done = self.event()
-            self._caller, self.present = self.present, self.own("aside")
-            driver.wait_for(self._done, self.present)
-            try:
-                yield
-            finally:
-                if self._folded is None:
-                    self._folded = self.event()
-                driver.record(self._folded, self.present)
-                self.present, self._caller = self._caller, None
+            yield
         finally:
+            if self._folded is None:
+                self._folded = self.event()
+            driver.record(self._folded, self.present)
+            self.present, self._caller = self._caller, None
+            self._entered = 0
             driver.leave()
 
     def meet(self) -> None:

@@ -155,6 +155,10 @@ class DeviceHome(Generic[A]):
             view = self._view(values)
             return not view.size or int(self.kernels.largest_key(view)) < INFINITY_KEY
 
+    def active(self) -> AbstractContextManager[None]:
+        there: AbstractContextManager[None] = self.kernels.active()
+        return there
+
     def aside(self) -> AbstractContextManager[None]:
         there: AbstractContextManager[None] = self.kernels.aside()
         return there

@@ -177,9 +177,10 @@ class WorkerArrays:
         """
         self.shown = True
         if self.base is not self.pulled:
-            for exchange in exchanges:
-                begin, end = exchange.replica.begin, exchange.replica.end
-                exchange.base(begin, end, self._at(self.base, begin, end))
+            with self.home.active():
+                for exchange in exchanges:
+                    begin, end = exchange.replica.begin, exchange.replica.end
+                    exchange.base(begin, end, self._at(self.base, begin, end))
         self.flat.write(self.base)
         if self.start is not self.base:
             self.flat.read_keys(self.keys[0], self.start)

@@ -337,16 +337,23 @@ def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
     increased, so that a backward pass through overwritten values raises an error. `overwritten` does not count the
     write.
     """
-    before = {tensor: flat.parameters[tensor]._version for tensor, _, _ in flat.within(begin, end)}
+    tensors = (
+        [tensor for tensor, _, _ in flat.within(begin, end)]
+        if (begin, end) != flat.keys
+        else range(len(flat.parameters))
+    )
+    parameters = [flat.parameters[tensor] for tensor in tensors]
+    before = [parameter._version for parameter in parameters]
     try:
         yield
     finally:
-        for tensor, version in before.items():
-            parameter = flat.parameters[tensor]
-            if parameter._version == version:
-                torch.autograd.graph.increment_version(parameter)
-            if flat.versions and flat.versions[tensor] == version:
-                flat.versions[tensor] = parameter._version
+        torch.autograd.graph.increment_version(
+            [each for each, version in zip(parameters, before, strict=True) if each._version == version]
+        )
+        if flat.versions:
+            for tensor, parameter, version in zip(tensors, parameters, before, strict=True):
+                if flat.versions[tensor] == version:
+                    flat.versions[tensor] = parameter._version
         reshard(flat)
 
 

@@ -131,8 +131,9 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
 
 def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers, by name, that the model's state_dict() has."""
-    kept = model.state_dict(keep_vars=True)
-    return {plain(name): each for name, each in model.named_buffers(remove_duplicate=False) if name in kept}
+    buffers = [*model.named_buffers(remove_duplicate=False)]
+    kept = model.state_dict(keep_vars=True) if buffers else {}  # most models have none, and this is of each step
+    return {plain(name): each for name, each in buffers if name in kept}
 
 
 def _shape(buffer: torch.Tensor) -> str:

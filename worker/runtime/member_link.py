@@ -26,7 +26,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from narrows.protocols import messages as m
@@ -121,6 +121,10 @@ class LinkCommands:
         """Send the messages of an `Exchange` to its shard, if there are any."""
         if messages:
             self.call(lambda member, now: member.send(shard, messages, now))
+
+    def send_each(self, messages: Mapping[int, Sequence[m.Message]]) -> None:
+        """Send the messages of each shard, by its number. The I/O thread wakes once, and takes the GIL once."""
+        self.call(lambda member, now: [effect for each in messages.items() for effect in member.send(*each, now)])
 
     def write_in_place(self) -> None:
         self.call(lambda member, now: member.write_in_place())

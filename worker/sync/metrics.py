@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # back 17 (docs/archive/results-0.1.md). The digits of README hold back 20, and 60 at their end, where the learning rate
 # falls and updates are short.
 HELD_BACK_MAX = 100.0
-HELD_BACK_OF = 64  # pushes of which the median is taken: a single update may be short
+HELD_BACK_OF = 8  # samples of which the median is taken: a single update may be short
+MERGING_EVERY = 8  # steps between two samples: on a GPU one takes three kernels and two copies
 SHOWN = ("loss", "total_steps")  # the values of record() that a summary carries
 
 
@@ -65,7 +66,10 @@ class WorkerMetrics:
         self.steps += 1
         self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
         self.updates += sync.clock > self.clock  # at most one a step, also if rounds closed without this worker
-        self.clock, self.merging, self.step_count = sync.clock, sync.merging, self.engine.step_count
+        self.clock, self.step_count = sync.clock, self.engine.step_count
+        if self.steps % MERGING_EVERY == 1:
+            self.merging = sync.merging
+            self.held.append(self.merging.get("held_back", 0.0))
         self.staleness = max(0, sync.staleness)
         self.stale[sum(self.staleness > end for end in STALE)] += 1
         self.stepped_s, self.parts, self.device = now_s, parts, self.engine.home.figures()
@@ -77,9 +81,7 @@ class WorkerMetrics:
 
     def warning(self) -> str:
         """Return a sentence, once, if compression holds back more than in any run that is known to train; else ""."""
-        self.held.append(self.merging.get("held_back", 0.0))
-        held = statistics.median(self.held)
-        if held <= HELD_BACK_MAX or len(self.held) < HELD_BACK_OF or self.warned:
+        if self.warned or len(self.held) < HELD_BACK_OF or (held := statistics.median(self.held)) <= HELD_BACK_MAX:
             return ""
         self.warned = True
         return (

@@ -278,10 +278,12 @@ class ShardExchanges:
             encoded = self._encoded(updates, last)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
         steps = self.steps.get(self.clock, 0)
+        says = dict[int, Sequence[m.Message]]()
         for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
             if last:
                 exchange.replica.sent_last(self.clock)
-            self.link.send(shard, exchange.push(pieces, samples, coding, hyper, more, steps))
+            says[shard] = exchange.push(pieces, samples, coding, hyper, more, steps)
+        self.link.send_each(says)
         self._said()
 
     def _encoded(self, updates: Sequence[Array | ChunkedUpdate], last: bool) -> list[Sequence[CodedPiece]]:
@@ -289,15 +291,18 @@ class ShardExchanges:
         encoded: list[Sequence[CodedPiece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
-            if not last and not self.tuning.up_lossless:
+            with self.arrays.home.active():
+                if not last and not self.tuning.up_lossless:
+                    for exchange, update in zip(self.exchanges, updates, strict=True):
+                        exchange.replica.start_encode(
+                            update, self.clock
+                        )  # a device works on all before the host waits for one
                 for exchange, update in zip(self.exchanges, updates, strict=True):
-                    exchange.replica.start_encode(
-                        update, self.clock
-                    )  # a device works on all before the host waits for one
-            for exchange, update in zip(self.exchanges, updates, strict=True):
-                if self.tuning.up_lossless and not self.arrays.home.finite(update):  # a lossy coder checks by itself
-                    raise NonFiniteError("it has values that are NaN or infinite")
-                encoded.append(exchange.replica.encode(update, self.clock, last))  # all before any is sent
+                    if self.tuning.up_lossless and not self.arrays.home.finite(
+                        update
+                    ):  # a lossy coder checks by itself
+                        raise NonFiniteError("it has values that are NaN or infinite")
+                    encoded.append(exchange.replica.encode(update, self.clock, last))  # all before any is sent
             finite = True
         except NonFiniteError as own:
             error, finite = own, False

@@ -109,11 +109,19 @@ def test_what_is_held_back_is_the_residual_in_norms_of_an_update(member: str, si
     feedback = home.feedback(parse("topk:0.1"), 300, 0)
     update = np.full(300, size, np.float32)
     replica = ArrayReplica(0, 300, [((0, 300), feedback)], parts, home=home)
+
+    def left() -> float:
+        assert feedback.residual is not None
+        return float(np.linalg.norm(feedback.residual.astype(np.float64)) / np.linalg.norm(update.astype(np.float64)))
+
     for clock in range(3):
+        assert replica.held_back == (pytest.approx(left(), rel=1e-6) if clock else 0.0)
         replica.encode(update, clock)
-    assert feedback.residual is not None
-    left = np.linalg.norm(feedback.residual.astype(np.float64)) / np.linalg.norm(update.astype(np.float64))
-    assert replica.held_back == pytest.approx(left, rel=1e-6) and left > 1
+    first = left()
+    replica.encode(update, 3)
+    assert replica.held_back == pytest.approx(first, rel=1e-6) and first > 1, "the sample of the first since it was read"
+    replica.encode(update, 4)
+    assert replica.held_back == pytest.approx(left(), rel=1e-6)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
