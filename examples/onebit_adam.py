@@ -115,7 +115,7 @@ class OneBitAdam:
         self.rates = 0.0
 
     def _take_variance(self, before: Sequence[Tensor]) -> None:
-        """Update v and the momentum by the mean gradient of all. `before`: b1 times the momentum of the step before."""
+        """Update v and the momentum by the mean gradient of all workers. `before`: b1 times the momentum of the step before."""
         with torch.enable_grad():
             old, self.sums = self.sums, self.table(self.rows)
         flat, at = (old - self.sums).flatten(), 0  # the servers' SGD subtracts gradients

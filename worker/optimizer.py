@@ -49,9 +49,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_grad_norm: the L2 norm to which all gradients together are clipped. Where gradients are pushed the server
             clips the folded mean, as DDP does; else each worker clips its own gradients.
         schedule: a new learning rate scheduler of `inner`, or a container of several, that the script steps once per
-            optimizer step. The constructor advances it to the step that the run has reached, and `step()` by the steps of
-            the run that this worker has not made: rounds that closed without it (--quorum), or in which another worker
-            made more (--local-seconds).
+            optimizer step. The constructor advances it to the step that the run has reached. `step()` adds the steps that
+            the run has made without this worker: a round closed without it (--quorum), or another worker made more
+            steps in a round (--local-seconds).
 
     Raises:
         UsageError: this mode cannot push these parameters, or cannot use this optimizer.
@@ -175,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.train()
         before = self._session.step_count
         loss = self._step(closure)
-        missed = self._session.step_count - before - 1  # steps of the run that this worker has not made
+        missed = self._session.step_count - before - 1  # steps that the run has made without this worker
         if self._schedule is not None and missed > 0:
             catch_up(self._schedule, missed)
         self._ended = 0 < self._session.steps <= self._session.step_count

@@ -119,7 +119,9 @@ def test_what_is_held_back_is_the_residual_in_norms_of_an_update(member: str, si
         replica.encode(update, clock)
     first = left()
     replica.encode(update, 3)
-    assert replica.held_back == pytest.approx(first, rel=1e-6) and first > 1, "the sample of the first since it was read"
+    assert replica.held_back == pytest.approx(first, rel=1e-6) and first > 1, (
+        "the sample of the first since it was read"
+    )
     replica.encode(update, 4)
     assert replica.held_back == pytest.approx(left(), rel=1e-6)
 
