@@ -123,8 +123,9 @@ class LinkCommands:
             self.call(lambda member, now: member.send(shard, messages, now))
 
     def send_each(self, messages: Mapping[int, Sequence[m.Message]]) -> None:
-        """Send the messages of each shard, by its number. The I/O thread wakes once, and takes the GIL once."""
-        self.call(lambda member, now: [effect for each in messages.items() for effect in member.send(*each, now)])
+        """Send the messages of each shard, by its number."""
+        for shard, each in messages.items():
+            self.send(shard, each)
 
     def write_in_place(self) -> None:
         self.call(lambda member, now: member.write_in_place())
@@ -238,6 +239,10 @@ class MemberLink(LinkEvents, LinkCommands):
         """Have the I/O thread run `command` and carry out its effects. Raises NotAWorkerError in a child process."""
         self._only_here()
         self._loop.call(lambda: self._apply(command(self.member, self.clock.now())))
+
+    def send_each(self, messages: Mapping[int, Sequence[m.Message]]) -> None:
+        """Send the messages of each shard in one command: the I/O thread wakes once, and takes the GIL once."""
+        self.call(lambda member, now: [effect for each in messages.items() for effect in member.send(*each, now)])
 
     def listen(self) -> None:
         """Let peers dial this worker, on the address of this machine in the server's network."""
