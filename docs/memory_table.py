@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "`ssp --staleness 16 --compress topk:0.05+int8`": {"sync": "ssp", "staleness": 16, "compress": "topk:0.05+int8"},
     "`ssp`": {"sync": "ssp"},
     "`async --compress int8`": {"sync": "async", "compress": "int8"},
-    "`local`": {"sync": "local"},
+    "`local --local-steps 20`": {"sync": "local", "local_steps": 20},
     "`local --compress int4`": {"sync": "local", "compress": "int4"},
 }
 GOSSIP: dict[str, dict[str, Any]] = {
@@ -44,11 +44,11 @@ GOSSIP: dict[str, dict[str, Any]] = {
         "compress": "int8",
         "topology": "ring",
     },
-    "`gossip --local-steps 10 --compress int8`, 2 workers": {
+    "`gossip --local-steps 20 --compress int8`, 2 workers": {
         "sync": "gossip",
         "workers": 2,
         "compress": "int8",
-        "local_steps": 10,
+        "local_steps": 20,
     },
 }
 MOMENTS, WORKERS = 2.0, 2  # of AdamW; children of the servers

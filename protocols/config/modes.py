@@ -23,9 +23,10 @@ WHOLE_TENSORS = ("Muon", "LAMB", "LARS")
 
 
 # Rate and momentum of the outer optimizer, for rounds of at least LONG_ROUND inner steps. A round of few AdamW steps
-# differs little from one step: outer momentum would double AdamW's own. docs/archive/results-0.1.md has 4 to 50 steps at five
-# settings; DiLoCo (2311.08105) has momentum 0.9 for 500 steps and long runs.
-LONG_ROUND = 8
+# differs little from one step: outer momentum would double AdamW's own. Rounds of 8 and 10 steps end lower without, 20 and 100
+# of them, with 2, 4 and 8 workers (docs/results.md, run_jobs); rounds of 20 and 50 with (docs/archive/results-0.1.md). So the
+# length of a round decides, and not their number. DiLoCo (2311.08105) has momentum 0.9 for 500 steps and long runs.
+LONG_ROUND = 16
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 

@@ -79,7 +79,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "outer_momentum",
         float,
-        "0.6; 0 below 8 local steps; iso: 0.8",
+        "0.6; 0 below 16 local steps; iso: 0.8",
         "Nesterov momentum of the outer optimizer (local, gossip)",
     ),
     ("update_gain", float, "measured", "factor on the mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),

@@ -116,7 +116,7 @@ def test_bf16_and_clipping_take_arrays_of_their_own() -> None:
     [
         {"workers": 2},
         {"workers": 3, "topology": "ring", "staleness": 0},
-        {"workers": 2, "local_steps": 8},
+        {"workers": 2, "local_steps": 16},
     ],
     ids=lambda flags: " ".join(map(str, flags.values())),
 )
