@@ -33,7 +33,7 @@ help:
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make ptx          compile each CUDA kernel for sm_80, sm_90 and sm_100 and check it, without a GPU; make test has sm_90'
 	@echo 'make gpu-kit      make .gpu/, what a machine with a GPU and no package index needs to run bench/gpu/device.py'
-	@echo 'make bench-peers  install torchft for bench/contenders/wan.py, in a .venv-torchft of its own'
+	@echo 'make bench-peers  install torchft for bench/contenders/wan.py and speed/pace.py, in .venv-torchft'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
 

@@ -46,6 +46,9 @@ one command in the repository's root; it runs a bench, appends a line for each r
 - The lines say more than the tables: machine, date, versions and arguments of each run. Rows of version 0.1 are from
   [the archive](archive/results-0.1.md), which has all tables of that version. `-` and *load not told*: it does not say.
 """
+PICTURES = {
+    "speed/pace": ("pace.svg", "Seconds to a loss by Mbit/s, a line for each plan")
+}  # in docs/, and what each shows
 ORDER = ("contenders", "loss", "speed", "faults", "planning", "gpu")  # of the sections
 
 # README's rows: name, run in wan.jsonl, inner optimizer.
@@ -101,6 +104,8 @@ def page(found: dict[str, list[Line]]) -> str:
     parts = [HEAD]
     for bench, lines in found.items():
         parts += [f"## {bench.split('/')[-1]}", introduction(bench)]
+        if picture := PICTURES.get(bench):
+            parts.append(f"![{picture[1]}]({picture[0]})")
         for title, own in record.by_table(lines).items():
             parts += [f"### {title}"] * bool(title) + [record.markdown(own)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"

@@ -29,9 +29,9 @@ from contenders import ddp
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 
-def main(local_steps: int, out: Path, argv: list[str]) -> None:
-    torch.set_num_threads(1)
-    args = bytelm.arguments(argv)
+def replica_group() -> tuple[Manager, list[object]]:
+    """This rank as a replica group of its own, once all ranks are there, and what must live as long: its store, and rank 0's
+    lighthouse."""
     distributed.init_process_group("gloo", timeout=ddp.LIMIT)
     rank, of = distributed.get_rank(), distributed.get_world_size()
     master, port, here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, os.environ["LAB_ADDRESS"]
@@ -57,6 +57,13 @@ def main(local_steps: int, out: Path, argv: list[str]) -> None:
         hostname=here,
         init_sync=False,
     )
+    return manager, [store] if lighthouse is None else [store, lighthouse]
+
+
+def main(local_steps: int, out: Path, argv: list[str]) -> None:
+    torch.set_num_threads(1)
+    args = bytelm.arguments(argv)
+    manager, needed = replica_group()
     torch.manual_seed(args.seed)
     training, held_out, _ = bytelm.library()
     model = bytelm.ByteGPT(args.layers, args.width, args.heads, args.context)
@@ -70,8 +77,9 @@ def main(local_steps: int, out: Path, argv: list[str]) -> None:
             raise SystemExit(f"torchft took {done} of {rounds} rounds")
         ddp.finish(model, args, held_out, record)
     manager.shutdown()
-    if lighthouse is not None:
-        lighthouse.shutdown()
+    for each in needed:
+        if isinstance(each, LighthouseServer):
+            each.shutdown()
 
 
 if __name__ == "__main__":

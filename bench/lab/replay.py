@@ -1,0 +1,215 @@
+"""What the processes of speed/pace.py share: the phase that they are in, updates that were made before, and payloads of them.
+
+A phase is a file of JSON, which the driver replaces as a whole. Workers look before each step, servers before each message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrows.compression import parse
+from narrows.compression.buffers import FloatArray
+from narrows.compression.feedback import ErrorFeedback
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
+
+import bytelm
+from lab import launch
+
+SIZES = {"30.8M": (10, 504, 8), "tiny": (1, 32, 1)}  # layers, width, heads of the byte GPT
+MADE = 4  # updates, and so payloads of each range of keys: a cycle's turns differ little in length
+POLL_S = 0.02  # between two looks for the next phase
+WARM_UP, WINDOWS, RATE = 4, 4, 1e-3  # steps before the first of them, windows of each step, AdamW's rate
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Seconds that coding takes, by the number of values that it looks at: seconds a value.
+
+    Attributes:
+        encode: difference and encode of an update, in a worker.
+        fold: fold of a state, in a worker.
+        compose: the replica composed and written to the parameters, in a worker.
+        add: one update folded by a server.
+        publish: a state coded by a server.
+        host: what else a worker's main thread does for a push to a shard, whatever the number of values; then its CPU time
+            in step() is not stretched. 0: not told, and so its CPU time here counts.
+    """
+
+    encode: float = 0.0
+    fold: float = 0.0
+    compose: float = 0.0
+    add: float = 0.0
+    publish: float = 0.0
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Attributes:
+    number: of the phase, from 0; -1: all processes end.
+    steps: that each worker makes in it.
+    settle: of these, the first ones, which no figure counts.
+    compute_s: of a step.
+    dilation: all seconds of this phase, CPU time too, take so many times as long.
+    coding: the seconds that are slept.
+    """
+
+    number: int
+    steps: int
+    settle: int = 0
+    compute_s: float = 0.0
+    dilation: float = 1.0
+    coding: Coding = field(default_factory=Coding)
+
+    def write(self, path: Path) -> None:
+        replaced(path, json.dumps(asdict(self)))
+
+
+class PhaseFile:
+    """The newest phase. `now` reads the file again if another one has taken its place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._stamp, self.used_s = path, (0, 0), 0.0
+        self._phase = Phase(0, 0)
+
+    def now(self) -> Phase:
+        told = self.path.stat()
+        if (stamp := (told.st_ino, told.st_mtime_ns)) != self._stamp:
+            found = json.loads(self.path.read_text())
+            self._phase = Phase(**found | {"coding": Coding(**found["coding"])})
+            self._stamp = stamp
+        return self._phase
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for so many seconds of the phase's time."""
+        if seconds > 0:
+            time.sleep(seconds * self.now().dilation)
+
+    @contextmanager
+    def stretched(self, out: bool = False) -> Iterator[None]:
+        """Sleep, after the block, for what the CPU time of this thread in it lacks of its length in the phase's time.
+
+        `out`: only count it.
+        """
+        before = time.thread_time()
+        yield
+        used_s = time.thread_time() - before
+        self.used_s += used_s
+        if not out:
+            time.sleep(max(0.0, used_s * (self.now().dilation - 1)))
+
+    def follow(self, rank: int, step: Callable[[], None]) -> None:
+        """Make the steps of each phase, and write a file for each: when it began and each step ended, and the CPU seconds of a
+        `stretched` step."""
+        number = 0  # of the phase in which processes start
+        while (phase := self.now()).number >= 0:
+            if phase.number == number:
+                time.sleep(POLL_S)
+                continue
+            number, self.used_s, ends = phase.number, 0.0, [time.monotonic()]
+            for _ in range(phase.steps):
+                step()
+                ends.append(time.monotonic())
+            replaced(
+                told_path(self.path, number, rank),
+                json.dumps({"ends": ends, "cpu_s": self.used_s / max(1, phase.steps)}),
+            )
+
+
+def told_path(phase: Path, number: int, rank: int) -> Path:
+    return phase.with_name(f"told-{number}-{rank}")
+
+
+def replaced(path: Path, text: str) -> None:
+    """Write a file as a whole."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+class Still(torch.optim.Optimizer):
+    """Takes no step: its time is in that of the script's step."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
+
+
+def model_of(size: str) -> bytelm.ByteGPT:
+    torch.manual_seed(0)
+    return bytelm.ByteGPT(*SIZES[size])
+
+
+def updates_of(size: str) -> Path:
+    """The file of updates of a model, float32[MADE, parameters]: AdamW's steps on the byte GPT. Made where there is none."""
+    path = launch.OUT / f"updates-{size}.npy"
+    if not path.exists():
+        text, _, _ = bytelm.library()
+        model = model_of(size)
+        adamw = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+        made = []
+        for step in range(WARM_UP + MADE):
+            rows = bytelm.batch_rows(text, 0, step, WINDOWS, 64)
+            adamw.zero_grad()
+            (bytelm.loss_sum(model, rows) / (WINDOWS * 64)).backward()
+            before = flat_of(model)
+            adamw.step()
+            made.append(flat_of(model) - before)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(temporary, np.stack(made[WARM_UP:]))
+        os.replace(temporary, path)
+    return path
+
+
+def flat_of(model: torch.nn.Module) -> FloatArray:
+    values: FloatArray = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    return values
+
+
+class Payloads:
+    """Payloads of one SPEC for any range of keys, of updates from a file, through error feedback. Each is made once."""
+
+    def __init__(self, spec: str, updates: Path) -> None:
+        self.compressor, self.updates = parse(spec), np.load(updates, mmap_mode="r")
+        self.raw = spec == "dense"
+        self._made: dict[tuple[int, int], list[memoryview]] = {}
+
+    def values(self, begin: int, end: int, turn: int) -> FloatArray:
+        return np.array(self.updates[turn % MADE, begin:end])
+
+    def of(self, begin: int, end: int, turn: int) -> memoryview:
+        """The payload of keys [begin, end) at this turn, which has the length and the values of a real one."""
+        self.make(begin, end)
+        return self._made[begin, end][turn % MADE]
+
+    def make(self, begin: int, end: int) -> None:
+        """Make those of these keys, unless they are there or are values as they lie in memory."""
+        if self.raw or (begin, end) in self._made:
+            return
+        feedback = ErrorFeedback(self.compressor, end - begin)
+        made = [feedback.encode(self.values(begin, end, turn)) for turn in range(2 * MADE)]
+        self._made[begin, end] = made[MADE:]  # the first ones began with hardly a residual
+
+
+def environment(folder: Path, size: str, spec: str) -> dict[str, str]:
+    """The variables of each process."""
+    return {
+        "PACE_PHASE": str(folder / "phase"),
+        "PACE_SIZE": size,
+        "PACE_SPEC": spec,
+        "PACE_UPDATES": str(updates_of(size)),
+    }

@@ -1,0 +1,121 @@
+"""The seconds that coding takes, by SPEC, for pace.py: on this CPU, measured alone, and on a GPU, from bench/gpu/h200.md.
+
+On this CPU: CPU seconds of one thread, on real arrays, medians of ROUNDS. A worker's are of all keys, a server's of the keys
+of one shard. On a GPU a worker's are those of the table `Codes` there, linear between two sizes; a server codes on its CPU
+then too. A SPEC that was not measured on a GPU has the figures of the one that codes in the same way and keeps no less.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from narrows.compression import ladder, parse, warm_up
+from narrows.compression.buffers import FloatArray
+from narrows.compression.codecs import Piece, coded_piece
+from narrows.compression.home import HOST
+from narrows.protocols.config.key_ranges import parts
+from narrows.ps.store.changes import Fold, OuterStep, Publish, SetFirstWeights
+from narrows.ps.store.store import Store
+from narrows.worker.model.arrays import WorkerArrays
+from narrows.worker.model.flat import FlatModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from lab.replay import MADE, Coding, Payloads, Still, model_of, updates_of
+
+ROUNDS = 5
+GPU_VALUES = (1e6, 1e7, 1e8)
+GPU_HOST_S = 1.8e-3 / 8  # messages of 8 shards, 100 M parameters, before 2026-11-27's change
+GPU_MS = {  # an H200's, at GPU_VALUES
+    "topk:0.01+int8": {"encode": (0.41, 0.45, 1.00), "fold": (0.40, 0.42, 0.75), "whole step": (1.48, 1.56, 2.72)},
+    "topk:0.05+int8": {"encode": (0.41, 0.39, 1.70), "fold": (0.41, 0.38, 2.70), "whole step": (1.43, 1.21, 5.83)},
+    "cycle:0.15+sign": {"encode": (0.30, 0.20, 0.91), "fold": (0.23, 0.16, 0.73), "whole step": (1.10, 0.72, 2.70)},
+}
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    before = time.thread_time()
+    call()
+    return time.thread_time() - before
+
+
+def on_this_cpu(spec: str, size: str, shards: int, outer: tuple[float, float] | None) -> Coding:
+    """Measure a SPEC. `outer`: rate and momentum of a server that takes outer steps; None: it adds updates."""
+    warm_up()
+    model = model_of(size)
+    updates, payloads = np.load(updates_of(size), mmap_mode="r"), Payloads(spec, updates_of(size))
+    count = updates.shape[1]
+    taken: dict[str, list[float]] = {name: [] for name in ("encode", "fold", "compose", "add", "publish")}
+    worker(model, spec, updates, taken)
+    server(spec, count // shards, payloads, outer, taken)
+    values = {name: count if name in ("encode", "fold", "compose") else count // shards for name in taken}
+    return Coding(**{name: statistics.median(seconds) / values[name] for name, seconds in taken.items()})
+
+
+def worker(model: torch.nn.Module, spec: str, updates: FloatArray, taken: dict[str, list[float]]) -> None:
+    flat = FlatModel(model, Still(model.parameters()), [])
+    arrays = WorkerArrays(flat, shared=False, direct=False, rounds=2)
+    compressor, keys = parse(spec), flat.keys
+    replica = arrays.replica(*keys, [(keys, HOST.feedback(compressor, flat.size, 0))])
+    for clock in range(ROUNDS + 1):
+        with torch.no_grad():
+            moved = torch.from_numpy(arrays.start + updates[clock % MADE])
+            torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        made: list[Piece] = []
+
+        def encode(clock: int = clock, made: list[Piece] = made) -> None:
+            made += replica.encode(arrays.moved(keys, clock, not compressor.lossless), clock)
+
+        def fold(made: list[Piece] = made) -> None:
+            replica.absorb(made, not compressor.lossless)
+
+        def compose(made: list[Piece] = made) -> None:
+            replica.base([(1.0, piece) for piece in made], *keys, arrays.base)
+            flat.write(arrays.base)
+
+        for call in (encode, fold, compose):
+            seconds = cpu_s(call)
+            if clock:  # the first encode has no residual
+                taken[call.__name__].append(seconds)
+
+
+def server(
+    spec: str, size: int, payloads: Payloads, outer: tuple[float, float] | None, taken: dict[str, list[float]]
+) -> None:
+    store = Store(0, size, barrier=outer is not None, codings=ladder(spec), outer=outer, lent=lambda: False)
+    store.apply(SetFirstWeights(HOST.raw_pieces(np.zeros(size, np.float32), 0, parts(0, size))))
+    for turn in range(ROUNDS + 1):
+        if payloads.raw:
+            pieces = HOST.raw_pieces(payloads.values(0, size, turn), 0, parts(0, size))
+        else:
+            pieces = [coded_piece(payloads.of(0, size, turn), 0, size)]
+        terms = ((0.5, pieces), (0.5, pieces))
+        change = OuterStep(terms, (0, size)) if outer else Fold(terms, ((0, 0.5), (1, 0.5)))
+        add, publish = cpu_s(lambda change=change: store.apply(change)), cpu_s(lambda: store.apply(Publish()))  # type: ignore[misc]
+        if turn:
+            taken["add"].append(add / len(terms))
+            taken["publish"].append(publish)
+
+
+def gpu_row(spec: str) -> str:
+    """The SPEC of GPU_MS that stands for a SPEC."""
+    name, _, density = spec.partition("+")[0].partition(":")
+    if name == "cycle":
+        return "cycle:0.15+sign"
+    return "topk:0.01+int8" if name == "topk" and float(density) <= 0.01 else "topk:0.05+int8"
+
+
+def on_a_gpu(spec: str, count: int, server: Coding) -> Coding:
+    """The worker's seconds a value on a GPU where it codes `count` of them, and the server's of `server`."""
+    row = GPU_MS[gpu_row(spec)]
+    encode, fold, whole = (
+        float(np.interp(count, GPU_VALUES, row[part])) / 1e3 / count for part in ("encode", "fold", "whole step")
+    )
+    return Coding(encode, fold, whole - encode - fold, server.add, server.publish, GPU_HOST_S)
