@@ -158,6 +158,11 @@ ROWS: tuple[Capability, ...] = (
         tests={LOCAL: f"{RUNS}/test_quorum.py: test_one_ten_times_slower_costs_the_others_a_grace_and_is_in_the_model"},
     ),
     Capability(
+        "`--start-steps`",
+        {"start_steps": 40},
+        tests={"": f"{RUNS}/test_start.py: test_first_steps_are_bsp_and_workers_take_the_moments_over"},
+    ),
+    Capability(
         "`--update-gain`",
         {"update_gain": 1.25},
         tests={

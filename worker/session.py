@@ -195,7 +195,8 @@ class RunSession(LoaderFacts):
         self._pending: dict[str, Any] = {}
         self._bytes = self._begun = (0, 0)  # bytes up and down: until the newest step, and until the first model
         self._told = 0  # rows with epsilon that the record has
-        _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
+        flagged = self.settings.flagged()
+        _tell("hello", rank=self.rank, settings={f: getattr(flagged, f) for f in flagged.__slots__})
 
     @property
     def clock(self) -> int:
@@ -215,14 +216,8 @@ class RunSession(LoaderFacts):
         self.engine = Engine(
             self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank, self.config
         )
-        self.moments = OptimizerStateFile.of(
-            self.engine,
-            self.engine.changes.owned,
-            lambda: self.clock,
-            self.rank,
-            self.config.checkpoint_dir,
-            self.began_unix,
-        )
+        self._swaps = self.engine.swaps
+        self._keep_moments(self.engine)
         self.tell_children()
         self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:
@@ -234,6 +229,12 @@ class RunSession(LoaderFacts):
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
         return self.engine
 
+    def _keep_moments(self, engine: Engine) -> None:
+        """Begin to keep the state of the script's optimizer, if it steps here."""
+        taken, self._swaps = engine.swaps > self._swaps, engine.swaps
+        where = (self.rank, self.config.checkpoint_dir, self.began_unix)
+        self.moments = OptimizerStateFile.of(engine, engine.changes.owned, lambda: self.clock, *where, taken=taken)
+
     def stepped(self) -> None:
         """Note what a step has cost. The row is written before the next step, with the values of record() until then.
 
@@ -242,6 +243,8 @@ class RunSession(LoaderFacts):
         self._flush()
         goes_on()
         self.tell_children()
+        if self.moments is None and self.engine is not None and self.engine.swaps > self._swaps:
+            self._keep_moments(self.engine)  # the start of the run is over
         if self.moments is not None:
             self.moments.stepped()
         if (engine := self.engine) is None:

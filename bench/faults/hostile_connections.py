@@ -38,7 +38,7 @@ RESET = struct.pack("ii", 1, 0)  # as SO_LINGER: close() sends RST
 AT_ONCE = 500  # that are dialled between two looks
 BATCH = 1_000  # frames that are sent at once
 CONNECTIONS = 4  # of a flood
-OURS = b"NRWS\x14"  # as protocols/wire.py has it; a test compares them
+OURS = b"NRWS\x15"  # as protocols/wire.py has it; a test compares them
 
 
 def frame(body: bytes, more: bool = False) -> bytes:

@@ -44,7 +44,11 @@ OURS = (
     "quorum",
     "lease",
     "checkpoint_clocks",
+    "start_steps",
+    "start_compress",
     "plan_number",
+    "rest",
+    "start_clock",
 )  # flags that follow from the rest of a plan, or that no run of a plan can have
 
 

@@ -9,10 +9,13 @@ How it works
 5. A worker may be started with flags of a run too. It sends them in Hello; `contradiction` compares them with the
    server's.
 6. A replan makes the next settings with `changed`. A member accepts new settings only if they `follow` the old ones.
+7. With --start-steps a run has two sets of settings: `begun` makes those of its first steps, which keep the user's flags in
+   `rest`; `relaxed` makes those of the steps after, the next plan.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -73,6 +76,26 @@ FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of it
 WEIGH = ("samples", "equal")  # how the updates of a mean are weighted: by their samples, or alike
 REPLAN = ("off", "say", "change")  # what the coordinator does with a plan that would gain (ps/coordinator/replans.py)
 OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # the fields that a replan may change
+# What the steps of a start have instead of the user's flags. What a mode has by default follows from "bsp" (`validated`).
+START: dict[str, Any] = {
+    "sync": "bsp",
+    "push": "gradient",
+    "staleness": -1,
+    "local_steps": -1,
+    "local_seconds": -1.0,
+    "compress": "dense",
+    "compress_down": "dense",
+    "outer": "",
+    "outer_lr": -1.0,
+    "outer_momentum": -1.0,
+    "update_gain": -1.0,
+    "look_ahead": -1.0,
+    "quorum": -1,
+    "grace": -1.0,
+    "fragments": 1,
+    "merge_delay": -1,
+    "merge_alpha": -1.0,
+}
 
 
 def _flag(name: str) -> str:
@@ -114,7 +137,11 @@ class Settings:
     checkpoint_clocks: int = -1  # clocks, in place of a time, for a run that is one stage of a pipeline; -1: no stage
     replan: str = "say"  # one of REPLAN
     replan_after: float = 300.0  # seconds
+    start_steps: int = -1  # first steps that are bsp with pushed gradients, whatever the mode; -1: none
+    start_compress: str = ""  # SPEC of these gradients
     plan_number: int = 1  # no flag: version of mode and SPEC; each change in the running run adds 1 (--replan change)
+    rest: str = ""  # no flag: while the run is in its start, the fields of START as the user set them, in JSON; else ""
+    start_clock: int = -1  # no flag: clock at which the start has ended; -1: it has not, or there is none
     plan_digest: int = 0  # no flag: Layout.digest of the plan.json that started the server; 0: none did
 
     def validated(self) -> Settings:
@@ -141,11 +168,13 @@ class Settings:
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
             ("replan_after", 1.0, 86400.0),
+            ("start_steps", -1, STALENESS_MAX),
+            ("start_clock", -1, INT_MAX),
             ("plan_number", 1, INT_MAX),
             ("plan_digest", 0, INT_MAX),
         ):
             value = getattr(self, name)
-            least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
+            least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks", "start_steps") else max(low, 0)
             if not (value == low or least <= value <= high):
                 raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
         if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
@@ -198,6 +227,10 @@ class Settings:
             raise UsageError(
                 f"--replan change: --compress {self.compress} chooses the SPEC already; leave out one of the two"
             )
+        if self.start_compress.startswith("auto"):
+            raise UsageError(
+                f"--start-compress {self.start_compress}: the start is too short for a choice; name a SPEC"
+            )
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
             raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
@@ -230,6 +263,7 @@ class Settings:
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or (TOPOLOGY if mixes else ""),
+            start_compress=self.start_compress or ("dense" if self.start_steps > 0 else ""),
         )
         if self.quorum > 0 and filled.mode().streams:
             raise UsageError(
@@ -243,6 +277,7 @@ class Settings:
                 "close; --sync local with --staleness 0 has"
             )
         filled._check_robust()
+        self._check_start(filled.mode().rule)
         return filled
 
     def _round_steps(self, row: Mode) -> int:
@@ -280,6 +315,44 @@ class Settings:
                 f"--outer iso: with --staleness {self.staleness} each update is folded alone, and this step is along the "
                 "mean of a round; leave out one of the two"
             )
+
+    def _check_start(self, rule: FoldRule) -> None:
+        """Raise UsageError if the run cannot begin with a start, or go on from it. `rule`: of the filled settings."""
+        if self.start_steps < 0:
+            if self.start_compress:
+                raise UsageError(
+                    f"--start-compress {self.start_compress}: it codes the gradients of --start-steps; give both"
+                )
+            return
+        if self.dp_clip != -1:
+            raise UsageError(
+                f"--start-steps {self.start_steps}: --dp-clip {self.dp_clip:g} is the length of an update, and gradients have "
+                "other lengths; leave out one of the two"
+            )
+        if self.rest:
+            self.flagged()
+        elif rule is FoldRule.MIX:
+            raise UsageError(
+                f"--start-steps {self.start_steps}: under --sync gossip workers hold the model, and no server could step it; "
+                "leave it out"
+            )
+        elif rule is FoldRule.OPTIMIZER:
+            raise UsageError(
+                f"--start-steps {self.start_steps}: --sync {self.sync} pushes gradients in all steps here; name the mode of "
+                "the steps after the start, such as --sync ssp or --push update"
+            )
+
+    def _unpacked_rest(self) -> dict[str, Any]:
+        """Return `rest` as the fields of START. Raises UsageError if it holds others."""
+        try:
+            fields_of = json.loads(self.rest)
+            kinds = {name: type(getattr(Settings(), name)) for name in START}
+            sound = {name: kinds[name](value) for name, value in fields_of.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            sound = {}
+        if sound.keys() != START.keys():
+            raise UsageError("the settings of a start do not say how the run goes on after it")
+        return sound
 
     def _check_robust(self) -> None:
         """Raise UsageError if the rule cannot find a lying worker: too few workers, no barrier. Call on filled settings."""
@@ -390,7 +463,45 @@ class Settings:
         flags += [f"--topology {self.topology}"] if self.topology else []
         flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
         flags += [f"--weigh {self.weigh}"] if self.weigh == "equal" else []
+        flags += [f"until step {self.start_steps}"] if self.starting else []
+        waits = self.start_steps > 0 and self.start_clock < 0 and not self.starting
+        flags += [f"after {self.start_steps} steps of bsp ({self.start_compress})"] if waits else []
         return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
+
+    @property
+    def starting(self) -> bool:
+        """True in the plan of a start: these steps are bsp with pushed gradients, and another mode follows."""
+        return self.rest != ""
+
+    def begun(self) -> Settings:
+        """Return the settings with which a run of these flags begins: those of its start, if it has one."""
+        if self.start_steps < 0 or self.starting or self.start_clock >= 0:
+            return self
+        rest = json.dumps({name: getattr(self, name) for name in START})
+        return replace(self, **START | {"compress": self.start_compress}, rest=rest).validated()
+
+    def flagged(self) -> Settings:
+        """Return the settings of the steps after the start, also while the run is in its start."""
+        return replace(self, **self._unpacked_rest(), rest="").validated() if self.starting else self
+
+    def relaxed(self, clock: int) -> Settings:
+        """Return the settings of the plan that follows a start, which has ended at `clock`."""
+        return replace(self.flagged(), start_clock=clock, plan_number=self.plan_number + 1)
+
+    def back_at(self, clock: int) -> Settings:
+        """Return the settings of a run that goes back to `clock`: a start that had ended later begins again."""
+        if clock >= self.start_clock:
+            return self
+        return replace(self, start_clock=-1, plan_number=self.plan_number + 1).begun()
+
+    def hands_over(self, clock: int) -> bool:
+        """True if workers that begin at `clock` take the state of the servers' optimizer over."""
+        return 0 <= self.start_clock == clock
+
+    def steps_at(self, clock: int) -> int:
+        """Return the steps of the run before `clock`, where rounds do not end by time. A clock of a start is one step."""
+        start = min(max(self.start_clock, 0), clock)
+        return start + (clock - start) * self.mode().local_steps
 
     def changed(self, **way: Any) -> Settings:
         """Return the settings of the next plan of this run.
@@ -403,7 +514,8 @@ class Settings:
 
     def follows(self, before: Settings) -> bool:
         """True if these are settings of the same run as `before`, with another number of shards or another plan."""
-        return replace(self, **{name: getattr(before, name) for name in (*OF_PLAN, "shards")}) == before
+        ours, theirs = self.flagged(), before.flagged()
+        return replace(ours, **{name: getattr(theirs, name) for name in (*OF_PLAN, "shards", "start_clock")}) == theirs
 
     def told(self, clock: int) -> dict[str, Any]:
         """Return the values of an event for record and dashboard: the run has this plan from `clock` on."""
@@ -452,6 +564,7 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     Returns:
         One sentence that names the flag, or None if all agree.
     """
+    actual = actual.flagged()
     ours, theirs = expected.get("plan_digest", 0), actual.plan_digest
     if ours and theirs and ours != theirs:
         shown = f"{ours:014x}" if type(ours) is int else "no number"
@@ -462,8 +575,8 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     for name in Settings.__slots__:
         if name == "plan_digest":
             continue
-        if actual.plan_number > 1 and name in OF_PLAN:
-            continue  # a replan has changed it since the start
+        if actual.plan_number > 1 + (actual.start_clock >= 0) and name in OF_PLAN:
+            continue  # a replan has changed it
         has = getattr(actual, name)
         if name in expected and expected[name] != has:
             runs = (

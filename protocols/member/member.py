@@ -379,9 +379,9 @@ class Member:
         self.meter = LinkMeter(road=self.meter.road)  # a server that was restarted may have another system clock
         hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
-        self.sessions = [
-            Session(i, epoch, mode, self.timing, meters[host], self.in_place) for i, host in enumerate(hosts)
-        ]
+        # A worker that takes updates of its own over from a start has arrays for its states.
+        in_place = self.in_place and (mode.rule is FoldRule.OPTIMIZER or self.settings.start_steps < 0)
+        self.sessions = [Session(i, epoch, mode, self.timing, meters[host], in_place) for i, host in enumerate(hosts)]
 
     def _moved(self, move: m.Reshard, now_ns: int) -> list[MemberEffect]:
         """Handle a Reshard: keys or plan are about to change (`place` 0), or have changed.

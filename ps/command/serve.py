@@ -58,7 +58,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
     """
     from narrows.compression import SpecError, ladder
 
-    for name in ("compress", "compress_down"):
+    for name in ("compress", "compress_down", *(["start_compress"] if settings.start_steps > 0 else [])):
         try:
             codec = ladder(getattr(settings, name))
         except SpecError as error:
@@ -79,6 +79,11 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
         raise UsageError(f"--replicas {replicas}: under --sync gossip the workers hold the model; leave it out")
     if parent:
         parse_address("--parent", parent)
+        if settings.start_steps > 0:
+            raise UsageError(
+                f"--start-steps {settings.start_steps}: the first steps of a cluster may be late ones of its parent's run; "
+                "leave it out, and let its workers push gradients in the whole run (--sync bsp)"
+            )
         if mixes:
             raise UsageError(
                 "--parent: under --sync gossip no update goes through this server; choose another mode here"
@@ -329,8 +334,9 @@ def announce(cluster: ShardSupervisor) -> None:
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.serve_at(address)
-    settings = cluster.settings
-    names = ("compress", "workers", "shards", "local_steps", "local_seconds", "fragments")
+    settings = cluster.settings.flagged()
+    names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]
+    names += ["start_steps", "start_compress"] if settings.start_steps > 0 else []
     values = {name: getattr(settings, name) for name in names}
     values |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
     cluster.run_watch.note("run", {"mode": settings.sync, **values})
@@ -345,7 +351,7 @@ def announce(cluster: ShardSupervisor) -> None:
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
         key = "--key NAME.key " if cluster.config.keys else ""
-        say(f"serves {cluster.settings.shards} {noun}, {cluster.settings.summary()}")
+        say(f"serves {cluster.settings.shards} {noun}, {settings.summary()}")
         folder = f"to {cluster.config.checkpoint_dir}" if cluster.config.keeps else "nowhere"
         say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")

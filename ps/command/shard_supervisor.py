@@ -152,7 +152,8 @@ class ShardSupervisor:
 
     def prepare(self) -> None:
         """Start the fork server, which begins to import what shards need."""
-        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is FoldRule.OPTIMIZER else NEEDS
+        steps = self.settings.begun().mode().rule is FoldRule.OPTIMIZER
+        needs = NEEDS + OPTIMIZERS if steps else NEEDS
         self.children.prepare(environment(self.hash_seed), needs)
 
     def start(self) -> None:

@@ -173,10 +173,17 @@ class Clocks(Decision):
         return self.min_clock
 
     def anew(self) -> None:
+        self.mode = self.run.mode  # a run that goes back may be in its start again
         self.min_clock, self.quorum_ns, self.stop = max(self.run.restart_clock, 0), -1, -1
         self.stalled = -1
         for table in (self.progress, self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
+
+    @property
+    def ends_start(self) -> bool:
+        """True if the present clock is the last one of the run's start, or a later one."""
+        settings = self.run.settings
+        return settings.starting and self.min_clock >= settings.start_steps - 1
 
     def stop_at(self, clock: int) -> None:
         """Close no clock from this one on; -1 lifts the limit."""
@@ -217,6 +224,8 @@ class Clocks(Decision):
     def _closable(self, now_ns: int) -> bool:
         # After the end no clock closes: it would wait for shards that have reached the last clock and ended.
         open_ = self.run.started and not self.run.over and self.min_clock != self.stop
+        if self.stop < 0 and self.ends_start:
+            return False  # its last clock closes once all members know that they hold after it
         going = self._going() if open_ else []
         if not going:
             return False

@@ -265,7 +265,7 @@ class Coordinator:
         """End a finished run, and log its number of steps: -1 under gossip, where the server counts no steps."""
         self.checkpoint_schedule.end(self.version + 1)
         mode = self.run.mode
-        steps = -1 if mode.rule is FoldRule.MIX else self.min_clock * mode.local_steps
+        steps = -1 if mode.rule is FoldRule.MIX else self.run.settings.steps_at(self.min_clock)
         if mode.seconds:
             steps = max((report.steps for report in self.reports.values()), default=0)
         return [Log("ended", {"clock": self.min_clock, "steps": steps})]

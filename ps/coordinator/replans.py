@@ -99,7 +99,7 @@ class Replans(Decision):
     def decide(self, now_ns: int) -> bool:
         """Compare the ways LOOKS times in --replan-after, and propose one that has gained for that long."""
         settings, after_ns = self.run.settings, int(self.run.settings.replan_after * NS)
-        if settings.replan == "off" or settings.compress not in self.coded or now_ns < self.due_ns:
+        if settings.replan == "off" or settings.starting or settings.compress not in self.coded or now_ns < self.due_ns:
             return False
         self.due_ns = now_ns + min(max(after_ns // LOOKS, LOOK_MIN_NS), LOOK_MAX_NS)
         best = self._best()

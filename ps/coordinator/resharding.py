@@ -24,6 +24,8 @@ Rules
 - While members hold, no worker becomes a member.
 - A replan, to another mode and SPEC (replans.py), takes the same way: the next generation has other settings over the
   same shards. So every process of a generation has the same settings, and no payload of another codec counts there.
+- So does the end of a start (--start-steps): its last clock stays open until all members know that they hold after it
+  (`Clocks.ends_start`). A resharding that holds at that clock ends the start too.
 - Remote shards (remote_shards.py) have the highest numbers. A report of a shard counts only if it comes from the host
   that the shard is on.
 """
@@ -157,6 +159,8 @@ class Resharding(Decision):
             return (
                 "the last shards are on other machines: ps-serve --join adds more of them, Ctrl-C of it takes them back"
             )
+        if host and self.run.settings.starting:
+            return f"shards on other machines may join once the start of {self.run.settings.start_steps} steps is over"
         if self.members.plan is not None and (why := self.members.plan.why_not_cut(shards, self.run.settings.cut)):
             return why
         return LEVELS if self._levels else self.never
@@ -238,7 +242,9 @@ class Resharding(Decision):
     def decide(self, now_ns: int) -> bool:
         """Call the resharding off if something broke, else go on to the next phase if this one is over."""
         if self.phase is ReshardPhase.STILL:
-            return False
+            if not (self.clocks.ends_start and self.run.started and not self.run.over):
+                return False
+            self.change(self.run.settings)  # `_tell` makes the plan that follows
         if self.may_stay and (why := self._broken(now_ns)):
             self.said.append(self.call_off(why))
             return True
@@ -274,7 +280,10 @@ class Resharding(Decision):
     def _tell(self) -> bool:
         """ASKED to TOLD."""
         come = all(shard in self.offered for shard in range(self.run.shards, self.target))
-        unaware = any(seat.before for seat in self.run.declared)  # a member has not acknowledged the resharding before
+        # A member has not acknowledged the resharding before. Or it has no Ready, and would hear of this one with a
+        # heartbeat: at the end of a start all members wait for it.
+        starting = self.next.starting
+        unaware = any(seat.before or (starting and not seat.ready_sent) for seat in self.run.declared)
         if not (come and self.run.started and self._waited_for) or unaware:
             return False
         bound = self.run.mode.bound
@@ -282,6 +291,8 @@ class Resharding(Decision):
         self._move("tell")
         self.number += 1
         self.at = self.clocks.min_clock + bound + 1
+        if self.next.starting and self.at >= self.next.start_steps:
+            self.next = self.next.relaxed(self.at)
         self.clocks.stop_at(self.clocks.min_clock)
         return True
 

@@ -209,7 +209,7 @@ class Run:
         self.move("restart")
         self.generation, self.restart_clock = self.changed(), clock
         self.seats.clear()
-        self._adopt(replace(self.settings, shards=shards))
+        self._adopt(replace(self.settings.back_at(clock), shards=shards))
 
     def shift(self, settings: Settings, clock: int) -> None:
         """Begin a generation with these settings at `clock`, the present clock. The members keep their seats."""

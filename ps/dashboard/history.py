@@ -244,7 +244,7 @@ class RunHistory:
         known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
         for name in ("clock", "staleness", "held_back"):
             known[name] = event.get(name, known[name])
-        taken = known["steps"] if self.by_time else event["clock"] * self.run.get("local_steps", 1)
+        taken = known["steps"] if self.by_time else self.steps_at(event["clock"])
         known["left_steps"] = max(0, int(event.get("total_steps", 0)) - taken)
         known["loss"] = given.get("loss", known["loss"])  # None: the loss is not finite
         self._heard([known | {"stale": [*known["stale"]]}], 0)
@@ -296,7 +296,12 @@ class RunHistory:
         """Optimizer steps of the run: its clock times the local steps of a round; by time, the most of one worker."""
         if self.by_time:
             return max((float(lane.total["steps"]) for lane in self.workers), default=0.0)
-        return float(self.clock * self.run.get("local_steps", 1))
+        return float(self.steps_at(self.clock))
+
+    def steps_at(self, clock: int) -> int:
+        """Return the steps of the run before `clock`; a clock of a start is one step."""
+        start = min(clock, max(0, int(self.run.get("start_steps", 0))))
+        return start + (clock - start) * int(self.run.get("local_steps", 1))
 
     @property
     def ratio(self) -> float:

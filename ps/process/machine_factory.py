@@ -119,20 +119,31 @@ def release() -> str:
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
-def resumed(settings: Settings, kept: bytes) -> Settings:
+def resumed(settings: Settings, kept: bytes, clock: int) -> Settings:
     """The settings with the newest plan: with --replan change, that of the checkpoint if it is newer.
+
+    A run with a start is resumed in the midst of it, or after it. Before a checkpoint without a start no worker can have
+    the state of the servers' optimizer: such a run has no start any more.
 
     Args:
         settings: of the flags.
         kept: the packed settings of the checkpoint, or b"".
+        clock: of the checkpoint.
     """
-    if (
-        settings.replan != "change"
-        or not kept
-        or (before := Settings.unpacked(kept)).plan_number <= settings.plan_number
-    ):
+    settings = settings.flagged()
+    went_back = settings.start_clock > clock  # the process before this one was further
+    settings = replace(settings, start_clock=-1, plan_number=settings.plan_number + went_back)
+    if not kept or (settings.replan != "change" and settings.start_steps < 0):
+        return settings.begun()
+    before = Settings.unpacked(kept)
+    if settings.replan == "change" and before.plan_number > max(settings.plan_number, 1 + (before.start_clock >= 0)):
+        settings = replace(settings, **{name: getattr(before.flagged(), name) for name in OF_PLAN}).validated()
+    if settings.start_steps < 0:
         return settings
-    return replace(settings, **{name: getattr(before, name) for name in OF_PLAN}).validated()
+    settings = replace(settings, plan_number=max(settings.plan_number, before.plan_number))
+    if before.mode().rule is FoldRule.OPTIMIZER or before.start_clock > clock:
+        return settings.begun() if clock < settings.start_steps else settings.relaxed(clock)
+    return replace(settings, start_clock=max(before.start_clock, 0))
 
 
 def machine(
@@ -157,7 +168,7 @@ def machine(
         NarrowsError: no sound checkpoint is left, or a file cannot be read.
         IncompatibleError: the checkpoint's model cannot be cut as the flags say, or the shards cannot step its optimizer.
     """
-    folder, settings, child = config.folder, config.settings, bool(config.parent)
+    folder, settings, child = config.folder, config.settings.begun(), bool(config.parent)
     mixes = settings.mode().rule is FoldRule.MIX and not config.again  # a gossip run resumes from its workers' models
     restart, first_epoch = -1, config.first_epoch
     kept: tuple[int, ...] = ()
@@ -173,10 +184,13 @@ def machine(
         if restart >= 0 and folder is not None:
             _, facts = checkpoint_files.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # also if the system's time was set back
-            before, settings = settings, resumed(settings, facts.get("settings", b""))
+            before, settings = settings, resumed(settings, facts.get("settings", b""), restart)
             if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))
-        priced = coded() if ladder(settings.compress).auto else coded(settings.compress)
+        else:
+            settings = settings.back_at(-1)
+        spec = settings.flagged().compress
+        priced = coded() if ladder(spec).auto else coded(spec)
         here = HostMemory(socket.gethostname(), memory_bytes())
         away = dict(config.away)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), away, priced, here)
@@ -187,7 +201,7 @@ def machine(
                 emit("log", name="resumed", values={"clock": restart, "text": text})
         if facts:
             plan = ModelSpec.unpacked(facts["plan"])
-            steps = settings.mode().rule is FoldRule.OPTIMIZER and plan.optimizer != ""
+            steps = (settings.mode().rule is FoldRule.OPTIMIZER or settings.start_steps > 0) and plan.optimizer != ""
             if why := plan.why_not_held(settings.shards, settings.cut, steps):
                 raise IncompatibleError(why)
             coordinator.members.adopt(facts["plan"])
@@ -201,7 +215,9 @@ def machine(
             expect = pack({"plan_digest": settings.plan_digest})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
     resources = ShardResources(
-        optimizer=_optimizers(arrays) if settings.mode().rule is FoldRule.OPTIMIZER else None,
+        optimizer=_optimizers(arrays)
+        if settings.mode().rule is FoldRule.OPTIMIZER or settings.start_steps > 0
+        else None,
         lent=lent,
         arrays=arrays,
         child=child,

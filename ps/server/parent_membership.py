@@ -352,6 +352,11 @@ class ParentMembership:
                 "its rounds end by time (--local-seconds), and a cluster's shards push at the same clock of the cluster: start "
                 "it with --local-steps, and give --local-seconds to this ps-serve"
             )
+        if settings.start_steps > 0:
+            return (
+                "it begins with pushed gradients (--start-steps), and a cluster pushes updates: start it without, or give "
+                "--sync bsp to this ps-serve"
+            )
         if mode.rule is FoldRule.OPTIMIZER:
             return (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"

@@ -54,6 +54,7 @@ from narrows.ps.shard.push_assembler import PushAssembler, PushSequence, check_p
 from narrows.ps.store.changes import (
     OWED,
     Change,
+    DropHandover,
     FloatArray,
     LoadArrays,
     MergeStoppedModels,
@@ -133,11 +134,14 @@ class ModelShard:
         """
         self.plan, self.assembler, self.resources = plan, assembler, resources
         self.mode = mode = settings.mode()
+        self.start_clock = settings.start_clock
         begin, end = plan.ranges(settings.shards, settings.cut)[index]
         self.fragments = fragments(begin, end, mode.fragments, settings.cut, plan.offsets())
         down = ladder(settings.compress_down, sparse=mode.rule is not FoldRule.OPTIMIZER)
-        if mode.rule is FoldRule.OPTIMIZER and resources.optimizer is None:
+        steps, hands_over = mode.rule is FoldRule.OPTIMIZER, settings.hands_over(clock)
+        if (steps or hands_over) and resources.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
+        optimizer = resources.optimizer(plan, begin, end) if resources.optimizer and (steps or hands_over) else None
         self.finite = not down.lossless  # a lossy downlink can only code first weights that are finite
         gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
         self.store = store = Store(
@@ -147,9 +151,8 @@ class ModelShard:
             codings=down,
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is FoldRule.OUTER else None,
             matrices=plan.matrices(begin, end) if settings.outer == ISO else (),
-            optimizer=resources.optimizer(plan, begin, end)
-            if resources.optimizer and mode.rule is FoldRule.OPTIMIZER
-            else None,
+            optimizer=optimizer if steps else None,
+            handover=None if steps else optimizer,
             lent=resources.lent,
             arrays=resources.arrays,
             gain=gain,
@@ -161,7 +164,7 @@ class ModelShard:
             checks.append(NormClip(index, settings.max_update_norm, store.weights_length))
         if robust.cosine:
             checks.append(CosineFilter(index))
-        far = UnboundedNorms(store.weights_length, mode.rule is FoldRule.OPTIMIZER)
+        far = UnboundedNorms(store.weights_length, steps)
         self.filters = filters = UpdateFilters(
             index, UpdateSampler(begin, end - begin), far, checks, bool(robust), equal=settings.weigh == "equal"
         )
@@ -182,7 +185,8 @@ class ModelShard:
         self.given_round = -1  # the `source_round` of the ledger that `given` belongs to
         self.stage = ClockStage.FOLD
         self.min_clock = clock
-        self.steps = 0  # the run's steps before min_clock, as in `State`
+        # The run's steps before min_clock, as in `State`; pushes of a start do not say theirs.
+        self.steps = clock if hands_over and mode.seconds else 0
         # by clock: the squared norm of this shard's part of a mean, until the norm over all shards is known
         self.norms: dict[int, float] = {}
         self.folds = 0  # async: updates folded since the newest publication
@@ -218,7 +222,7 @@ class ModelShard:
         keys, held = self.store.size, load.arrays["x"].size
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
-        self.steps = steps
+        self.steps = max(self.steps, steps)
         self.apply([load])
         self.parent_slot.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
@@ -253,6 +257,10 @@ class ModelShard:
             self.weights_from = ledger.initialiser  # a worker that still owed its model has left
         if self.parent_slot.link is not None:
             self.apply(self.parent_slot.link.first(self.store.x, self.store.publication + 1))
+        if self.store.handover is not None and self.min_clock > self.start_clock:
+            seats = self.assembler.seats.values()
+            if seats and all(seat.clock > self.start_clock for seat in seats):
+                self.apply([DropHandover()])  # a worker takes the state over before it pushes for that clock
         while self.stage is not ClockStage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
             effects += more

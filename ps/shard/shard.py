@@ -146,7 +146,7 @@ class Shard:
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
         self.parent_residual = self.parent_slot.kept.residual if self.model_shard is not None else self.parent_residual
-        model_shard, number = self.model_shard, self.settings.plan_number
+        model_shard, number, shards = self.model_shard, self.settings.plan_number, self.settings.shards
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
         self.assembler, self.model_shard, self.service = PushAssembler(self.index, self.mode), None, None
@@ -160,7 +160,8 @@ class Shard:
         # All shards have the checkpoint of restart_clock: a shard without a part of its own reads the others' parts.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
-        if model_shard is not None and (reached, self.settings.plan_number) == (clock, number + 1):
+        now = (reached, self.settings.plan_number, self.settings.shards)
+        if model_shard is not None and now == (clock, number + 1, shards):
             self._plan(model_shard.plan, clock).go_on(model_shard)
             return effects
         return [*effects, LoadCheckpoint(ledger.restart_clock)]

@@ -158,7 +158,9 @@ class ShardRequests:
 
     def _moments(self, seat: PushSequence, ask: m.MomentsRequest, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Answer with the present state of the optimizer."""
-        (low, high), optimizer = self.store.whole, self.store.optimizer
+        (low, high), optimizer = self.store.whole, self.store.optimizer or self.store.handover
+        if optimizer is None and self.model_shard.start_clock >= 0:
+            return []  # a repeated request: the worker has gone on
         if optimizer is None:
             raise RemoteProtocolError("no optimizer steps keys here: workers push updates")
         if ask.name and not (low <= ask.begin < ask.end <= high and ask.end - ask.begin <= FRAME_VALUES):
@@ -171,7 +173,7 @@ class ShardRequests:
             payload: m.Buffer = optimizer.read(ask.name, ask.begin - low, ask.end - low).tobytes()
         else:
             payload = pack(optimizer.kept())
-        clock = self.model_shard.min_clock
+        clock = self.model_shard.min_clock if self.store.optimizer is not None else self.model_shard.start_clock
         return [Send(seat.peer, m.MomentsAnswer(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
     def _ack(self, seat: PushSequence, clock: int, now_ns: int) -> Send:

@@ -137,4 +137,20 @@ class LoadArrays:
     publication: int
 
 
-Change = SetFirstWeights | MergeStoppedModels | Fold | OuterStep | Step | Rebase | Publish | RoundLast | LoadArrays
+@dataclass(frozen=True, slots=True)
+class DropHandover:
+    """Drop the state of the optimizer that stepped the run's start: every worker has taken it over."""
+
+
+Change = (
+    SetFirstWeights
+    | MergeStoppedModels
+    | Fold
+    | OuterStep
+    | Step
+    | Rebase
+    | Publish
+    | RoundLast
+    | LoadArrays
+    | DropHandover
+)

@@ -46,6 +46,7 @@ from narrows.protocols.config.memory import DELTA_BYTES_RATIO
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.store.changes import (
     Change,
+    DropHandover,
     FloatArray,
     Fold,
     LoadArrays,
@@ -153,6 +154,7 @@ class Store:
         outer: tuple[float, float] | None = None,
         matrices: Sequence[tuple[int, int, tuple[int, ...]]] = (),
         optimizer: ServerOptimizer | None = None,
+        handover: ServerOptimizer | None = None,
         lent: Callable[[], bool] = assume_lent,
         gain: Gain | None = None,
         cut: float = 0.0,
@@ -171,6 +173,7 @@ class Store:
             matrices: In the order of keys (first key, key after the last, shape) of each matrix whose mean update gets equal
                 singular values before an outer step.
             optimizer: The server's optimizer, for pushed gradients.
+            handover: The optimizer of a start that is over. It steps nothing: workers take its state over.
             lent: True while a message that is still on its way may read x or p.
             gain: The gain, which sees each update that is added.
             cut: The share that a trimmed mean leaves out at either end; 0 for a plain mean.
@@ -189,7 +192,8 @@ class Store:
         self.publication = -1
         self.x: FloatArray = self._zeros()
         self.p: FloatArray = self.x
-        self.outer, self.matrices, self.optimizer = outer, matrices, optimizer
+        self.outer, self.matrices = outer, matrices
+        self.optimizer, self.handover = optimizer, handover
         self.momentum: FloatArray | None = self._zeros() if outer and outer[1] else None
         self.mean = TrimmedMean(begin, self.size, cut) if cut else WeightedMean(begin, self.size)
         # By number: (keys, coded difference), or (keys, None) for values in p. All entries are coded, or none is.
@@ -338,9 +342,12 @@ class Store:
             self.gain.load(arrays["gain"])
         if self.momentum is not None and "outer.momentum" in arrays:
             self.momentum = self._copied(arrays["outer.momentum"])
-        if self.optimizer is not None:
+        if (optimizer := self.optimizer or self.handover) is not None:
             saved = {n.removeprefix(OPTIMIZER): v for n, v in arrays.items() if n.startswith(OPTIMIZER)}
-            self.optimizer.load(saved)
+            optimizer.load(saved)
+
+    def _drop_handover(self, change: DropHandover) -> None:
+        self.handover = None
 
     def arrays(self) -> dict[str, FloatArray]:
         """Return views of all that a checkpoint holds of the keys of this shard."""
@@ -349,8 +356,8 @@ class Store:
             arrays["gain"] = self.gain.state()
         if self.momentum is not None:
             arrays["outer.momentum"] = self.momentum
-        if self.optimizer is not None:
-            arrays |= {f"{OPTIMIZER}{name}": value for name, value in self.optimizer.state().items()}
+        if (optimizer := self.optimizer or self.handover) is not None:
+            arrays |= {f"{OPTIMIZER}{name}": value for name, value in optimizer.state().items()}
         return arrays
 
     # Publications.
@@ -476,4 +483,5 @@ APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
     Publish: Store._publish,
     RoundLast: Store._round,
     LoadArrays: Store._load,
+    DropHandover: Store._drop_handover,
 }

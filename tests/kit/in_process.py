@@ -67,7 +67,7 @@ class Cluster:
     held_ns = 0  # the time that all bytes together took on their links
 
     def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
-        self.settings, self.parent, self.name = settings.validated(), parent, name
+        self.settings, self.parent, self.name = settings.validated().begun(), parent, name
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
         self.workers: dict[str, Link] = {}  # by the address that peers know

@@ -84,6 +84,9 @@ machine_pickling.OURS = (
 )  # a machine of a test has parts of its own, of any module here
 
 
+TOTAL = "total"
+
+
 class PlainSGD:
     """The least server optimizer: x -= rate * gradient."""
 
@@ -107,6 +110,27 @@ class PlainSGD:
 
     def load(self, state: dict[str, FloatArray]) -> None:
         assert not state
+
+
+class SummingSGD(PlainSGD):
+    """The same, with a state that workers can take over: the sum of the gradients that it has stepped along."""
+
+    def __init__(self, plan: ModelSpec, begin: int, end: int) -> None:
+        self.total = np.zeros(end - begin, np.float32)
+
+    def step(self, weights: FloatArray, gradient: Mean, hyper: bytes, absent: Sequence[int], scale: float) -> None:
+        super().step(weights, gradient, hyper, absent, scale)
+        self.total = self.total + gradient(0, weights.size)
+
+    def state(self) -> dict[str, FloatArray]:
+        return {f"0.0.{TOTAL}": self.total}
+
+    def read(self, name: str, begin: int, end: int) -> FloatArray:
+        assert name == TOTAL
+        return self.total[begin:end]
+
+    def load(self, state: dict[str, FloatArray]) -> None:
+        self.total = state[f"0.0.{TOTAL}"].copy()
 
 
 @cache
@@ -216,6 +240,7 @@ class Kit:
     shard: type[Shard] = Shard
     coordinator: type[Coordinator] = Coordinator
     member: type[Member] = Member
+    optimizer: type[PlainSGD] = PlainSGD
 
 
 # Machines; a decision that every coordinator takes in the place of its base; or what is put into the place of something else:
@@ -248,6 +273,7 @@ class Watch(Protocol):
     def heard(self, process: Process, message: m.Message) -> None: ...
     def settled(self, worker: Worker, event: e.PushSettled) -> None: ...
     def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None: ...
+    def moments_arrived(self, worker: Worker, shard: int, clock: int, payload: bytes) -> None: ...
     def leaves(self, worker: Worker) -> None: ...
     def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None: ...
     def server_started(self, process: Process) -> None: ...
@@ -339,6 +365,9 @@ class Process:
         member: Member | None = None
         if index == 0:
             clock = disk.shared(settings.shards)
+            settings = settings.back_at(clock)
+            if settings.starting and clock >= settings.start_steps:
+                settings = settings.relaxed(clock)  # as ps/process/machine_factory.py reads it in the checkpoint
             coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock, child=bool(above))
             if above:
                 member = run.kit.member(self.up, "here", timing=TIMING, below=coordinator.tree)
@@ -347,7 +376,7 @@ class Process:
                 saved = [dict(disk.facts[each, clock][1]) for each in range(disk.shards(clock))]
                 coordinator.ranges.load(disk.facts[0, clock][0], clock, saved)
         means = ShardResources(
-            optimizer=PlainSGD,
+            optimizer=run.kit.optimizer,
             child=bool(above),
             member=member,
             coordinator=coordinator,
@@ -632,6 +661,7 @@ class Worker:
         self.asked: set[int] = set()  # shards that were asked for the last model
         self.tables = ModelSpec.unpacked(run.plan).tables
         self.rows_at, self.rows_due = -1, set[int]()  # the clock that rows were asked for, and which shards owe them
+        self.moments_asked, self.moments_due = 0, set[int]()  # requests for the optimizer's state; which shards owe it
         self.leapt_ns = 0
         self.awake = AwakeClock(self._wall)
         run.sim.start(self, self.name)
@@ -697,6 +727,8 @@ class Worker:
                 return
             elif self.finishing:
                 return self._finish()
+            elif self.moments_due:
+                return
             elif self.computed:
                 if not all(x.may_push for x in self.exchanges):
                     return
@@ -753,6 +785,9 @@ class Worker:
                 checker.model_arrived(self, event.shard, model.tobytes())
         elif isinstance(event, e.RowsArrived) and event.request == self.rows_at:
             self.rows_due.discard(event.shard)
+        elif isinstance(event, e.MomentsArrived) and event.request == self.moments_asked:
+            self.moments_due.discard(event.shard)
+            checker.moments_arrived(self, event.shard, event.clock, bytes(event.payload))
         elif isinstance(event, e.BuffersRequested):
             self._apply(self.member.buffers(BUFFERS, self.clock))
         elif isinstance(event, e.MemberFailed):
@@ -776,23 +811,37 @@ class Worker:
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
             self._send(shard, messages)
+        self._take_over(event.clock)
+
+    def _take_over(self, clock: int) -> None:
+        """Ask for the state of the servers' optimizer, where the run's start has ended at this clock."""
+        self.moments_due = {*range(len(self.exchanges))} if self.settings.hands_over(clock) else set()
+        self.moments_asked += 1
+        for shard, replica in enumerate(self.replicas) if self.moments_due else ():
+            keys = replica.begin, replica.end
+            ask = m.MomentsRequest(self.worker, self.epoch, self.moments_asked, *keys, TOTAL)
+            self._send(shard, [ask])
 
     def _move(self, event: e.MemberResharded) -> None:
         """The keys are cut anew, or the plan is another one, and this life goes on."""
+        starting = self.settings.starting
         self._adopt(Settings.unpacked(event.settings))
+        swapped = starting != self.settings.starting
         before, replicas = self.exchanges, self.replicas
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
         for replica in self.replicas:
-            replica.inherit(replicas)
+            replica.inherit([] if swapped else replicas)
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.epoch = event.epoch
         self.asked.clear()
-        begun = [exchange.go_on(event.worker, event.epoch, event.clock, before) for exchange in self.exchanges]
+        place = event.worker, event.epoch, event.clock
+        begun = [each.begin(*place) if swapped else each.go_on(*place, before) for each in self.exchanges]
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
             self._send(shard, messages)
         if self.asking and self.ask is not None:
             self._send(0, [replace(self.ask, epoch=self.epoch)])
+        self._take_over(event.clock)
 
     def _replica(self, begin: int, end: int) -> HostReplica:
         cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]

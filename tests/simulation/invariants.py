@@ -138,6 +138,9 @@ class Checker:
     def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
         pass  # looked at where it was sent
 
+    def moments_arrived(self, worker: Worker, shard: int, clock: int, payload: bytes) -> None:
+        raise Violation(f"{worker.name} has the state of an optimizer, and the run has no start")
+
     # Events of servers.
 
     def server_started(self, process: Process) -> None:

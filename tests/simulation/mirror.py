@@ -211,7 +211,11 @@ class Mirror:
             case Step(terms, _, _, scale, shrink):
                 at_once = None if self.mode.barrier else scale
                 pushes = self._pushes(terms, at_once)
-                self.held.x -= np.float32(RATE * scale) * self._true_mean(pushes, shrink)
+                mean = self._true_mean(pushes, shrink)
+                self.held.x -= np.float32(RATE * scale) * mean
+                self.held.momentum = (
+                    self.held.momentum + mean
+                )  # of the start of a run: what workers take over (starts.py)
                 self._rows([(scale * weight, push) for weight, push in pushes])
             case Publish():
                 self._publish(checksum)

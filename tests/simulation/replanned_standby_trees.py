@@ -237,7 +237,7 @@ class Orphaned(Losing):
                 given = [row[2] for row in rows if row[0] == child]
                 if given != [*range(len(given))] or not clock <= len(given) <= clock + ahead:
                     raise Violation(f"seed {seed}: the checkpoint of clock {clock} has of child {child} {given}")
-        settings = resumed(self.case.above, root.saw.settings[clock].packed()) if clock >= 0 else self.case.above
+        settings = resumed(self.case.above, root.saw.settings[clock].packed(), clock) if clock >= 0 else self.case.above
         if clock == at and settings.plan_number == 1:
             raise Violation(f"seed {seed}: the checkpoint of the move lacks its plan")
         begins = {index: root.disk.read(index, shards, clock)[0]["x"] for index in range(shards) if clock >= 0}

@@ -228,6 +228,9 @@ class Story:
         if self.shown.setdefault((shard, publication), found) != found:
             raise Violation(f"publication {publication} of {self.node.name}, shard {shard}, is another one in {who}")
 
+    def moments_arrived(self, worker: Worker, shard: int, clock: int, payload: bytes) -> None:
+        raise Violation(f"{worker.name} has the state of an optimizer, and no run of a tree has a start")
+
     def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
         story = self.house.pairs.root.checker
         assert isinstance(story, Story)

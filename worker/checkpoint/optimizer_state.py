@@ -123,6 +123,7 @@ class OptimizerStateFile:
         rank: int,
         folder: str,
         began_unix: float = math.inf,
+        taken: bool = False,
     ) -> OptimizerStateFile | None:
         """Load the state in the folder of --checkpoint-dir, and keep it up to date there.
 
@@ -132,6 +133,7 @@ class OptimizerStateFile:
             folder: the folder; "" or "none" for none.
             began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier
                 run.
+            taken: the optimizer has its state already, from the servers: load none.
 
         Returns:
             None without a folder, or if there is nothing to keep: the servers have the moments, or the optimizer has
@@ -140,7 +142,10 @@ class OptimizerStateFile:
         if folder in ("", "none") or not (_has_moments(worker) or owned.tensors):
             return None
         moments = OptimizerStateFile(worker, owned, clock, Path(folder), rank)
-        moments.begin(began_unix)
+        if taken:
+            moments._set_aside(moments.path, began_unix)
+        else:
+            moments.begin(began_unix)
         return moments
 
     def __init__(
@@ -148,7 +153,6 @@ class OptimizerStateFile:
     ) -> None:
         self.worker, self.owned, self.now = worker, owned, now
         self.folder, self.path = folder, folder / state_file(rank)
-        self.steps = _has_moments(worker)  # False: only the script's own tensors are kept
         owned.keep_in(str(folder))
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # when the newest file was begun, and how long it took
         self.clock = now()  # the clock of the newest file
@@ -162,11 +166,17 @@ class OptimizerStateFile:
         self.todo: queue.Queue[dict[str, Any]] = queue.Queue(1)
         threading.Thread(target=self._main, name="narrows-moments", daemon=True).start()  # none starts at exit
 
+    @property
+    def steps(self) -> bool:
+        """True if the state of the script's optimizer is kept; False: only the script's own tensors."""
+        return _has_moments(self.worker)
+
     # Taking over.
 
     def begin(self, began_unix: float) -> None:
         states = (path for path in self.folder.glob("*") if STATE.fullmatch(path.name))
         files = sorted(states, key=lambda path: path != self.path)  # this rank's file first
+        handed = self.worker.settings.hands_over(self.clock)  # the state of the optimizer comes from the servers
         if not self.clock:
             for path in files:
                 self._set_aside(path, began_unix)
@@ -177,11 +187,12 @@ class OptimizerStateFile:
             found, why = None, why or "another process of this group has none"
         if found is None:
             self._set_aside(self.path)
-            if self.steps:
+            if self.steps and not handed:
                 say(f"the optimizer of rank {self.path.stem.rpartition('-')[2]} begins anew: {why}")
             return
-        self._take(found["state"])
-        if self.steps:
+        if not handed:
+            self._take(found["state"])
+        if self.steps and not handed:
             say(f"optimizers go on with their states in {self.folder}")
         self.owned.load(found.get(OWNED, {}))
 

@@ -31,7 +31,7 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.wire import pack, unpack
 from narrows.worker.checkpoint.optimizer_state import StatefulWorker
 from narrows.worker.model.flat import Array, FloatArray, as_parameter
-from narrows.worker.model.model_slices import ModelCut
+from narrows.worker.model.model_slices import ModelCut, placed
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.launcher_pipe import say
 
@@ -111,7 +111,7 @@ class ServerOptimizerState:
             )
         for last in (*[False] * (TRIES - 1), True):
             self.clocks.clear()
-            found = self._once()
+            found = self.once()
             low, high = min(self.clocks, default=m.CLOCK_MAX), max(self.clocks, default=-1)
             if group is not None:
                 low, high = (sign * value for sign, value in zip((1, -1), group.least(low, -high), strict=True))
@@ -123,8 +123,8 @@ class ServerOptimizerState:
             say(f"the servers' optimizer went from clock {low} to {high} while its state was read")
         return low, found
 
-    def _once(self) -> dict[int, State] | None:
-        """Pull the state once. Returns None if this worker has another place in the run by now."""
+    def once(self) -> dict[int, State] | None:
+        """Pull the state once, as `read` returns it. Returns None if this worker has another place in the run by now."""
         shards = self.shards
         if not self.engine.mode.barrier:  # with a barrier the state of this clock has arrived already
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
@@ -189,6 +189,25 @@ class ServerOptimizerState:
 
         self.engine.waiting.until(done, WAIT_LIMIT_S, "the state of the servers' optimizer")
         return found if shards.place == place else None
+
+
+def take_over(engine: StatefulWorker, states: Mapping[int, State]) -> None:
+    """Make these the states of the script's optimizers, as if they had taken the steps that the servers took.
+
+    Args:
+        engine: the worker's engine.
+        states: by the id of each parameter, as `ServerOptimizerState.read` returned them.
+    """
+    inner = engine.inner
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in states:
+                inner.state[parameter] = {
+                    name: placed(name, value.to(parameter.dtype) if value.dim() else value, parameter, group)
+                    for name, value in states[id(parameter)].items()
+                }
+    if engine.slice is not None:
+        engine.slice.take_state()
 
 
 def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:

@@ -70,7 +70,7 @@ class WorkerOptions:
     @property
     def server_steps(self) -> bool:
         """Whether the embedded server steps the script's optimizer."""
-        return Settings(**self.run).validated().mode().rule is FoldRule.OPTIMIZER
+        return Settings(**self.run).validated().begun().mode().rule is FoldRule.OPTIMIZER
 
     def config(self, index: int) -> WorkerConfig:
         """Return what one copy is told, as far as the command line says it.

@@ -93,7 +93,8 @@ class WorkerRecord:
     def _joined(self, local_rank: int, parameters: int, clock: int) -> None:
         if not self.parameters:
             self.parameters = parameters
-            names = ("compress", "workers", "shards", "local_steps", "local_seconds", "fragments")
+            names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]
+            names += ["start_steps", "start_compress"] if self.settings.get("start_steps", -1) > 0 else []
             values = {name: self.settings[name] for name in names}
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}

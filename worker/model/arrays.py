@@ -112,6 +112,11 @@ class WorkerArrays:
         self.start = self.base if exact else home.zeros(flat.size)
         self.fit_rounds(self.rounds)
 
+    def become(self, shared: bool, direct: bool, rounds: int, lends: bool = True) -> None:
+        """Serve another kind of step, with empty arrays: the next state fills them. Arguments as of the constructor."""
+        self.shared, self.direct, self.lends, self.rounds = shared, direct, direct and lends, rounds
+        self._allocate()
+
     def fit_rounds(self, rounds: int) -> None:
         """Make room for `rounds` updates. No update may be in flight."""
         self.rounds = rounds

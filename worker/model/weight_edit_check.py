@@ -181,10 +181,15 @@ class WeightEditCheck:
     """
 
     def __init__(self, flat: FlatModel, apart: Collection[int], settings: Settings) -> None:
-        inexact = NOT_JUST_THAT if settings.outer_momentum > 0 or settings.merge_delay > 0 else ""
-        self.flat, self.text = flat, LOST if settings.mode().rule is FoldRule.OPTIMIZER else inexact
+        self.flat = flat
+        self.change(settings)
         self.registered = RegisteredTensor(flat)
         self.owned = OwnedTensor(flat, {*map(id, flat.parameters), *apart})
+
+    def change(self, settings: Settings) -> None:
+        """Check by the rule of the plan that the run has from now on."""
+        inexact = NOT_JUST_THAT if settings.outer_momentum > 0 or settings.merge_delay > 0 else ""
+        self.text = LOST if settings.mode().rule is FoldRule.OPTIMIZER else inexact
 
     def look(self) -> None:
         """Check what the script has changed since the last call.

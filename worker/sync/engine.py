@@ -18,6 +18,10 @@ How it works
 
 The engine does what is the same in all modes: joining, waiting, module buffers, the shared model, skipped steps,
 leaving. Each kind of step is a `SyncStep` in a file of its own: updates.py, gradients.py, streaming.py, gossip.py.
+
+A run with --start-steps has a start in bsp, and then another plan. When the new plan arrives, `_swap` makes the
+`SyncStep` of that plan, over the same arrays and exchanges. `change_over` waits for it between two steps, and takes the
+state of the servers' optimizer over.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ from narrows.protocols.config.key_ranges import VALUES
 from narrows.protocols.config.memory import in_place, update_buffers
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
-from narrows.protocols.config.timing import START_LIMIT_S
+from narrows.protocols.config.timing import START_LIMIT_S, WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.worker.checkpoint.server_state import take_over
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
 from narrows.worker.model.arrays import WorkerArrays
@@ -156,19 +161,34 @@ class Engine:
         self.skips = SkippedSteps(config.skip_limit, rank, self.flat, self.tables, self.hides)
         self.slice = self._slice(inner, overlap)
         self.trace = StepTrace()
-        self.tuning = CodecTuning(settings, -(-self.flat.size // self.mode.fragments), self.trace)
+        self.tuning = CodecTuning(settings, self.flat.size, self.trace)
         self.waiting = EventWait(link, group, self._handle, lambda: self.sync.shards.standing, self.trace)
         self.finished = self.left = self._started = False
-        self.steps = 0
+        self.steps = self.swaps = 0  # steps that the script has taken; changes of `sync`
+        self.overlap = overlap
+        # The step of another plan awaits its first state; this worker is to take over the state of the servers' optimizer.
+        self._swapped = self._takes = False
+        self._in_place = False  # as `Member.in_place`
         self.before_step: list[Callable[[], object]] = []  # called before the script's optimizer changes its state
         self.agreeing = Agreement(self)
         self.changes = WeightEditCheck(self.flat, self.tables.weights, settings)
         self.shared = SharedModel(self)
-        gradients = self.mode.rule is FoldRule.OPTIMIZER
-        declared = (rebuilt_by(self.dense, settings.cut), max_grad_norm) if gradients else ("", 0.0)
+        gradients = self.mode.rule is FoldRule.OPTIMIZER or settings.start_steps > 0
+        if settings.start_steps > 0 and self.slice is not None and not isinstance(self.slice, ModelCut):
+            raise UsageError(
+                f"--start-steps {settings.start_steps}: FSDP has cut the model, and no process could take over the state of "
+                "the servers' optimizer; start the server without a start"
+            )
+        if settings.start_steps > 0 and self.tables.specs:
+            raise UsageError(
+                f"--start-steps {settings.start_steps}: the rows of an embedding table stay with one mode; start the server "
+                "without a start"
+            )
+        kinds = rebuilt_by(self.dense, settings.cut, settings.start_steps > 0) if gradients else ""
+        declared = kinds, max_grad_norm if gradients else 0.0
         # The optimizer's degree (0 AdamW, 1 SGD) holds for a cluster too: its parent receives the cluster's steps as updates.
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
-        self.sync: SyncStep = self._sync(overlap)
+        self.sync: SyncStep = self._sync()
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
         if isinstance(self.sync, GossipStep):
             self.sync.plan(packed)
@@ -207,24 +227,30 @@ class Engine:
             return ModelCut(self.flat, inner, self.group, self.skips.check)
         return FsdpSlices(self.flat, inner, self.group, self.skips.check)
 
-    def _sync(self, overlap: int) -> SyncStep:
-        """Make the `SyncStep` of this mode."""
+    def _sync(self, before: UpdateStep | None = None) -> SyncStep:
+        """Make the `SyncStep` of this mode. `before`: the step of another kind, whose place it takes."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
         rounds = update_buffers(mode, self.settings.quorum)
         if rule is FoldRule.MIX:
-            if overlap:
+            if self.overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return GossipStep(self)
-        if rule is FoldRule.OPTIMIZER:
+        gradients, direct, lends = rule is FoldRule.OPTIMIZER, False, True
+        if gradients:
             direct = in_place(mode, self.tuning.down_lossless, not self.flat.plain)
-            direct = direct and self.home is HOST and self.slice is None
+            direct = direct and self.home is HOST and self.slice is None and (before is None or self._in_place)
             lends = self.privacy is None and self.slice is None  # else gradients change where they lie
-            if direct:
+            if direct and before is None:
+                self._in_place = True
                 self.link.write_in_place()
-            arrays = WorkerArrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
-            return GradientStep(self, arrays, overlap)
-        arrays = WorkerArrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
-        return (StreamingStep if mode.merges else UpdateStep)(self, arrays)
+        if before is None:
+            arrays = WorkerArrays(flat, gradients, direct, rounds, lends, self.home)
+        else:
+            arrays = before.arrays
+            arrays.become(gradients, direct, rounds, lends)
+        if gradients:
+            return GradientStep(self, arrays, self.overlap, before)
+        return (StreamingStep if mode.merges else UpdateStep)(self, arrays, before)
 
     @property
     def overlaps(self) -> bool:
@@ -238,7 +264,7 @@ class Engine:
         In rounds by the clock a round counts as many steps as the worker that made the most.
         """
         if not self.mode.seconds:
-            return self.sync.clock * self.mode.local_steps + self.sync.local_step
+            return self.settings.steps_at(self.sync.clock) + self.sync.local_step
         before = self.sync.shards.run_steps if self.group is None else self.waiting.steps
         return before + self.sync.local_step
 
@@ -246,7 +272,7 @@ class Engine:
 
     def _handle(self, event: MemberEffect) -> None:
         if isinstance(event, (e.MemberStarted, e.MemberResharded)):
-            self._change(Settings.unpacked(event.settings))
+            self._change(Settings.unpacked(event.settings), event)
         if isinstance(event, e.MemberStarted):
             self._started = True
             self.buffers.load(event.buffers)
@@ -264,12 +290,53 @@ class Engine:
                 self.agreeing.handle(event)
             self.sync.handle(event)
 
-    def _change(self, settings: Settings) -> None:
+    def _change(self, settings: Settings, event: e.MemberStarted | e.MemberResharded) -> None:
         """Take over the settings of the run. A new plan changes how this worker codes updates and waits for them."""
-        if settings.plan_number != self.settings.plan_number:
-            self.mode = settings.mode()
-            self.tuning.change(settings)
-        self.settings = settings
+        before, self.settings = self.settings, settings
+        self._takes = settings.hands_over(event.clock)
+        if settings.plan_number == before.plan_number:
+            return
+        self.mode = settings.mode()
+        self.tuning.change(settings)
+        if settings.starting == before.starting:
+            return
+        self._swap()
+        self._swapped = isinstance(event, e.MemberResharded)  # after a rejoin `UpdateStep.resume` waits for the state
+        if not (settings.starting or self._takes) and isinstance(event, e.MemberStarted) and event.again:
+            say(f"the start of the run has ended without this worker: its optimizer begins anew at clock {event.clock}")
+
+    def _swap(self) -> None:
+        """Take the steps of the present plan from now on: it pushes updates where the one before pushed gradients."""
+        before = self.sync
+        assert isinstance(before, UpdateStep)
+        before.shards.drop()
+        self.sync = self._sync(before)
+        before.end_kind()
+        self.changes.change(self.settings)
+        self.swaps += 1
+
+    def change_over(self, last: bool = False) -> None:
+        """Between two steps: wait for the plan after the start, if this clock is its first, and begin to take its steps.
+
+        Where the start has ended at this clock, this worker takes over the state of the servers' optimizer.
+
+        Args:
+            last: no step follows, so that this worker needs no state.
+        """
+        if self.finished:
+            return
+        if self.settings.starting:
+            self.waiting.until(lambda: not self.sync.shards.held, WAIT_LIMIT_S, "the end of the start")
+        if self._swapped:
+            self._swapped = False
+            self.sync.ready()
+        while self._takes and not last:
+            self._takes, sync = False, self.sync  # a rejoin meanwhile may be at the same clock
+            assert isinstance(sync, UpdateStep)
+            states = sync.servers.once()
+            if states is not None:
+                self.settle()
+                take_over(self, states)
 
     def send_buffers(self) -> None:
         """Send the module buffers to the coordinator, which uses those of the live worker with the lowest rank."""
@@ -289,9 +356,13 @@ class Engine:
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self.waiting.calls("step()")
         self.waiting.poll()
+        self.change_over()
         self.changes.look()
         self.skips.begin()
-        loss = self.sync.step(closure)
+        sync = self.sync
+        loss = sync.step(closure)
+        if self.sync is not sync and isinstance(sync, UpdateStep) and isinstance(self.sync, UpdateStep):
+            self.sync.follows(sync)  # the start of the run has ended while that step waited for its state
         self.steps += 1
         self.skips.stepped()
         self.buffers.statistics.stepped(bool(self.skips.newest))
@@ -361,7 +432,7 @@ class Engine:
         Raises:
             UsageError: in this mode an update does not say which samples it was computed on.
         """
-        if why := why_no_ranges(self.mode):
+        if why := why_no_ranges(self.settings.flagged().mode() if self.settings.starting else self.mode):
             raise UsageError(f"ranges(): {why}")
         assert isinstance(self.sync, UpdateStep)
         index = self.sync.taking.take(samples, size, limit)
@@ -379,6 +450,8 @@ class Engine:
         """Check that all ranks of a group have called `call`, a name of `event_wait.CALLS`."""
         self.waiting.calls(call)
         self.waiting.agree()
+        if call in ("state_dict()", "load_state_dict()", "finish()", "leave()"):
+            self.change_over(last=call in ("finish()", "leave()"))
 
     def load_residual(self, whole: FloatArray) -> None:
         self.sync.load_residual(whole)

@@ -35,7 +35,6 @@ from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import pack
-from narrows.worker.checkpoint.server_state import ServerOptimizerState
 from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
@@ -78,31 +77,31 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     return pack(groups)
 
 
-def rebuilt_by(inner: torch.optim.Optimizer, cut: str) -> str:
+def rebuilt_by(inner: torch.optim.Optimizer, cut: str, starts: bool = False) -> str:
     """Return the names of the classes by which the server rebuilds this optimizer, as `ModelSpec.optimizer` has them.
 
     Args:
         inner: the optimizer; several as a `CombinedOptimizer`.
         cut: where the run cuts the model, one of CUTS.
+        starts: gradients are pushed in the start of the run alone.
 
     Raises:
         UsageError: the server cannot rebuild it.
     """
+    flag, instead = ("--start-steps", "leave it out") if starts else ("--push gradient", "use --push update")
     each = each_of(inner)
     kinds = list(dict.fromkeys(type(optimizer) for optimizer in each))
     reasons = [(why, kind) for kind in kinds if (why := why_whole(kind, cut))]
     if reasons:
         why, kind = reasons[0]
         other = ", or start the server with --cut tensors" if not why_whole(kind, TENSORS) else ""
-        raise UsageError(
-            f"--push gradient needs an optimizer that the server can rebuild, but {why}: use --push update{other}"
-        )
+        raise UsageError(f"{flag} needs an optimizer that the server can rebuild, but {why}: {instead}{other}")
     for kind in kinds:
         same = [optimizer for optimizer in each if type(optimizer) is kind]
         if len({optimizer.defaults.get(ONCE) for optimizer in same}) > 1:
             raise UsageError(
-                "--push gradient needs an optimizer that the server can rebuild, but it would give all optimizers the "
-                f"{ONCE} of the first: use --push update"
+                f"{flag} needs an optimizer that the server can rebuild, but it would give all optimizers the {ONCE} of the "
+                f"first: {instead}"
             )
     names = [type(optimizer).__name__ for optimizer in each for _ in optimizer.param_groups]
     return names[0] if len(kinds) == 1 else "+".join(names)
@@ -115,22 +114,23 @@ class GradientStep(UpdateStep):
         engine: the engine of this worker.
         arrays: arrays in which the pulled state is what the worker computes on (`shared`).
         overlap: backward passes of a step, if gradients leave during the last of them; 0: gradients leave at step().
+        before: as of `UpdateStep`.
 
     Raises:
         UsageError: overlap together with --dp-clip, or with a SPEC that codes all gradients at once.
     """
 
-    def __init__(self, engine: StepEngine, arrays: WorkerArrays, overlap: int) -> None:
-        super().__init__(engine, arrays)
+    def __init__(
+        self, engine: StepEngine, arrays: WorkerArrays, overlap: int, before: UpdateStep | None = None
+    ) -> None:
+        super().__init__(engine, arrays, before)
         self.passes = overlap
         if overlap and engine.privacy is not None:
             raise UsageError(
                 "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
                 "leave out one of the two"
             )
-        self.servers = ServerOptimizerState(engine, self.shards)
-        for each in each_of(engine.inner):
-            each.register_load_state_dict_post_hook(self._loaded)
+        self.hooks = [each.register_load_state_dict_post_hook(self._loaded) for each in each_of(engine.inner)]
         self.overlap: GradientOverlap | None = None
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
@@ -147,10 +147,15 @@ class GradientStep(UpdateStep):
                 self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home
             )
 
+    def end_kind(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        if self.overlap is not None:
+            self.overlap.end()
+        self.overlap, self.passes = None, 0
+
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)
-        if isinstance(event, e.MomentsArrived):
-            self.servers.arrived(event)
         if (
             isinstance(event, e.MemberResharded) and self.overlap is not None
         ):  # no part has left: ready() waits for the move
@@ -160,6 +165,7 @@ class GradientStep(UpdateStep):
         super().ready(limit_s)
         if self.overlap is not None:  # parts that leave in backward need room in the window
             self.shards.wait_window()
+        if self.overlap is not None:  # the start of the run may have ended meanwhile
             self.overlap.open(self.arrays.landing(self.shards.clock))
 
     def resume(self) -> bool:

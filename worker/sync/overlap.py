@@ -60,8 +60,16 @@ class GradientOverlap:
         self.pid = os.getpid()  # in a forked process the hooks do nothing
         self.sent_early = 0  # parts that left during the last backward pass, for traces
         self.cut(ranges)
-        for tensor, parameter in enumerate(flat.parameters):
+        self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(tensor))
+            for tensor, parameter in enumerate(flat.parameters)
+        ]
+
+    def end(self) -> None:
+        """Remove the hooks: no gradient leaves early any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.drop()
 
     def cut(self, ranges: list[tuple[int, int]]) -> None:
         """Cut the keys of each shard into parts. It is called between two steps only."""

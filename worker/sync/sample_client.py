@@ -52,6 +52,10 @@ class SampleClient:
         self.holds, self.life = 0, (0, 0)  # ranges of the update of this (epoch, clock)
         self.fresh = 0  # of these, ranges that were taken since the newest step
 
+    def serve(self, sync: SamplingStep) -> None:
+        """Take samples for another kind of step from now on."""
+        self.sync = sync
+
     @property
     def unstepped(self) -> bool:
         """True if the script has taken a range since its newest step(): it may have gradients that no step has."""
@@ -72,6 +76,7 @@ class SampleClient:
             NarrowsError: no answer within WAIT_LIMIT_S.
         """
         while True:
+            self.engine.change_over()  # the answer is for the step of the plan that the run has now
             if not self.unstepped:
                 self.sync.resume()  # else the next gradient would be dropped
             told = self._answer(samples, size, limit)

@@ -89,6 +89,18 @@ class ShardExchanges:
         self.steps: dict[int, int] = {}  # by clock, local steps of own updates (`note_steps`)
 
     @property
+    def held(self) -> bool:
+        """True if the update of the present clock must wait for another plan, or for other keys."""
+        return any(0 <= x.held_at <= self.clock for x in self.exchanges)
+
+    def drop(self) -> None:
+        """Drop replicas and exchanges, at a change from gradients to updates or back: the next place pulls its state.
+
+        A residual of gradients is no part of an update, so it is dropped too.
+        """
+        self.exchanges, self._each, self.replicas = [], [], []
+
+    @property
     def whole(self) -> bool:
         """True if the shards publish whole states, not differences."""
         return self.tuning.down_lossless and self.mode.fragments == 1
@@ -178,7 +190,8 @@ class ShardExchanges:
         before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:
-            going = exchange.go_on(*_place(event), before) if self.group is None else exchange.begin(*_place(event))
+            goes_on = self.group is None and before
+            going = exchange.go_on(*_place(event), before) if goes_on else exchange.begin(*_place(event))
             self.link.send(shard, going)
 
     @property

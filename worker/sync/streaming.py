@@ -23,14 +23,17 @@ from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols import effects as e
-from narrows.worker.model.arrays import SharedWeights
+from narrows.worker.model.arrays import SharedWeights, WorkerArrays
+from narrows.worker.sync.sync_step import StepEngine
 from narrows.worker.sync.updates import UpdateStep
 
 
 class StreamingStep(UpdateStep):
     """See `SyncStep`."""
 
-    unmerged: deque[int]  # clocks that were pushed and whose fragment is not merged yet, rising
+    def __init__(self, engine: StepEngine, arrays: WorkerArrays, before: UpdateStep | None = None) -> None:
+        super().__init__(engine, arrays, before)
+        self.unmerged = deque[int]()  # clocks that were pushed and whose fragment is not merged yet, rising
 
     def begin(self, event: e.MemberStarted) -> None:
         self.unmerged = deque()

@@ -156,6 +156,9 @@ class StepEngine(Protocol):
     def send_buffers(self) -> None:
         """Send the module buffers to the coordinator, which uses those of the live worker with the lowest rank."""
 
+    def change_over(self) -> None:
+        """Wait for the step of the plan that the run has now, if the run is at the end of its start (--start-steps)."""
+
 
 class RunEngine(StepEngine, Protocol):
     """The part of the engine that `SharedModel` and `Agreement` use."""

@@ -29,15 +29,15 @@ class CodecTuning:
 
     Args:
         settings: the settings of the run.
-        count: values of one update.
+        size: values of the model; an update has those of one fragment.
         trace: has the seconds that this worker waited and encoded.
         now_s: the time in seconds.
     """
 
     def __init__(
-        self, settings: Settings, count: int, trace: StepTrace, now_s: Callable[[], float] = time.monotonic
+        self, settings: Settings, size: int, trace: StepTrace, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self.count, self.trace, self.now_s = count, trace, now_s
+        self.size, self.trace, self.now_s = size, trace, now_s
         self.spent_s = (0.0, 0.0)  # seconds of waiting and of encoding, until the newest clock ended
         self.encode_s = 0.0  # seconds of the newest clock that encoded
         self.sampled = 0  # samples of all pushes, as step_samples() gave them
@@ -56,7 +56,7 @@ class CodecTuning:
         sparse = mode.rule is not FoldRule.OPTIMIZER
         self.codecs = Codecs.of(settings.compress, settings.compress_down, sparse)
         up, down = self.codecs.up, self.codecs.down
-        self.auto = Auto(up.rungs, down.rungs, self.count, mode.window)
+        self.auto = Auto(up.rungs, down.rungs, -(-self.size // mode.fragments), mode.window)
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down.rungs) > 1
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = self.auto.compressor

@@ -40,6 +40,7 @@ from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import pack
+from narrows.worker.checkpoint.server_state import ServerOptimizerState
 from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.model.flat import Array, FloatArray
 from narrows.worker.model.not_finite import NotFiniteError
@@ -100,21 +101,32 @@ def clipped_step(
 
 
 class UpdateStep:
-    """See `SyncStep`. `StreamingStep` and `GradientStep` extend it, and share its `arrays` and `shards`."""
+    """See `SyncStep`. `StreamingStep` and `GradientStep` extend it, and share its `arrays` and `shards`.
 
-    def __init__(self, engine: StepEngine, arrays: WorkerArrays) -> None:
+    Args:
+        engine: the engine of this worker.
+        arrays: the worker's arrays.
+        before: the step of another kind whose place this one takes, if any: its exchanges with the shards go on.
+    """
+
+    def __init__(self, engine: StepEngine, arrays: WorkerArrays, before: UpdateStep | None = None) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
-        self.shards = ShardExchanges(
-            engine.link, engine.mode, arrays, engine.tuning, engine.waiting.until, engine.group
+        self.shards: ShardExchanges = (
+            before.shards
+            if before is not None
+            else ShardExchanges(engine.link, engine.mode, arrays, engine.tuning, engine.waiting.until, engine.group)
         )
+        self.servers = ServerOptimizerState(engine, self.shards)
         self.round = RoundClock(engine.mode, bool if engine.group is None else engine.group.decided_by_first)
         self.local_step = 0
         self.taken = 0  # local steps since the last push that were not skipped
         self.samples = 0  # samples of those steps, if the script calls step_samples(); else 0
         self.weight = 0  # of the newest update of a round by the clock
-        self.taking = SampleClient(engine, self)
-        self.moved = False  # a local step was taken since the whole replica was composed
-        self.composed = 0  # the epoch in which the replica was composed; another one after each rejoin
+        self.taking: SampleClient = before.taking if before is not None else SampleClient(engine, self)
+        self.taking.serve(self)
+        self.moved = before is not None  # a local step was taken since the whole replica was composed
+        # The epoch in which the replica was composed; another one after each rejoin.
+        self.composed: int = before.composed if before is not None else 0
         self.missed = 0  # rounds that closed without this worker, in this epoch
         self.ended_at = -1  # the run's clock of the final model; -1: not received yet
         self.server_gone = False  # always: a worker of this mode ends when its server is lost
@@ -141,9 +153,18 @@ class UpdateStep:
         self.round.anew()
         self.shards.begin(event)
 
+    def follows(self, before: UpdateStep) -> None:
+        """Note that `before`, whose place this step took while it waited for a state, has composed the replica."""
+        self.composed = before.composed
+
+    def end_kind(self) -> None:
+        """Drop the hooks that this step has set: another kind of step takes its place."""
+
     def handle(self, event: MemberEffect) -> None:
         self.mode = self.engine.mode
         self.shards.handle(event)
+        if isinstance(event, e.MomentsArrived):
+            self.servers.arrived(event)
         if isinstance(event, (e.RangeArrived, e.MemberResharded)):
             self.taking.handle(event)
 

@@ -143,6 +143,13 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "if another mode or SPEC would be 20 % faster: off, say (print it), or change (switch while training)",
     ),
     ("replan_after", float, "300", "seconds for which that gain must last without a break"),
+    (
+        "start_steps",
+        int,
+        "none",
+        "first steps that are bsp with gradients; then workers take over the servers' optimizer state, and --sync holds",
+    ),
+    ("start_compress", str, "dense", "SPEC that codes these gradients, e.g. int4"),
 )
 
 

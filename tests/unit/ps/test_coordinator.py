@@ -579,6 +579,31 @@ def test_no_clock_closes_until_all_know_that_they_are_to_hold() -> None:
     assert not moves.clocks.decide(0) and not moves.decide(0), "the shards have not published it"
 
 
+def test_the_last_clock_of_a_start_closes_once_all_hold_after_it() -> None:
+    ours = Coordinator(Settings(sync="ssp", workers=2, start_steps=2).validated().begun(), 1)
+    run, clocks, moves = ours.run, ours.clocks, ours.resharding
+    first, second = (member(run, clocks) for _ in range(2))
+    run.move("start")
+    report(run, 0)
+    for seat in (first, second):
+        seat.readied()
+        push(clocks, seat, 2, shards=1)
+    assert not moves.decide(0) and clocks.decide(0) and clocks.min_clock == 1
+    report(run, 0, min_clock=1)
+    assert not clocks.decide(0), "the members might push for clock 2"
+    assert moves.decide(0) and (moves.at, moves.next.start_clock, moves.next.sync) == (2, 2, "ssp")
+    for seat in (first, second):
+        assert not clocks.decide(0)
+        moves.knows(seat, moves.number)
+    assert moves.decide(0) and clocks.decide(0) and clocks.min_clock == 2 and not clocks.decide(0)
+    run.shift(moves.next, 2)
+    assert run.settings.push == "update" and not run.settings.starting
+    run.restart(1, 1)
+    assert run.settings.starting and run.settings.plan_number == 3, "it goes back into its start"
+    run.restart(3, 1)
+    assert run.settings.starting, "only the end of the start ends it"
+
+
 @pytest.mark.parametrize("phase", [ReshardPhase.TOLD, ReshardPhase.HELD])
 def test_keys_stay_where_nobody_trains_any_more(phase: ReshardPhase) -> None:
     """Else the run would let nobody in, and wait for ever."""
