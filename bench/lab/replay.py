@@ -1,6 +1,6 @@
-"""What the processes of speed/pace.py share: the phase that they are in, updates that were made before, and payloads of them.
+"""What the processes of speed/pace.py share: the phase of the run, updates that were made beforehand, and their payloads.
 
-A phase is a file of JSON, which the driver replaces as a whole. Workers look before each step, servers before each message.
+A phase is a file of JSON, which pace.py replaces as a whole. Workers read it before each step, servers before each message.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ WARM_UP, WINDOWS, RATE = 4, 4, 1e-3  # steps before the first of them, windows o
 
 @dataclass(frozen=True)
 class Coding:
-    """Seconds that coding takes, by the number of values that it looks at: seconds a value.
+    """The time of coding, in seconds for each value that is coded.
 
     Attributes:
         encode: difference and encode of an update, in a worker.
         fold: fold of a state, in a worker.
-        compose: the replica composed and written to the parameters, in a worker.
-        add: one update folded by a server.
-        publish: a state coded by a server.
-        host: what else a worker's main thread does for a push to a shard, whatever the number of values; then its CPU time
-            in step() is not stretched. 0: not told, and so its CPU time here counts.
+        compose: composition of the replica, and its write to the parameters, in a worker.
+        add: fold of one update, in a server.
+        publish: code of a state, in a server.
+        host: the other work of a worker's main thread in a push to one shard, in seconds, whatever the number of values. It
+            stands for the thread's CPU time in step(). 0: not known; the CPU time in step() is stretched instead.
     """
 
     encode: float = 0.0
@@ -57,13 +57,15 @@ class Coding:
 
 @dataclass(frozen=True)
 class Phase:
-    """Attributes:
-    number: of the phase, from 0; -1: all processes end.
-    steps: that each worker makes in it.
-    settle: of these, the first ones, which no figure counts.
-    compute_s: of a step.
-    dilation: all seconds of this phase, CPU time too, take so many times as long.
-    coding: the seconds that are slept.
+    """One phase of a run: what each worker does in it.
+
+    Attributes:
+        number: of the phase, from 0; -1: all processes end.
+        steps: that each worker makes.
+        settle: how many of the first steps do not count.
+        compute_s: seconds of compute in a step.
+        dilation: all sleeps of this phase, and stretched CPU time, take so many times as long.
+        coding: the time of coding.
     """
 
     number: int
@@ -78,7 +80,7 @@ class Phase:
 
 
 class PhaseFile:
-    """The newest phase. `now` reads the file again if another one has taken its place."""
+    """The file with the newest phase. `now` reads it again once pace.py has replaced it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp, self.used_s = path, (0, 0), 0.0
@@ -93,15 +95,15 @@ class PhaseFile:
         return self._phase
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for so many seconds of the phase's time."""
+        """Sleep for so many seconds of the task: dilation times as long."""
         if seconds > 0:
             time.sleep(seconds * self.now().dilation)
 
     @contextmanager
     def stretched(self, out: bool = False) -> Iterator[None]:
-        """Sleep, after the block, for what the CPU time of this thread in it lacks of its length in the phase's time.
+        """Count the CPU time of this thread in the block, and sleep after it until that has taken dilation times as long.
 
-        `out`: only count it.
+        `out`: count, and do not sleep.
         """
         before = time.thread_time()
         yield
@@ -111,8 +113,8 @@ class PhaseFile:
             time.sleep(max(0.0, used_s * (self.now().dilation - 1)))
 
     def follow(self, rank: int, step: Callable[[], None]) -> None:
-        """Make the steps of each phase, and write a file for each: when it began and each step ended, and the CPU seconds of a
-        `stretched` step."""
+        """Make the steps of each phase until the last one. Write a file for each phase: when it began, when each step ended,
+        and the CPU seconds of a step in `stretched` blocks."""
         number = 0  # of the phase in which processes start
         while (phase := self.now()).number >= 0:
             if phase.number == number:
@@ -140,7 +142,7 @@ def replaced(path: Path, text: str) -> None:
 
 
 class Still(torch.optim.Optimizer):
-    """Takes no step: its time is in that of the script's step."""
+    """An optimizer that does nothing: the script's step, a sleep, has its time."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -197,7 +199,7 @@ class Payloads:
         return self._made[begin, end][turn % MADE]
 
     def make(self, begin: int, end: int) -> None:
-        """Make those of these keys, unless they are there or are values as they lie in memory."""
+        """Make the payloads of these keys, unless they are there; dense values need none."""
         if self.raw or (begin, end) in self._made:
             return
         feedback = ErrorFeedback(self.compressor, end - begin)

@@ -9,15 +9,17 @@
     python bench/loss/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best rate
 
 Rules
-- Real `ps-serve` and `ps-worker --record` commands on loopback; all figures but the single process's are from the record.
-- Workers that dial 127.0.0.1 reach the server over a Unix socket, those behind the proxy over TCP.
-- Every worker, server and the single process has one thread. Runs follow one another, all rows of a seed first.
-- A held row goes through delay_proxy.py, which holds every chunk for the median step of the first `bsp` row, each way.
-- A run that --out has for this commit is not run again without --again. Bytes are those of a worker's mean step after its
-  first, "wait" is a worker's mean total, "time" is that of the whole command.
-- A tuned row is run at its best rate. The first seed climbs a ladder of rates, a root of two apart, until the best has a
-  worse one on either side; further seeds run what is within 0.5 % of the best.
-- A run that fails is reported and the others go on; the exit code is then 1.
+- Runs are real `ps-serve` and `ps-worker --record` commands on loopback. The record has all figures but those of the single
+  process.
+- Workers that dial 127.0.0.1 reach the server over a Unix socket, workers behind the proxy over TCP.
+- Every worker, every server and the single process have one thread. Runs follow one another, all rows of a seed first.
+- The workers of a held row dial delay_proxy.py, which delays every chunk by the median step of the first `bsp` row, each way.
+- A run that --out has for this commit is not run again without --again.
+- Bytes are those of a step, the mean over workers and over all steps but the first. "wait" is the time that a worker waited
+  in the whole run, the mean over workers. "time" is that of the whole command.
+- A tuned row runs at its best rate. The first seed goes up and down a ladder of rates, a factor of sqrt(2) apart, until the
+  best rate has a worse one on either side. Further seeds run at the rates whose loss is within 0.5 % of the best.
+- A run that fails is reported, and the others go on; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_ra
 
 Result = dict[str, Any]
 PROBE_STEPS = 40
-HOPEFUL = 0.005  # of a loss: seeds of one rate differ by as much
+HOPEFUL = 0.005  # share of a loss by which seeds of one rate differ
 FIGURES = (  # name, key in a Result, factor, unit
     ("up", "step_bytes_up", 1e-3, "kB a step"),
     ("down", "step_bytes_down", 1e-3, "kB a step"),

@@ -1,4 +1,4 @@
-"""One run of the loss probes, as a line of the queue of run_jobs.py describes it."""
+"""One run of the loss probes. A line in the queue of run_jobs.py describes one."""
 
 from __future__ import annotations
 
@@ -37,23 +37,22 @@ class Job:
 
     # updates
     gain: str = "window"  # the product's; anything else: 1
-    gain_power: float = 1.0  # of the gain that is measured, so much counts
+    gain_power: float = 1.0  # exponent of the measured gain
     look_ahead: float = 0.5  # in clocks: own updates in flight count 1 + look_ahead / staleness times
-    stand: float = 1.0  # weight of own updates in flight, over the gain
-    kept: float = 1.0  # weight of the residual, over the gain
-    start: float = 0.0  # share of the steps, the first ones: bsp, dense
-    start_up: str = ""  # SPEC of the gradients of those steps; "": dense
+    stand: float = 1.0  # weight of own updates in flight in a worker's replica, divided by the gain
+    kept: float = 1.0  # weight of the residual there, divided by the gain
+    start: float = 0.0  # share of the steps that a start in bsp takes
+    start_up: str = ""  # SPEC of the gradients of that start; "": dense
 
     # local; the names in OUTER and what they do are in rounds.py
     local_steps: int = 1
     outer: str = "nesterov"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    moments_every: int = 0  # rounds from one mean of the workers' moments to the next; 0: each worker keeps its own
+    moments_every: int = 0  # the workers average their moments after each so many rounds; 0: never
 
-    give_up: str = (
-        ""  # STEPS:LOSS,...: the run ends after so many steps, a quarter, a half or three, if it is not below
-    )
+    # STEPS:LOSS,...: the run ends early if its loss is not below LOSS after STEPS, a quarter, a half or three quarters of all.
+    give_up: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -68,13 +67,13 @@ class Job:
             raise ValueError("a run has at least 4 steps: its loss is taken at each quarter")
 
     def __str__(self) -> str:
-        """The fields that differ from the defaults, without rate and seed: what a row of a table is called."""
+        """Return the fields that differ from the defaults, without rate and seed: the name of a row in a table."""
         own = [f for f in fields(self) if f.name not in ("rate", "seed")]
         told = [f"{f.name} {value}" for f in own if (value := getattr(self, f.name)) != f.default]
         return ", ".join(told) or "defaults"
 
     def arguments(self) -> dict[str, Any]:
-        """All fields but the seed."""
+        """Return all fields but the seed."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
@@ -86,6 +85,6 @@ class Job:
         return bytelm.learning_rate(step, self.steps, self.rate, self.warm_up)
 
     def limit(self, steps: int) -> float:
-        """The loss that a run must be below after so many steps, or it ends."""
+        """Return a loss: the run ends if it is not below that after so many steps."""
         limits = dict(part.split(":") for part in self.give_up.split(",") if part)
         return float(limits.get(str(steps), DIVERGED))

@@ -11,7 +11,7 @@ from lab import launch
 
 @dataclass(frozen=True)
 class Task:
-    """A script of bench/tasks. `metric` is the name that it records; its last line ends with the figure."""
+    """A script of bench/tasks. `metric` is the name of the figure that it records, and with which its last line ends."""
 
     name: str
     metric: str
@@ -30,14 +30,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: flags of ps-serve, a row of wan.py, or neither for the single process."""
+    """A row of the table: flags of ps-serve, a row of wan.py, or neither for the single process."""
 
     name: str
     flags: tuple[str, ...] = ()
     held: bool = False
     script: tuple[str, ...] = ()  # further arguments of the script
-    wan: str = ""  # a row there, run with no link
-    start: str = "0.0028"  # the rate that a tuned contender begins at
+    wan: str = ""  # a row of wan.py, run without a link
+    start: str = "0.0028"  # the rate at which a tuned row begins
     rate: str = ""  # its peak; "": the script's own
 
     @property
@@ -69,7 +69,7 @@ LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as
 
 
 def pushed(compress: str, local_steps: int = 1, staleness: int = 1) -> Row:
-    """Updates of the worker's own optimizer, both ways through `compress`."""
+    """A row with updates of the workers' own optimizers; `compress` codes both ways."""
     mode = ("ssp",) if local_steps == 1 else ("local", "--local-steps", str(local_steps), *LOCAL_SGD)
     flags = ("--sync", *mode, "--staleness", str(staleness), "--compress", compress)
     parts = [compress]
@@ -93,7 +93,7 @@ GOSSIP = tuple(
     )
 )
 
-# Each contender is tuned alone: from `start`, up and down this ladder until its best rate has a worse one on either side.
+# The rates that a tuned row may run at: each row is tuned by itself (`climb`).
 RATES = (
     *("0.00035", "0.0005", "0.0007", "0.001", "0.0014", "0.002"),
     *("0.0028", "0.004", "0.0056", "0.008", "0.0113", "0.016"),
@@ -101,9 +101,9 @@ RATES = (
 
 
 def climb(start: str, loss_at: Callable[[str], float | None]) -> None:
-    """Ask for the loss at `start` and on up and down RATES, until the best rate has a worse one on either side.
+    """Call `loss_at` with rates of RATES, from `start` on up and down, until the best rate has a worse one on either side.
 
-    A loss of None, of a run that failed, is worse than any other.
+    A loss of None stands for a run that failed, and is worse than any other.
     """
     losses: dict[int, float] = {}
     todo = [RATES.index(start)]
@@ -143,7 +143,7 @@ CONTENDERS = (
     *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), ssp(2, "cycle:0.15+sign"), LOCAL)),
 )
 
-# SGD's updates are linear in the gradient: the gain is 1, and every mode is what it was without one.
+# SGD's updates are linear in the gradient, so the gain is 1 in every mode.
 SGD = ("--optimizer", "sgd", "--batch-norm", "--lr", "0.02")
 MNIST5K = Task("mnist5k", "accuracy", 744, steps_per_epoch=62)
 MODES = (SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local")))

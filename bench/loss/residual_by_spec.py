@@ -5,9 +5,9 @@
     python bench/loss/residual_by_spec.py --gradients  # the gradients, clipped, instead of the updates
 
 Rules
-- The model trains alone; each update, its parameters after a step minus those before, goes through each SPEC with error
-  feedback of its own. So all SPECs get the same updates, and none gets the chance to spoil the next one.
-- "Held back" is the norm of the residual after an encode over the norm of the update: so many updates are yet to be sent.
+- One process trains the model without a code. Each SPEC codes each update of it, the change of the parameters in a step, with
+  error feedback of its own. The model never steps by a coded update, so all SPECs get the same updates.
+- "Held back" is the norm of the residual after an encode over the norm of the update: so many updates wait to be sent.
   Both columns are means over the second half of the steps.
 """
 
@@ -43,7 +43,7 @@ SPECS = (
 
 
 def stream(steps: int, gradients: bool) -> Iterator[FloatArray]:
-    """Updates, or gradients, of bytelm.py as it runs alone, its flags at their defaults."""
+    """Yield the updates, or the gradients, of bytelm.py as it runs alone with its default flags."""
     args = bytelm.arguments([])
     torch.manual_seed(args.seed)
     training = bytelm.library()[0]

@@ -27,13 +27,13 @@ Matrices = Sequence[tuple[int, int, tuple[int, ...]]]  # (begin, end, shape)
 
 
 def matrices(task: ByteTask, every: bool) -> Matrices:
-    """Those of the blocks, or all."""
+    """Return the matrices of the blocks, or with `every` those of the embeddings and the head too."""
     found = zip(task.ranges, task.shapes.values(), strict=True)
     return [(a, b, shape) for (a, b), shape in found if len(shape) == 2] if every else task.matrices
 
 
 def equal_spectrum(of: Matrices, update: FloatArray) -> None:
-    """In place: each of these matrices gets the mean of its singular values in the place of each of them."""
+    """Set all singular values of each of these matrices of the update to their mean, in place."""
     for begin, end, shape in of:
         u, s, v = torch.linalg.svd(torch.from_numpy(update[begin:end]).view(shape), full_matrices=False)
         update[begin:end] = (s.mean() * (u @ v)).flatten().numpy()
@@ -49,7 +49,7 @@ class OuterStep:
         self.momentum = task.zeros()
 
     def __call__(self, update: FloatArray, x: FloatArray) -> None:
-        """x, in place, takes the step by the mean update of a round, which is overwritten."""
+        """Step x along the mean update of a round, in place. Overwrites `update`."""
         equal_spectrum(self.matrices, update)
         update *= self.share
         self.momentum *= self.beta
@@ -81,7 +81,7 @@ def local(task: ByteTask, job: Job, progress: Progress) -> Outcome:
                 inner.share_moments()
         if progress(step + 1, x):
             break
-    if not up.dense:  # a worker's finish() pushes what was left out, as one more round
+    if not up.dense:  # finish(): each worker pushes its residual, as one more round
         outer(residual.mean(0), x)
     return x, {"agreement": float(np.mean(agreement[len(agreement) // 2 :] or [0]))}
 

@@ -7,14 +7,16 @@
     python bench/loss/run_jobs.py jobs.jsonl --model 1,32,1 --steps 8  # seconds: to try this script
 
 Rules
-- A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; losses count, not seconds.
-- A line has the job's loss, those of an eighth of the windows at a quarter, a half and three quarters of the steps, and facts.
-  A job that --out has for this commit, model and text is not run again.
-- With --climb a job's rate is the first of those that it runs at: on up and down the ladder of presets.py, a root of two
-  apart, until the best has a worse one on either side.
-- With --table the first job of the queue is the row that the others are compared with.
-- A run ends early, with no loss, where it diverges or is above a limit of its job's `give_up`.
-- A line that is no job is reported and left out; the exit code is then 1.
+- A run trains as bytelm.py does, with its weights, rows, rates, clipping and held-out loss. All workers step at once. Losses
+  count, seconds do not.
+- A line has the job's loss at the end, its losses at a quarter, a half and three quarters of the steps, and facts of the run.
+  The three losses in between are of an eighth of the held-out windows.
+- A job that --out has for this commit, model and text is not run again.
+- With --climb each job runs at several rates. It begins at its own rate and goes up and down the ladder of presets.py, where
+  neighbours are a factor of sqrt(2) apart, until the best rate has a worse one on either side.
+- With --table the first job of the queue is the row that all others are compared with.
+- A run ends early and has no loss if it diverges, or if its loss is above a limit of the job's `give_up`.
+- A line of the queue that describes no job is reported and skipped; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Progressed:
 
 
 def train(task: ByteTask, job: Job) -> record.Figures:
-    """The job's losses and facts; no loss where it ended early."""
+    """Run a job, and return its losses and facts. The loss at the end is None if the run ended early."""
     progress: Progress
     progress = progressed = Progressed(task, job)
     before_s = time.process_time()
@@ -75,7 +77,7 @@ def train(task: ByteTask, job: Job) -> record.Figures:
 
 
 def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
-    """The jobs of a queue, and a sentence for each line that is none. Blank lines and comments (#) are left out."""
+    """Yield the jobs of a queue, and a sentence for each line that describes none. Skips blank lines and comments (#)."""
     for line in lines:
         if not line.strip() or line.startswith("#"):
             continue
@@ -89,10 +91,10 @@ def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
 @click.command(help=__doc__, context_settings={"max_content_width": 120, "show_default": True})
 @click.argument("queue", type=click.Path(exists=True, path_type=Path))
 @click.option("--model", default="4,160,5", help="layers,width,heads")
-@click.option("--climb", "climbs", is_flag=True, help="run each job at the rates around its best one too")
+@click.option("--climb", "climbs", is_flag=True, help="run each job at the rates around its own, up to its best one")
 @click.option("--table", default="", help="the heading of its lines on the page")
 @click.option("--steps", type=int, help="of every job, for quick looks")
-@click.option("--seconds", default=float("inf"), help="no job begins later than that")
+@click.option("--seconds", default=float("inf"), help="no job begins after so many seconds")
 @record.out_option("loss/run_jobs")
 def main(queue: Path, model: str, climbs: bool, table: str, steps: int | None, seconds: float, out: Path) -> None:
     torch.set_num_threads(1)
@@ -111,7 +113,7 @@ def main(queue: Path, model: str, climbs: bool, table: str, steps: int | None, s
     jobs = [job for job in found if isinstance(job, Job)]
 
     def loss_at(job: Job, rate: str | float) -> float | None:
-        """Of a run that --out has, or that is made now; None where it ended early, or is too late to begin."""
+        """Return the loss of a run, from --out or of a run now; None if the run ended early, or --seconds are over."""
         job = replace(job, rate=float(rate))
         if not recorder.found(seed=job.seed, **job.arguments(), **told) and time.monotonic() < until:
             figures, beside = train(task, job), str(jobs[0]) if table else ""

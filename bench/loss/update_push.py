@@ -1,7 +1,7 @@
 """Modes of the loss probes that fold gradients or updates: bsp and updates (ssp, async).
 
-All workers step at once. A worker sees a shared state exactly `staleness` clocks late, and holds its own updates in flight and
-its residual beside it, each at the gain: as the product and bench/loss/lockstep.py do.
+All workers step at once. A worker sees the shared state exactly `staleness` clocks late. To it the worker adds its own updates
+in flight and its residual, both multiplied by the gain, as the product does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from narrows.compression.buffers import FloatArray
 
 
 class MeanGradient:
-    """bsp: the mean of all workers' clipped gradients steps one optimizer. With a SPEC each is coded with error feedback."""
+    """bsp: one optimizer steps along the mean of all workers' clipped gradients. A SPEC codes them with error feedback."""
 
     def __init__(self, task: ByteTask, job: Job, spec: str = "") -> None:
         self.task, self.job = task, job
@@ -27,7 +27,7 @@ class MeanGradient:
         self.residual, self.sent = (task.zeros(job.workers if spec else 0) for _ in range(2))
 
     def step(self, step: int, x: FloatArray) -> None:
-        """In place."""
+        """Take one step of x, in place."""
         job, workers = self.job, self.job.workers
         self.replicas[:] = x
         self.task.gradients(self.replicas, self.task.rows(job.seed, step, workers, job.batch), self.gradients)
@@ -55,7 +55,7 @@ def bsp(task: ByteTask, job: Job, progress: Progress) -> Outcome:
 
 
 class Published:
-    """The shared model as workers see it: through the code on its way down, `staleness` clocks late."""
+    """The shared model as workers see it: coded on its way down, and `staleness` clocks late."""
 
     def __init__(self, x: FloatArray, spec: str, staleness: int) -> None:
         self.newest, self.code, self.staleness = x.copy(), Coder(spec), staleness
@@ -63,7 +63,7 @@ class Published:
         self.show(x)
 
     def show(self, x: FloatArray) -> None:
-        """To all, as it is and at once."""
+        """Show x to all workers at once, without a code."""
         self.newest[:] = x
         self.seen = [self.newest.copy() for _ in range(self.staleness + 1)]  # the oldest is what workers have now
 
@@ -76,7 +76,7 @@ class Published:
 
 
 class Updates:
-    """One run of mode updates: workers' own optimizers make the updates, whose mean moves the model by the gain."""
+    """One run of mode updates: each worker's own optimizer makes its updates, and gain * their mean moves the model."""
 
     def __init__(self, task: ByteTask, job: Job) -> None:
         self.task, self.job, self.x = task, job, task.initial(job.seed)
@@ -85,12 +85,12 @@ class Updates:
         self.replicas, self.gradients, self.residual, self.update = (task.zeros(job.workers) for _ in range(4))
         self.inner = AdamWs(task, job.workers, job.inner, job.beta1, job.beta2)
         self.window = Windows(task.size, "cpu") if job.gain == "window" else None
-        self.flying: list[FloatArray] = []  # the updates that the state of now lacks
+        self.flying: list[FloatArray] = []  # updates that the state that workers see lacks
         self.agreement: list[float] = []
 
     @property
     def gain(self) -> float:
-        """Of the next clock."""
+        """The gain of the next clock."""
         return float(self.window.factor) ** self.job.gain_power if self.window else 1.0
 
     def train(self, progress: Progress) -> Outcome:
@@ -107,7 +107,7 @@ class Updates:
                 self.clock(step)
             if progress(step + 1, self.x):
                 break
-        self.x += f4(self.gain) * self.residual.mean(0)  # a worker's finish() pushes what was left out
+        self.x += f4(self.gain) * self.residual.mean(0)  # finish(): each worker pushes its residual
         lengths = [float(np.linalg.norm(each, axis=1).mean()) for each in (self.residual, self.update)]
         facts = {"agreement": float(np.mean(self.agreement or [0])), "gain": self.gain}
         return self.x, facts | {"held_back": lengths[0] / max(1e-12, lengths[1])}
@@ -134,7 +134,7 @@ class Updates:
         self.flying = [*self.flying, sent][-job.staleness :] if job.staleness else []
 
     def _place_replicas(self) -> None:
-        """replicas[w] <- the state of now, with what worker w alone knows of its own updates."""
+        """Set replicas[w] to the state that workers see, plus the residual and the updates in flight of worker w."""
         job, gain = self.job, self.gain
         stand = job.stand * gain * (1 + job.look_ahead / max(1, job.staleness))
         for w, replica in enumerate(self.replicas):

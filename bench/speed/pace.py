@@ -6,32 +6,34 @@
     python bench/speed/pace.py --coding                           # what coding takes on this CPU, measured alone
     python bench/speed/pace.py --join                             # with the losses of run_jobs.py, and docs/pace.svg
 
-The task: 30.8 M parameters, 30 ms a step and worker, a link of each worker's host to a switch, 20 ms there and back between
-any two. Utilisation is compute over wall, a mean over the workers. Several things are emulated, for two cores are no four
-GPUs:
+The task: 30.8 M parameters and 30 ms of compute a step in each worker. A link joins each worker's host to a switch, and a
+round trip between two hosts takes 20 ms. Utilisation is compute over wall time, a mean over the workers. Two cores stand in
+for two or four GPUs, so much is emulated:
 
-- Compute is a sleep. Updates were made before, by AdamW on the byte GPT, and their codes are sent again and again: messages
-  have the size, and the values, of real ones (pace_worker.py, pace_server.py, contenders/paced.py).
-- Coding is a sleep too, in workers and servers. How long it takes is measured alone (pace_coding.py). It is printed
-  for workers that code on this CPU, and for workers that code on a GPU and servers that code on this CPU. What else a worker's
-  main thread does for a push is slept too on a GPU, as an H200's host took it.
-- A run is dilated, so that this machine keeps up: compute, coding, delay and the time of a byte on the link are all so many
-  times as long ("dilation"). To TCP that is the same network. The CPU time of a worker's main thread in step() and of a
-  server that takes a push is stretched likewise. That of a worker's I/O thread, of ZeroMQ, torchft and gloo counts for less.
-- The server is on the first worker's host. With four workers its shards are on all hosts, as after `ps-serve --join`: else one
-  link would carry what three workers push. A worker sends nothing by the link to shards on its own host.
-- What starts and ends a run is left out (start_and_end.py).
+- Compute is a sleep. AdamW made a few updates of the byte GPT beforehand. Workers send the codes of these updates again and
+  again, so messages have the size and the values of real ones (pace_worker.py, pace_server.py, contenders/paced.py).
+- Coding is a sleep too, in workers and servers. pace_coding.py measures how long it takes. Each line has two utilisations: with
+  workers that code on a GPU, and with workers that code on this CPU. Servers code on this CPU in both. A worker with a GPU also
+  sleeps for the other work of its main thread in a push, as long as that took on the host of an H200.
+- A run is dilated so that this machine keeps up. Compute, coding, delay and the time of a byte on the link all take D times
+  as long, where D is the dilation; to TCP that is the same network. The main thread of a worker sleeps until its CPU time in
+  step() has taken D times as long too, and so does a server that takes a push. The CPU time of a worker's I/O thread, of
+  ZeroMQ, torchft and gloo is not stretched, so it counts for less.
+- The server is on the first worker's host. With four workers each host has one shard, as after `ps-serve --join`; otherwise one
+  link would carry what three workers push. A worker reaches a shard on its own host without the link.
+- The start and the end of a run do not count; start_and_end.py measures them.
 
 Rules
-- Once processes have started, they and the links run before what else this machine does.
-- One start of all processes serves all links, the fastest first: it waits, the links change, and the next phase begins. TCP
-  learns at once that a link is slower, and takes hundreds of round trips to learn that it is faster. The first steps of a
-  phase, of rounds the first round, are not counted.
-- A link's queue holds what the link carries in 10 ms: half of what it carries in a round trip, so bursts lose packets.
-- "ps-plan" in a note: what it chooses for that link and step. It prices coding on a CPU.
+- Once all processes have started, they and the links get a higher priority than all other work of this machine.
+- One start of all processes serves all links, the fastest first. The processes wait while the links change, and the next phase
+  begins. TCP learns at once that a link is slower, and takes hundreds of round trips to learn that it is faster. The first
+  steps of a phase do not count, nor does the first round of a plan with rounds.
+- The queue of a link holds what the link carries in 10 ms, half of a round trip. So bursts lose packets.
+- "ps-plan's choice" in a note: ps-plan chooses this plan for the link and the step. It prices coding on a CPU.
 - Figures of Adnan082/diloco-measured stand beside ours: four L40S, 30.8 M parameters, links shaped by tc.
-- --join: the loss of a plan is that of its job in run_jobs.jsonl at its best rate, after as many steps as all others, with as
-  many workers; seconds are the steps to TARGET, between the quarters at which losses were taken, times the step measured here.
+- --join takes a plan's losses from the line of its job in run_jobs.jsonl with as many workers and STEPS steps, at the best
+  rate. The seconds to the loss TARGET are the steps to it, interpolated between the quarters of the run, times the step
+  measured here.
 """
 
 from __future__ import annotations
@@ -76,16 +78,14 @@ PEERS = ".venv-torchft"
 PORT = 25_000
 LINKS = (50, 200, 1000, 5000)  # Mbit/s
 ROUND_TRIP_S, COMPUTE_S = 0.02, 0.03
-SHARDS, SPREAD = 4, 2  # of all hosts together; with more workers than SPREAD each host has as many of them
+SHARDS, SPREAD = 4, 2  # with more workers than SPREAD the shards are spread evenly over the hosts
 OPEN = Way(2e9, 0.0)  # a link while processes start
-LEASE_S = 3600.0  # a stretched run has pauses that a lease would take for a death
-STEP_S, ROUND_STEP_S, DILATION_MOST = (
-    0.75,
-    0.3,
-    25.0,
-)  # wall seconds of a step, of one in a round; how far they are stretched
+LEASE_S = 3600.0  # in a dilated run a live member is silent for longer than a lease
+STEP_S, ROUND_STEP_S = 0.75, 0.3  # wall seconds that a dilated step should take, and a step within a round
+DILATION_MOST = 25.0
 LAB_RATE = 2e8  # bit/s of a lab link, the most that this machine carries for four hosts
-SETTLE, LEAST, MOST, COUNTED_S = 8, 4, 60, 14.0  # steps of a phase, and its wall seconds if that many steps fit
+SETTLE = 8  # steps of a phase that do not count
+LEAST, MOST, COUNTED_S = 4, 60, 14.0  # steps that count, at least and at most, and their wall seconds in between
 START_S, PHASE_S = 500.0, 420.0
 PUBLIC = "https://github.com/Adnan082/diloco-measured, four L40S"
 MEASURED: dict[str, dict[int, float]] = {  # its README, medians of three repeats; DDP one
@@ -100,11 +100,12 @@ CODING, PARTS = "coding, alone, for each value", ("encode", "fold", "compose", "
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to train, of Narrows by its flags, or a contender by the words of paced.py.
+    """A way to train: flags of Narrows, or the arguments of paced.py for a contender.
 
     Attributes:
-        job: what its loss depends on, fields of loss/job.py.
-        always: False: it is measured where ps-plan chooses it.
+        period: steps from one push to the next.
+        job: the fields of loss/job.py that describe its loss.
+        always: False: it is measured only on the links for which ps-plan chooses it.
     """
 
     name: str
@@ -153,7 +154,7 @@ PLANS = (
 
 
 def chosen(mbit: int, workers: int, count: int) -> str:
-    """The name of the plan that ps-plan chooses for such a link."""
+    """Return the name of the plan that ps-plan chooses for workers on such links, and a model of `count` parameters."""
     each, square = np.ones(workers), (workers, workers)
     rate, delay = np.full((1, *square), mbit * 1e6 / 8), np.full(square, ROUND_TRIP_S / 2)
     hosts = tuple(f"host-{i}" for i in range(workers))
@@ -185,7 +186,7 @@ class Team:
         return log
 
     def until(self, done: Any, what: str, limit_s: float) -> None:
-        """Wait for it. Raises CommandFailed if a process ends before, or after `limit_s` seconds."""
+        """Wait until `done()`. Raises CommandFailed if a process ends before that, and after `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while not done():
             ended = next((log for process, log in self.running if process.poll() is not None), None)
@@ -197,7 +198,7 @@ class Team:
     def phase(
         self, steps: int, settle: int, compute_s: float, dilation: float, coding: Coding, limit_s: float
     ) -> list[Any]:
-        """What each worker told of a phase."""
+        """Begin a phase, and return what each worker reports at its end. `limit_s`: as in `until`."""
         Phase(self.number, steps, settle, compute_s, dilation, coding).write(self.folder / "phase")
         paths = [told_path(self.folder / "phase", self.number, rank) for rank in range(self.workers)]
         self.number += 1
@@ -206,7 +207,7 @@ class Team:
 
 
 def hasten() -> None:
-    """Let the processes that this one has started, links too, run before what else this machine does: they mostly sleep."""
+    """Raise the priority of all processes that this one has started, with the links. They mostly sleep."""
     left = [os.getpid()]
     while left:
         pid = left.pop()
@@ -218,7 +219,7 @@ def hasten() -> None:
 
 
 def servers(team: Team, plan: Plan, env: dict[str, str]) -> str:
-    """Start the processes of a server. The address of process 0."""
+    """Start the processes of a server, and return the address of process 0."""
     hosts = team.lab.hosts[: team.workers]
     home = [hosts[shard * len(hosts) // SHARDS if len(hosts) > SPREAD else 0] for shard in range(SHARDS)]
     settings = Settings(workers=team.workers, shards=SHARDS, lease=LEASE_S, **plan.flags).validated()
@@ -238,7 +239,7 @@ def servers(team: Team, plan: Plan, env: dict[str, str]) -> str:
 
 @contextmanager
 def started(plan: Plan, workers: int, size: str) -> Iterator[Team]:
-    """The processes of a plan, after a first phase on open links."""
+    """Start the processes of a plan, and run a first phase on open links."""
     ways = [OPEN] * workers
     with tempfile.TemporaryDirectory() as name, netns.star(ways) as lab:
         folder = Path(name)
@@ -269,15 +270,16 @@ def started(plan: Plan, workers: int, size: str) -> Iterator[Team]:
 
 
 def own_seconds(plan: Plan, coding: Coding, count: int) -> float:
-    """Seconds of a step that a worker computes and codes."""
+    """Return the seconds of a step in which a worker computes and codes."""
     return COMPUTE_S + (coding.encode + coding.fold + coding.compose) * count / plan.period
 
 
 def dilation_of(plan: Plan, mbit: int, own_s: float, link_s: float) -> float:
-    """So that the lab carries the link, and that a step is long beside what a busy machine adds to it.
+    """Return a dilation with which the lab carries the link, and a step is long beside the delays of a busy machine.
 
     Args:
-        own_s, link_s: what the worker takes of a step, and the link.
+        own_s: seconds of a step in which a worker computes and codes.
+        link_s: seconds of a step in which the link carries its updates.
     """
     least = mbit * 1e6 / LAB_RATE
     if plan.contender:  # they send for nearly all of the time
@@ -288,7 +290,7 @@ def dilation_of(plan: Plan, mbit: int, own_s: float, link_s: float) -> float:
 
 
 def steps_of(plan: Plan, step_s: float) -> tuple[int, int]:
-    """Steps of a phase that are counted, and those before them. `step_s`: about what a step takes in the lab."""
+    """Return the steps of a phase that count, and the steps before them. `step_s`: about what a step takes in the lab."""
     if plan.contender:
         return plan.period * max(1, min(8, round(COUNTED_S / 2 / (step_s * plan.period)))), int(plan.period == 1)
     if plan.period > 1:
@@ -300,7 +302,7 @@ def steps_of(plan: Plan, step_s: float) -> tuple[int, int]:
 def measure(
     team: Team, plan: Plan, mbit: int, coding: Coding, clock_bytes: float, count: int, compute_s: float
 ) -> dict[str, float]:
-    """One phase: utilisation, seconds of a step and so on, all in the time of the task."""
+    """Run one phase, and return its figures. Times are those of the task, without the dilation."""
     own_s = own_seconds(plan, coding, count)
     link_s = 2 * (team.workers - 1) / team.workers * clock_bytes * 8 / (mbit * 1e6) / plan.period
     dilation = dilation_of(plan, mbit, own_s, link_s)
@@ -325,7 +327,7 @@ def measure(
 
 
 def clock_bytes_of(plan: Plan, size: str) -> tuple[float, int]:
-    """Bytes of an update of a whole clock, by the payloads that are sent, and the number of parameters."""
+    """Return the payload bytes of one clock's update, and the number of parameters."""
     count = int(np.load(updates_of(size), mmap_mode="r").shape[1])
     payloads = Payloads(plan.spec, updates_of(size))
     if payloads.raw:
@@ -334,19 +336,20 @@ def clock_bytes_of(plan: Plan, size: str) -> tuple[float, int]:
 
 
 def lacks(plan: Plan) -> str:
+    """Return what the environment lacks for a plan; "" if it lacks nothing."""
     there = plan.contender[:1] != ("diloco",) or (launch.ROOT / PEERS / "installed").exists()
     return "" if there else f"there is no {PEERS}, which make bench-peers makes"
 
 
 def run(recorder: record.Recorder, plan: Plan, workers: int, links: Sequence[int], size: str, compute_s: float) -> None:
-    """A line for each link. Raises CommandFailed."""
+    """Measure a plan on each link, and record a line for each. Raises CommandFailed."""
     clock_bytes, count = clock_bytes_of(plan, size)
     codings = [(GPU, Coding())]
     if not plan.contender:
         own = coding_of(recorder, plan, size)
         codings = [(GPU, pace_coding.on_a_gpu(plan.spec, count, own)), (CPU, own)]
     with started(plan, workers, size) as team:
-        for mbit in sorted(links, reverse=True):  # what a link has taught TCP must not slow the next one down
+        for mbit in sorted(links, reverse=True):  # TCP learns of a slower link at once
             found = {name: measure(team, plan, mbit, coding, clock_bytes, count, compute_s) for name, coding in codings}
             told: record.Figures = {name: (each["utilisation"], "% of the card") for name, each in found.items()}
             first = found[GPU]
@@ -370,7 +373,7 @@ def table_of(workers: int) -> str:
 
 
 def coding_of(recorder: record.Recorder, plan: Plan, size: str) -> Coding:
-    """The seconds of coding on this CPU, from the newest line that has them, or measured now."""
+    """Return the seconds of coding on this CPU, from the newest line that has them, or measured now."""
     wanted = {"parameters": size, "outer": plan.outer is not None}
     lines = [
         line for line in recorder.lines if (line.run, line.table) == (plan.spec, CODING) and line.arguments == wanted
@@ -382,7 +385,7 @@ def coding_of(recorder: record.Recorder, plan: Plan, size: str) -> Coding:
 
 
 def measure_coding(recorder: record.Recorder, plan: Plan, size: str) -> None:
-    """A line of what the coding of a plan takes on this CPU, and of a worker's whole step on a GPU."""
+    """Record what the coding of a plan takes on this CPU, and in a worker's whole step on a GPU."""
     found = pace_coding.on_this_cpu(plan.spec, size, SHARDS, plan.outer)
     _, count = clock_bytes_of(plan, size)
     gpu = pace_coding.on_a_gpu(plan.spec, count, found)
@@ -401,7 +404,7 @@ def measure_coding(recorder: record.Recorder, plan: Plan, size: str) -> None:
 
 
 def public(recorder: record.Recorder) -> None:
-    """The figures of MEASURED as lines, once."""
+    """Record the figures of MEASURED, unless lines have them."""
     table = "figures of others"
     if any(line.table == table for line in recorder.lines):
         return

@@ -1,8 +1,9 @@
 """The seconds that coding takes, by SPEC, for pace.py: on this CPU, measured alone, and on a GPU, from bench/gpu/h200.md.
 
-On this CPU: CPU seconds of one thread, on real arrays, medians of ROUNDS. A worker's are of all keys, a server's of the keys
-of one shard. On a GPU a worker's are those of the table `Codes` there, linear between two sizes; a server codes on its CPU
-then too. A SPEC that was not measured on a GPU has the figures of the one that codes in the same way and keeps no less.
+On this CPU: the CPU seconds of one thread on real arrays, medians of ROUNDS. A worker codes all keys, a server the keys of
+one shard. On a GPU: a worker's seconds are those of the table `Codes` in h200.md, interpolated between its sizes; the server
+still codes on its CPU. A SPEC that was not measured on a GPU takes the figures of a SPEC that codes in the same way and keeps
+at least as many values.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def cpu_s(call: Callable[[], object]) -> float:
 
 
 def on_this_cpu(spec: str, size: str, shards: int, outer: tuple[float, float] | None) -> Coding:
-    """Measure a SPEC. `outer`: rate and momentum of a server that takes outer steps; None: it adds updates."""
+    """Measure a SPEC. `outer`: rate and momentum of a server that takes outer steps; None: the server adds updates."""
     warm_up()
     model = model_of(size)
     updates, payloads = np.load(updates_of(size), mmap_mode="r"), Payloads(spec, updates_of(size))
@@ -105,7 +106,7 @@ def server(
 
 
 def gpu_row(spec: str) -> str:
-    """The SPEC of GPU_MS that stands for a SPEC."""
+    """Return the SPEC of GPU_MS whose figures a SPEC takes."""
     name, _, density = spec.partition("+")[0].partition(":")
     if name == "cycle":
         return "cycle:0.15+sign"
@@ -113,7 +114,7 @@ def gpu_row(spec: str) -> str:
 
 
 def on_a_gpu(spec: str, count: int, server: Coding) -> Coding:
-    """The worker's seconds a value on a GPU where it codes `count` of them, and the server's of `server`."""
+    """Return the seconds a value of a worker that codes `count` values on a GPU, with those of `server` for the server."""
     row = GPU_MS[gpu_row(spec)]
     encode, fold, whole = (
         float(np.interp(count, GPU_VALUES, row[part])) / 1e3 / count for part in ("encode", "fold", "whole step")

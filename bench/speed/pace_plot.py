@@ -1,4 +1,4 @@
-"""Losses and paces together, for pace.py --join: lines of seconds to a loss, and docs/pace.svg, which shows them by link."""
+"""pace.py --join: joins losses and paces to lines of the seconds to a loss, and draws docs/pace.svg."""
 
 from __future__ import annotations
 
@@ -37,14 +37,22 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a plan's run came to: its loss at the end, and the steps to TARGET, None where it does not get there."""
+    """The loss at the end of a plan's run, and the steps to TARGET; None if the run does not reach TARGET."""
 
     end: float
     steps: float | None
 
 
 def curve_steps(losses: Sequence[float], steps: int, target: float) -> float | None:
-    """Steps to a loss, linear between the quarters of a run; None where none is as low, a quarter where that one is."""
+    """Return the steps to a loss, interpolated between the quarters of a run.
+
+    Args:
+        losses: at the end of each quarter.
+        steps: of the whole run.
+
+    Returns:
+        A quarter of the steps if the first loss is low enough; None if no loss is.
+    """
     ends = [steps * (1 + quarter) / len(losses) for quarter in range(len(losses))]
     if losses[0] <= target:
         return ends[0]
@@ -55,7 +63,7 @@ def curve_steps(losses: Sequence[float], steps: int, target: float) -> float | N
 
 
 def loss_of(job: dict[str, Any], workers: int, lines: Sequence[Line]) -> Loss | None:
-    """Of the job's line with the lowest loss; None where there is none."""
+    """Return the lowest loss of the job's lines, and its steps to TARGET; None if the job has no line."""
     wanted = job | {"workers": workers, "steps": STEPS}
     own = [line for line in lines if "loss" in line.figures and wanted.items() <= line.arguments.items()]
     if not own:
@@ -78,7 +86,7 @@ def paces(lines: Sequence[Line]) -> dict[tuple[int, str, float], Line]:
 
 
 def join(recorder: record.Recorder, plans: Sequence[Named], losses: Path = LOSSES, picture: Path = PICTURE) -> None:
-    """Add a line for each plan and link that has a pace and a loss, and draw the picture."""
+    """Record a line for each plan and link with a pace and a loss, and draw the picture."""
     own, found = record.read(losses), paces(recorder.lines)
     by_name, curves = {plan.name: plan for plan in plans}, dict[tuple[int, str], list[tuple[float, float]]]()
     order = {name: number for number, name in enumerate(by_name)}

@@ -1,7 +1,7 @@
 """One server process of pace.py: that of ps-serve, whose store sleeps in place of its arithmetic.
 
-Emulated: the fold of an update, the outer step and the coding of a state (`replay`). A state is a payload of Payloads, of the
-size and the kind of a real one; where states are published as they lie in memory they are the first weights. The rest is the
+Emulated: the fold of an update, the outer step and the coding of a state (`replay`). A coded state is a payload of
+`Payloads`, with the size and the values of a real one. A dense state is the first weights each time. The rest is the
 product's: the check of each payload, ledger, publications, messages, ZeroMQ, TCP. The CPU time of a push is stretched as in
 pace_worker.py.
 """
@@ -37,7 +37,7 @@ def fold(store: Store, change: Fold | OuterStep) -> None:
 
 
 def publish(store: Store, change: Publish) -> None:
-    """As Store._publish, but for the arithmetic."""
+    """Publish as `Store._publish` does, without the arithmetic."""
     begin, end = keys = store.whole if change.keys is None else change.keys
     PHASE.sleep(PHASE.now().coding.publish * (end - begin))
     if store.down.lossless:
@@ -54,9 +54,9 @@ def publish(store: Store, change: Publish) -> None:
 
 
 class StretchedRunner(ServerRunner):
-    """Sleeps after each push for what its CPU time lacks of its length in the phase's time.
+    """The runner of a server in a dilated phase: it sleeps after each push until the push has taken D times its CPU time.
 
-    Other messages come by the clock of this machine, as heartbeats do, and are small.
+    Other messages, such as heartbeats, are small. Their CPU time is not stretched.
     """
 
     def receive(self, peer: Peer, frames: list[Any]) -> None:

@@ -1,12 +1,13 @@
-"""One worker of pace.py: DistributedOptimizer as it is, whose arithmetic is slept instead of done.
+"""One worker of pace.py: the product's DistributedOptimizer, which sleeps in the place of its arithmetic.
 
-Emulated: the script's step (a sleep), and what `ReplayReplica` and `ReplayArrays` leave out: difference, encode, fold of a
-state, and the replica composed. Payloads are those of Payloads, of the size and the kind of real ones. The rest is the
-product's: the engine's waits, exchanges, messages, the I/O thread, ZeroMQ, TCP.
+Emulated: the script's step, which is a sleep, and four parts of the worker's own step, which `ReplayReplica` and `ReplayArrays`
+sleep for: the difference, the encode, the fold of a state and the composition of the replica. `Payloads` makes the payloads,
+with the size and the values of real ones. The rest is the product's: the engine's waits, exchanges, messages, the I/O thread,
+ZeroMQ, TCP.
 
-In a phase of dilation D each sleep is D times as long, and the CPU time of the main thread in step() is stretched to D
-times its own, unless what it is on another machine is slept (`Coding.host`). The CPU time of the I/O thread, which runs
-beside it, is not stretched.
+In a phase of dilation D each sleep takes D times as long. After each step() the main thread sleeps until its CPU time in it has
+taken D times as long too. Where `Coding.host` says how long that CPU time is on another machine, the worker sleeps for that
+instead. The I/O thread runs beside the main thread, and its CPU time is not stretched.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lab.replay import Payloads, PhaseFile, Still, model_of
 
 
 class ReplayReplica(ArrayReplica[Array]):
-    """The replica of one shard's keys. No value of it is read or written."""
+    """The replica of one shard's keys, which reads and writes no value."""
 
     phase: PhaseFile
     payloads: Payloads
@@ -89,7 +90,7 @@ def main() -> None:
             optimizer.step()
 
     phase.follow(rank(), step)
-    os._exit(0)  # without the flush, which is no step: bench/speed/start_and_end.py measures it
+    os._exit(0)  # without the flush at the end of a run: bench/speed/start_and_end.py measures it
 
 
 if __name__ == "__main__":

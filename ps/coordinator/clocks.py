@@ -15,6 +15,7 @@ How it works
 4. With --quorum a clock also closes when that number of members have an open update and the grace after that is over.
    A later update is in the next set. The log names its age.
 5. `norms` gathers the norm of a clock's mean over all shards, for `max_grad_norm`.
+6. The last clock of a start (--start-steps) stays open until all members know that they hold after it (`ends_start`).
 
 Staleness is enforced in three places. Here min_clock advances only when each member that still trains has an open update,
 or, with --quorum, once the grace is over. A shard sends a whole state only once its child may compute on that state
@@ -38,7 +39,7 @@ from narrows.ps.coordinator.run import Decision, Run, Seat
 GRACE_SHARE = 0.25
 GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
 GRACE_MAX_NS = 60 * NS  # the grace is never longer than a lease either: a worker that is silent for a lease is dead
-STALLED_NS = 10 * NS  # after others have waited so long for a clock, the log names the members that keep it open
+STALLED_NS = 10 * NS  # once others have waited so long for a clock, the log names the members that keep it open
 FIRST_STEP_NS = 30 * NS  # the same for a member whose pace is not known yet: its first step compiles
 STALLED_STEPS = 3  # a member is late only after this number of its own steps
 NAMED = 8  # members that one log line names
@@ -225,7 +226,7 @@ class Clocks(Decision):
         # After the end no clock closes: it would wait for shards that have reached the last clock and ended.
         open_ = self.run.started and not self.run.over and self.min_clock != self.stop
         if self.stop < 0 and self.ends_start:
-            return False  # its last clock closes once all members know that they hold after it
+            return False  # the last clock of a start closes once all members know that they hold after it
         going = self._going() if open_ else []
         if not going:
             return False

@@ -1,14 +1,14 @@
 """Decides whether a running run would gain from another mode and SPEC, by what its members measure. docs/planning.md.
 
 Rules
-- A way is a mode and a SPEC. The ways of a run, one after the other, are its plans, numbered from 1 on
-  (`Settings.plan_number`). This decision is the only one that makes a new plan; `Resharding` brings it to all processes
-  at one clock.
-- The present way and the others are priced alike, by the newest figures of every member. There are no prices before
+- A way is a mode and a SPEC. The plans of a run are the ways that it takes one after the other, numbered from 1
+  (`Settings.plan_number`). `Resharding` brings a new plan to all processes at one clock. It also makes the plan after a
+  start (--start-steps); until then nothing is decided here.
+- `prices` computes the present way and all others from the newest figures of every member. There are no prices before
   each member has sent figures.
-- A way that gains more than GAIN for --replan-after seconds without a break is proposed, once in each plan. With
-  --replan change it becomes the next plan.
-- A way for which a host has no memory is not among them (`too_small`, ps/planner/host_memory.py).
+- This decision proposes a way that has saved more than GAIN for --replan-after seconds without a break, once in each
+  plan. With --replan change it becomes the next plan.
+- A way that needs more memory than a host has is not compared (`too_small`, ps/planner/host_memory.py).
 - Figures measured under one plan do not count under the next. So a change back takes as long to decide as the change.
 """
 
@@ -33,7 +33,8 @@ from narrows.ps.planner.step_prices import CodecCost
 GAIN = 0.2  # the share of the time to a loss that another way must save
 LOOKS = 10  # comparisons in --replan-after seconds
 MEMBERS_MAX = 256  # a comparison with this number of members takes 22 ms, one with 1,023 takes 143 ms
-LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # time between two; a member sends figures several times in a lease
+# Time between two comparisons; a member sends figures several times in a lease.
+LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Replans(Decision):
         self.here = here
         self.plan = run.settings.plan_number  # the plan that the following figures belong to
         self.steps: dict[tuple[int, ...], StepMeter] = {}  # by (member, ranks of the path to the worker below it)
-        self.due_ns, self.since_ns = 0, -1  # when to compare next; since when another way gains, -1: none does
+        self.due_ns, self.since_ns = 0, -1  # the next comparison; since when another way has gained, -1: none has
         self.proposed: set[ModeAndSpec] = set()  # ways that were proposed in this plan
         self.said: list[Log] = []
 

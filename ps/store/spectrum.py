@@ -15,8 +15,8 @@ import numpy as np
 
 from narrows.ps.store.changes import FloatArray
 
-# Of the largest singular value. Below it a direction is rounding: float32 has 6e-8, and u u' in float64 1.5e-8. The
-# direction takes no part then; the mean still counts it.
+# A singular value below this share of the largest one is a rounding error: float32 rounds to 6e-8, and the root of u u' in
+# float64 to 1.5e-8. Its direction takes no part in the outer step. The mean of the singular values still counts it.
 LEAST = 1e-6
 
 

@@ -626,7 +626,7 @@ def test_two_workers_with_muon_and_adamw(script: Callable[[str], str], tmp_path:
     assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
 
 
-LIVE_STEPS = 400  # 30 take less time than passes between two updates of the line
+LIVE_STEPS = 400  # so many that ps-worker updates its live line in between; a run of 30 steps has ended before that
 
 
 def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:

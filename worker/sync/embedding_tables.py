@@ -17,8 +17,8 @@ How it works
 
 Rules
 - No worker holds a table. A forward pass looks its rows up in a small tensor, whose gradient is that of these rows.
-- Rows are asked for at the clock that computes on them. The shard answers once its staleness bound allows that clock,
-  as with a state.
+- A worker asks for rows at the clock that computes on them. The shard answers once its staleness bound allows that
+  clock, as with a state.
 - The gradients that were collected since the last push leave with the next push, summed by row.
 """
 

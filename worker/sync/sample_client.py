@@ -12,8 +12,8 @@ Rules
 - If step() drops a gradient because this worker had to rejoin, its ranges no longer belong to this worker. Each request
   says how many ranges of its clock the update will hold (`holds`); the coordinator takes the others back.
 - If no range is left, the worker takes part in the clocks of the others with updates of weight 0, because one of the
-  other workers may die and its ranges come back. It does not while the script has gradients that no step() has taken:
-  then the loop ends, so that the script steps.
+  other workers may die and its ranges come back. While the script has gradients that no step() has taken, the worker
+  does not: the loop ends, so that the script steps.
 """
 
 from __future__ import annotations

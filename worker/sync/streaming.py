@@ -1,6 +1,6 @@
-"""The step of a worker that computes while its update is exchanged (Streaming DiLoCo, 2501.18512, alg. 2).
+"""The step of a worker that goes on computing while its update is exchanged (Streaming DiLoCo, 2501.18512, alg. 2).
 
-Then it merges the global values of the fragment into its local ones. The main thread owns it.
+Some steps later the worker merges the global values of the fragment into its local ones. The main thread owns it.
 
     inner steps    ... (c + 1) h ............... (c + 1) h + merge_delay ...
     worker         push update c, go on          wait for the state of clock c, merge its fragment

@@ -1,9 +1,9 @@
 """Measures what the clocks of one engine cost; from these costs `auto` chooses a SPEC. The engine's thread owns it.
 
 Rules
-- A clock ends when its update is pushed. Its time is waiting, encoding and computing; computing is the rest of the
-  time.
-- In a run without `auto` each ladder has one rung, and nothing is chosen. The link is then measured only for rounds by
+- A clock ends when its update is pushed. The worker waits, encodes and computes in it; computing has the time that the
+  other two do not take.
+- In a run without `auto` each ladder has one rung, so there is no choice. The link is then measured only for rounds by
   the clock (`exchange_s`).
 """
 
