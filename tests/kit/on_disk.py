@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from narrows.ps.process.runner import ServerRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.server.server import Server
 from narrows.ps.shard.reports import COORDINATOR
+from narrows.worker import clock
 
 COORDINATORS = "tcp://coordinator:1"  # address
 
@@ -106,6 +107,23 @@ class OnDisk(in_process.Cluster):
         with self.changed:
             coordinator.resharding.change(coordinator.run.settings.changed(**way))
             self._apply(0, self.servers[0].tick(self.now()))
+
+    def changing(self, ways: dict[int, int | dict[str, Any]]) -> Callable[[int, int], None]:
+        """Return a function for `one_process.until`. At these clocks of worker 0 it moves the keys, or changes the plan.
+
+        Args:
+            ways: by clock: so many shards, as for `move`, or settings, as for `change`.
+        """
+        left = dict(ways)
+
+        def at(worker: int, step: int) -> None:
+            way = left.pop(clock(), None) if worker == 0 else None
+            if isinstance(way, dict):
+                self.change(**way)
+            elif way is not None:
+                self.move(way)
+
+        return at
 
     def interrupt(self) -> None:
         """Interrupt the servers, as Ctrl-C does."""

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from kit.in_process import store_of
+from kit.in_process import Cluster, store_of
 from kit.scripts import Array, Run, build, flat, loss_of, run
 from narrows.protocols.config.settings import Settings
-from narrows.worker import DistributedOptimizer
+from narrows.worker import DistributedOptimizer, step_count
 
 STEPS = 12
 EQUAL = 1e-5
-Make = Callable[[Any], torch.optim.Optimizer]
+Make = Callable[[Any], Any]  # of parameters: an optimizer, or several
 Loop = Callable[[nn.Module, Any, int, int], None]  # model, optimizer, worker, of
 
 SGD: Make = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2)  # noqa: E731
@@ -36,6 +36,19 @@ def each_step(model: nn.Module, optimizer: Any, worker: int, of: int) -> None:
         optimizer.step()
 
 
+def until(steps: int, at: Callable[[int, int], object] = lambda worker, step: None) -> Loop:
+    """Return a loop until the run has made so many steps. It calls at(worker, step) before each optimizer step."""
+
+    def loop(model: nn.Module, optimizer: Any, worker: int, of: int) -> None:
+        while (step := step_count()) < steps:
+            optimizer.zero_grad()
+            loss_of(model, step, worker, of).backward()
+            at(worker, step)
+            optimizer.step()
+
+    return loop
+
+
 def plain(make: Make, loop: Loop = each_step, model: Callable[[], nn.Module] = build) -> Array:
     """In one process, without Narrows."""
     net = model()
@@ -43,21 +56,33 @@ def plain(make: Make, loop: Loop = each_step, model: Callable[[], nn.Module] = b
     return flat(net)
 
 
-def trained(
-    settings: Settings, make: Make, loop: Loop = each_step, model: Callable[[], nn.Module] = build, **wrapper: Any
-) -> Array:
-    """The model that every worker sees in the end: the shared one, which is the same for all."""
+def script_of(
+    make: Make, loop: Loop, workers: int, model: Callable[[], nn.Module] = build, **wrapper: Any
+) -> Callable[[int], Array]:
+    """Return a script of each worker, which ends with the shared model."""
 
     def script(worker: int) -> Array:
         net = model()
         optimizer = DistributedOptimizer(make(net.parameters()), net, **wrapper)
-        loop(net, optimizer, worker, settings.workers)
+        loop(net, optimizer, worker, workers)
         optimizer.finish()
         with optimizer.shared():
             return flat(net)
 
-    with run(settings) as started:
-        results = started.together(script)
+    return script
+
+
+def trained(
+    settings: Settings,
+    make: Make,
+    loop: Loop = each_step,
+    model: Callable[[], nn.Module] = build,
+    cluster: Cluster | None = None,
+    **wrapper: Any,
+) -> Array:
+    """The model that every worker sees in the end: the shared one, which is the same for all."""
+    with run(settings, cluster) as started:
+        results = started.together(script_of(make, loop, settings.workers, model, **wrapper))
     for other in results[1:]:
         assert np.array_equal(results[0], other), "after finish() all workers see one model"
     shared: Array = results[0]

@@ -6,7 +6,7 @@ Reference: one process that steps the same optimizers along the mean of the work
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from kit import one_process as alone
-from kit.in_process import THREAD, store_of
+from kit.in_process import THREAD, Cluster, store_of
 from kit.on_disk import OnDisk
+from kit.one_process import ADAMW, Loop, Make, script_of, until
 from kit.scripts import Array, Each, build, distance, flat, loss_of, run, seeded, tree
 from kit.specs import MODES
 from kit.two_levels import family
@@ -25,37 +26,38 @@ from torch import nn
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.worker import LAMB, LARS, DistributedOptimizer, clock, rank, saved_state, step_count
+from narrows.worker import LAMB, LARS, DistributedOptimizer, saved_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKERS, STEPS, EQUAL = 2, 12, 1e-5
-Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-def split(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Matrices, and the rest."""
-    return [p for p in net.parameters() if p.ndim == 2], [p for p in net.parameters() if p.ndim != 2]
+    own = list(parameters)
+    return [p for p in own if p.ndim == 2], [p for p in own if p.ndim != 2]
 
 
-def muon(net: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices, rest = split(net)
+def muon(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices, rest = split(parameters)
     groups: list[dict[str, Any]] = [{"params": rest[:1], "lr": 0.02}, {"params": rest[1:]}]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)]
 
 
-def lamb(net: nn.Module) -> list[torch.optim.Optimizer]:
-    return [LAMB(net.parameters(), lr=0.01, weight_decay=0.1)]
+def lamb(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [LAMB(parameters, lr=0.01, weight_decay=0.1)]
 
 
-def lars(net: nn.Module) -> list[torch.optim.Optimizer]:
-    return [LARS(net.parameters(), lr=0.5, trust=0.05)]
+def lars(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [LARS(parameters, lr=0.5, trust=0.05)]
 
 
-def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(net.parameters(), lr=3e-3)]
+def adamw(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [ADAMW(parameters)]
 
 
+TO_THE_END = until(STEPS)
 WHOLE: dict[str, Make] = {"Muon and AdamW": muon, "LAMB": lamb, "LARS": lars}
 
 
@@ -71,22 +73,10 @@ def mean_gradient(net: nn.Module, optimizer: Each, step: int, of: int) -> None:
         p.grad = gradient
 
 
-def train_with(make: Make) -> Array:
+def one_process(make: Make, norm: float = 0.0) -> Array:
     net = build()
-    optimizer = DistributedOptimizer(make(net), net)
-    while step_count() < STEPS:
-        optimizer.zero_grad()
-        loss_of(net, step_count(), rank(), WORKERS).backward()
-        optimizer.step()
-    optimizer.finish()
-    with optimizer.shared():
-        return flat(net)
-
-
-def one_process(make: Make, norm: float = 0.0, steps: int = STEPS) -> Array:
-    net = build()
-    optimizer = Each(make(net))
-    for step in range(steps):
+    optimizer = Each(make(net.parameters()))
+    for step in range(STEPS):
         mean_gradient(net, optimizer, step, WORKERS)
         if norm:
             nn.utils.clip_grad_norm_(net.parameters(), norm)
@@ -100,38 +90,17 @@ def bsp(shards: int, **flags: Any) -> Settings:
 
 
 def trained(
-    settings: Settings,
-    make: Make,
-    cluster: OnDisk | None = None,
-    moves: dict[int, int] | None = None,
-    until: int = STEPS,
-    **wrapper: Any,
+    settings: Settings, make: Make, cluster: Cluster | None = None, loop: Loop = TO_THE_END, **wrapper: Any
 ) -> Array:
-    """The model that all workers end with, and where shards begin. `moves`: clock -> a number of shards."""
-
-    def script(worker: int) -> Array:
-        net = build()
-        optimizer = DistributedOptimizer(make(net), net, **wrapper)
-        while step_count() < until:
-            if worker == 0 and cluster is not None and clock() in (moves or {}):
-                cluster.move((moves or {})[clock()])
-            optimizer.zero_grad()
-            loss_of(net, step_count(), rank(), WORKERS).backward()
-            optimizer.step()
-        optimizer.finish()
-        with optimizer.shared():
-            return flat(net)
-
-    with run(settings, cluster) as started:
-        results = started.together(script)
-        servers = started.cluster.servers
-        coordinator = servers[0].coordinator
-        assert coordinator is not None and coordinator.members.plan is not None
-        begins = {store_of(server).begin for server in servers[: coordinator.run.shards]}
-        if settings.cut == "tensors":
-            assert begins <= set(coordinator.members.plan.offsets()), "each shard begins at a tensor"
-    assert all(np.array_equal(results[0], other) for other in results)
-    return results[0]  # type: ignore[no-any-return]
+    """The model that all workers end with."""
+    cluster = cluster or Cluster(settings)
+    model = alone.trained(settings, make, loop, cluster=cluster, **wrapper)
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None and coordinator.members.plan is not None
+    begins = {store_of(server).begin for server in cluster.servers[: coordinator.run.shards]}
+    if settings.cut == "tensors":
+        assert begins <= set(coordinator.members.plan.offsets()), "each shard begins at a tensor"
+    return model
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -145,13 +114,8 @@ def test_servers_step_whole_tensors_as_one_process_does(name: str, shards: int) 
 @pytest.mark.parametrize("name", WHOLE)
 def test_it_is_one_process_on_the_whole_batch(name: str) -> None:
     """There the gradient is summed in another order. Muon rounds it to bfloat16, which hides that but for ties."""
-    net = build()
-    optimizer = Each(WHOLE[name](net))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
-    assert distance(trained(bsp(2), WHOLE[name]), flat(net)) < (EQUAL if name != "Muon and AdamW" else 1e-4)
+    whole = alone.plain(lambda parameters: Each(WHOLE[name](parameters)))
+    assert distance(trained(bsp(2), WHOLE[name]), whole) < (EQUAL if name != "Muon and AdamW" else 1e-4)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -161,8 +125,8 @@ def test_a_norm_over_all_shards_clips_before_they_step(name: str) -> None:
 
 
 def test_classes_that_step_each_value_are_mixed_under_any_cut() -> None:
-    def make(net: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, rest = split(net)
+    def make(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        matrices, rest = split(parameters)
         return [torch.optim.SGD(matrices, lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)]
 
     for cut in ("values", "tensors"):
@@ -183,24 +147,14 @@ def test_a_worker_that_joins_late_trains_with_the_others() -> None:
     """The first 4 steps are of one worker, the others of two."""
     both = threading.Barrier(2)
 
-    def script(worker: int) -> Array:
-        net = build()
-        optimizer = DistributedOptimizer(muon(net), net)
-        if worker:
-            both.wait(30)
-        while step_count() < STEPS:
-            if not worker and step_count() == 4:
-                joined.start()
-                both.wait(30)
-            optimizer.zero_grad()
-            of = 1 if step_count() < 4 else WORKERS
-            loss_of(net, step_count(), rank(), of).backward()
-            optimizer.step()
-        optimizer.finish()
-        with optimizer.shared():
-            models.append(flat(net))
-        return flat(net)
+    def loop(net: nn.Module, optimizer: Any, worker: int, of: int) -> None:
+        if not worker:
+            until(4)(net, optimizer, 0, 1)
+            joined.start()
+        both.wait(30)
+        until(STEPS)(net, optimizer, worker, of)
 
+    script = script_of(muon, loop, WORKERS)
     models: list[Array] = []
     with run(bsp(3, workers=1)) as started:
         started.join()
@@ -208,14 +162,14 @@ def test_a_worker_that_joins_late_trains_with_the_others() -> None:
         def late() -> None:
             started.become(1)
             torch.set_num_threads(1)
-            script(1)
+            models.append(script(1))
 
         joined = threading.Thread(target=late, daemon=True, name=THREAD)
         started.become(0)
-        script(0)
+        models.append(script(0))
         joined.join(30)
     net = build()
-    optimizer = Each(muon(net))
+    optimizer = Each(muon(net.parameters()))
     for step in range(STEPS):
         mean_gradient(net, optimizer, step, 1 if step < 4 else WORKERS)
         optimizer.step()
@@ -228,14 +182,14 @@ def test_a_cluster_steps_whole_tensors_below_a_parent_that_adds(shards: int) -> 
     above = Settings(sync="bsp", push="update", shards=shards, cut="tensors")
     root, below = family(above, bsp(shards), 1)
     with tree(root, *below) as started:
-        models = started.together(lambda worker: train_with(muon))
+        models = started.together(script_of(muon, until(STEPS), WORKERS))
     assert np.array_equal(models[0], models[1]) and distance(models[0], one_process(muon)) < EQUAL
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_keys_that_move_keep_their_borders_and_states(name: str, tmp_path: Path) -> None:
-    settings = bsp(2)
-    moved = trained(settings, WHOLE[name], OnDisk(settings, tmp_path), {3: 3, 7: 2, 9: 4})
+    cluster = OnDisk(bsp(2), tmp_path)
+    moved = trained(bsp(2), WHOLE[name], cluster, until(STEPS, cluster.changing({3: 3, 7: 2, 9: 4})))
     assert distance(moved, one_process(WHOLE[name])) < EQUAL
 
 
@@ -246,7 +200,7 @@ def test_more_shards_than_tensors_are_no_move(tmp_path: Path) -> None:
 
         def script(worker: int) -> None:
             net = build()
-            DistributedOptimizer(lamb(net), net)
+            DistributedOptimizer(lamb(net.parameters()), net)
 
         started.together(script)
         coordinator = cluster.servers[0].coordinator
@@ -265,19 +219,19 @@ def test_a_run_is_resumed_under_any_cut(
 ) -> None:
     make = WHOLE.get(name, adamw)
     first, second = (bsp(shards, cut=cut) for shards, cut in (before, after))
-    trained(first, make, OnDisk(first, tmp_path), until=5)
+    trained(first, make, OnDisk(first, tmp_path), until(5))
     resumed = trained(second, make, OnDisk(second, tmp_path, resume=True))
     assert distance(resumed, one_process(make)) < EQUAL
     net = build()
-    states = saved_state(tmp_path, make(net), net)
-    for optimizer, state in zip(make(build()), states.get("optimizers", [states]), strict=True):
+    states = saved_state(tmp_path, make(net.parameters()), net)
+    for optimizer, state in zip(make(build().parameters()), states.get("optimizers", [states]), strict=True):
         optimizer.load_state_dict(state)
         assert optimizer.state, "a script alone goes on with the state"
 
 
 def test_what_servers_cannot_step_is_refused_on_resume_and_by_name(tmp_path: Path) -> None:
     settings = bsp(2)
-    trained(settings, lamb, OnDisk(settings, tmp_path), until=3)
+    trained(settings, lamb, OnDisk(settings, tmp_path), until(3))
     with pytest.raises(
         IncompatibleError, match="LAMB steps whole tensors, and shards cut tensors: use --push update, or"
     ):
@@ -295,7 +249,7 @@ def test_without_the_cut_the_sentence_names_the_way_out(name: str) -> None:
     with run(Settings(sync="bsp")):
         net = build()
         with pytest.raises(UsageError, match=words) as caught:
-            DistributedOptimizer(make(net), net)
+            DistributedOptimizer(make(net.parameters()), net)
         assert "\n" not in str(caught.value)
     with (
         run(Settings(sync="bsp", cut="tensors")),
@@ -387,7 +341,7 @@ def test_the_plan_names_a_class_for_each_group() -> None:
 
         def script(worker: int) -> None:
             net = build()
-            DistributedOptimizer(muon(net), net)
+            DistributedOptimizer(muon(net.parameters()), net)
 
         started.together(script)
         coordinator = started.cluster.servers[0].coordinator

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.in_process import store_of
+from kit import one_process as alone
+from kit.in_process import Cluster, store_of
 from kit.on_disk import OnDisk
-from kit.scripts import Array, build, distance, flat, loss_of, run
+from kit.one_process import ADAMW, until
+from kit.scripts import Array, build, distance, flat, loss_of
 from torch import nn
 
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
-from narrows.worker import DistributedOptimizer, clock, rank, step_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ def isotropic(mean: Array) -> Array:
 
 def simulated(rate: float = RATE, momentum: float = MOMENTUM) -> Array:
     nets = [build() for _ in range(WORKERS)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=3e-3) for net in nets]
+    optimizers = [ADAMW(net.parameters()) for net in nets]
     x: Any = flat(nets[0]).astype(np.float64)
     velocity = np.zeros_like(x)
     for step in range(STEPS):
@@ -62,28 +63,12 @@ def simulated(rate: float = RATE, momentum: float = MOMENTUM) -> Array:
     return np.asarray(x, np.float32)
 
 
-def trained(settings: Settings, cluster: OnDisk | None = None, moves: dict[int, int] | None = None) -> Array:
-    """The model that both workers end with. `moves`: clock -> a number of shards."""
-
-    def script(worker: int) -> Array:
-        net = build()
-        optimizer = DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=3e-3), net)
-        while step_count() < STEPS:
-            if worker == 0 and cluster is not None and step_count() % LOCAL_STEPS == 0 and clock() in (moves or {}):
-                cluster.move((moves or {}).pop(clock()))
-            optimizer.zero_grad()
-            loss_of(net, step_count(), rank(), WORKERS).backward()
-            optimizer.step()
-        optimizer.finish()
-        with optimizer.shared():
-            return flat(net)
-
-    with run(settings, cluster) as started:
-        results = started.together(script)
-        if cluster is None:
-            assert len({store_of(server).begin for server in started.cluster.servers}) == settings.shards
-    assert np.array_equal(results[0], results[1])
-    return results[0]  # type: ignore[no-any-return]
+def trained(settings: Settings) -> Array:
+    """The model that both workers end with."""
+    cluster = Cluster(settings)
+    model = alone.trained(settings, ADAMW, until(STEPS), cluster=cluster)
+    assert len({store_of(server).begin for server in cluster.servers}) == settings.shards
+    return model
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -100,8 +85,8 @@ def test_the_flags_of_rate_and_momentum_hold() -> None:
 
 
 def test_keys_that_move_keep_the_matrices_and_the_momentum(tmp_path: Path) -> None:
-    given = settings()
-    moved = trained(given, OnDisk(given, tmp_path), {1: 3, 2: 1})
+    cluster = OnDisk(settings(), tmp_path)
+    moved = alone.trained(settings(), ADAMW, until(STEPS, cluster.changing({1: 3, 2: 1})), cluster=cluster)
     assert distance(moved, simulated()) < EQUAL
 
 

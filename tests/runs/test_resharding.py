@@ -12,9 +12,10 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-import torch
+from kit import one_process as alone
 from kit.on_disk import OnDisk
-from kit.scripts import build, distance, flat, loss_of, run
+from kit.one_process import ADAMW, until
+from kit.scripts import Array, build, distance
 
 from narrows.compression.buffers import chunks_of
 from narrows.compression.codecs import add
@@ -30,42 +31,21 @@ from narrows.ps.checkpoints import checkpoint_writer
 from narrows.ps.checkpoints.checkpoint_files import ComingCheckpoint
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.shard.model_shard import ModelShard
-from narrows.worker import DistributedOptimizer, clock, rank, step_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLOCKS = 12
 MOVES = {4: 3, 8: 2}  # by the clock of the first worker
 PLANS: dict[int, Any] = {3: {"sync": "bsp"}, 7: {"sync": "ssp", "staleness": 3, "compress": "topk:0.1+sign"}}
-ADAMW: Any = lambda p: torch.optim.AdamW(p, lr=3e-3)  # noqa: E731
 
 
-def trained(settings: Settings, folder: Path, moves: dict[int, Any], shards: int = 2, **more: Any) -> Any:
-    """The model that all workers end with; the keys are with so many shards by then. A move is to so many, or to a plan."""
-    cluster = OnDisk(settings, folder)
-
-    def script(worker: int) -> Any:
-        net = build()
-        optimizer = DistributedOptimizer(ADAMW(net.parameters()), net, **more)
-        asked = 0
-        while clock() < CLOCKS:
-            if worker == 0 and clock() in moves and clock() > asked:
-                asked = clock()
-                move = moves[asked]
-                cluster.change(**move) if isinstance(move, dict) else cluster.move(move)
-            optimizer.zero_grad()
-            loss_of(net, step_count(), rank(), settings.workers).backward()
-            optimizer.step()
-        optimizer.finish()
-        with optimizer.shared():
-            return flat(net)
-
-    with run(settings, cluster) as started:
-        results = started.together(script)
-    assert all(np.array_equal(results[0], other) for other in results)
+def trained(settings: Settings, folder: Path, moves: dict[int, Any], shards: int = 2, **more: Any) -> Array:
+    """The model that all workers end with; the keys are with so many shards by then. `moves`: as in `OnDisk.changing`."""
+    cluster, steps = OnDisk(settings, folder), CLOCKS * settings.validated().mode().local_steps
+    model = alone.trained(settings, ADAMW, until(steps, cluster.changing(moves)), cluster=cluster, **more)
     coordinator = cluster.servers[0].coordinator
     assert coordinator is not None and coordinator.run.shards == shards
-    return results[0]
+    return model
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from kit.groups import groups
 from kit.in_process import THREAD, store_of
 from kit.on_disk import OnDisk
+from kit.one_process import until
 from kit.scripts import build, flat, loss_of, run
 
 from narrows.protocols.config.settings import Settings
@@ -359,38 +360,29 @@ def test_keys_may_move_as_the_start_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 def test_processes_of_a_group_take_their_slices_over(name: str, tmp_path: Path) -> None:
-    taken: dict[int, Any] = {}
+    def states(settings: Settings, folder: str, servers: bool) -> list[Any]:
+        """The state of each process of a group, or that of its servers' optimizer, after START steps."""
 
-    def script(member: int, rank_: int) -> Any:
-        net = build()
-        optimizer = DistributedOptimizer(OPTIMIZERS[name](net), net)
-        for number in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(net, number, rank_, 2).backward()
-            if number == START:
-                taken[rank_] = optimizer.state_dict()
-            optimizer.step()
-        optimizer.finish()
-        return flat(net)
+        def script(member: int, rank_: int) -> Any:
+            net, found = build(), list[Any]()
+            optimizer = DistributedOptimizer(OPTIMIZERS[name](net), net)
 
-    settings = Settings(sync="ssp", shards=2, start_steps=START)
-    with groups(settings, [2], OnDisk(settings, tmp_path)) as here:
-        here.together(script)
+            def at(worker: int, step: int) -> None:
+                if step == START:
+                    found.append(list(optimizer.state_dict(servers=servers)["state"].values()))
 
-    def alone(member: int, rank_: int) -> Any:
-        net = build()
-        optimizer = DistributedOptimizer(OPTIMIZERS[name](net), net)
-        for number in range(START):
-            optimizer.zero_grad()
-            loss_of(net, number, rank_, 2).backward()
-            optimizer.step()
-        return optimizer.state_dict(servers=True)
+            until(STEPS, at)(net, optimizer, rank_, 2)
+            optimizer.finish()
+            return found[0]
 
-    with groups(Settings(sync="bsp", shards=2), [2]) as here:
-        states = here.together(alone)
-    state = next(iter(states.values()))["state"]
-    for found in taken.values():
-        assert same(list(found["state"].values()), list(state.values()))
+        with groups(settings, [2], OnDisk(settings, tmp_path / folder)) as here:
+            return [*here.together(script).values()]
+
+    taken = states(Settings(sync="ssp", shards=2, start_steps=START), "start", servers=False)
+    state, _ = states(Settings(sync="bsp", shards=2), "bsp", servers=True)
+    assert len(taken) == 2 and len(state) > 0
+    for found in taken:
+        assert same(found, state)
 
 
 @pytest.mark.parametrize(
