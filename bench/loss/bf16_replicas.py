@@ -1,11 +1,12 @@
 """The byte GPT of many workers in one process and one thread: gradients in bfloat16, states, optimizers and codes in float32.
 
-replicas.py has the same for a batch of runs on any device. Here one run has its W workers' arrays [W, size] on the CPU, and the
-loops over them are Numba's: with AVX512_BF16 a step takes half of the time. Losses are those of float32 to about 0.1 %.
+A run has the arrays of its W workers as [W, size]. Numba compiles the loops over them. Losses are those of float32 to about
+0.1 %, and with AVX512_BF16 a step takes half of the time.
 
-- `ByteTask`: model, gradients, held-out loss, the rows of a step.
-- `Coder`: what a receiver decodes of a SPEC, taken out of a residual; `AdamWs`: one optimizer for each worker, perhaps Muon.
-- The gain is lockstep.Windows, the product's for one shard.
+- `ByteTask`: the model of bytelm.py for all workers at once: gradients, held-out loss, the rows of a step.
+- `Coder`: takes out of a residual what a receiver decodes of a SPEC. It selects and rounds as compression/ does, but for the
+  exact borders of a block, and ties.
+- `AdamWs`: an optimizer for each worker: AdamW, or Muon for matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loss.replicas import EPS, FLAGS, SAMPLED, Task, layer_norm, newton_schulz
 from torch import Tensor
 
 from narrows.compression.buffers import FloatArray
@@ -30,13 +30,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 f4 = np.float32
 BF16 = torch.bfloat16
+FLAGS = bytelm.arguments([])
+EPS = 1e-8  # of AdamW, as bytelm.py has it
+SAMPLED = 16  # one of so many values decides a threshold: of 2^18 values the density is then right to 2 %
 HEAD_WIDTH = 32
 MOMENTUM = 0.95  # of Muon
 EXACT, INT8, SIGN, INT4 = range(4)  # value codings of `emit`
 CODINGS = {"": EXACT, "int8": INT8, "sign": SIGN, "int4": INT4}
 
 
-class ByteTask(Task):
+def layer_norm(x: Tensor, at: dict[str, Tensor], name: str) -> Tensor:
+    return torch.addcmul(at[f"{name}.bias"][:, None], F.layer_norm(x, x.shape[-1:]), at[f"{name}.weight"][:, None])
+
+
+class ByteTask:
     """The text and a byte GPT of so many layers, width and heads; the width is 32 times the heads."""
 
     def __init__(
@@ -44,9 +51,11 @@ class ByteTask(Task):
     ) -> None:
         if width != HEAD_WIDTH * heads:
             raise ValueError(f"{heads} heads of {HEAD_WIDTH} have a width of {HEAD_WIDTH * heads}, not {width}")
-        super().__init__(
-            training, held_out, "cpu", {"layers": layers, "width": width, "heads": heads, "context": context}
-        )
+        self.training, self.held_out, self.context = training, held_out, context
+        self.model = {"layers": layers, "width": width, "heads": heads, "context": context}
+        self.shapes = {name: tuple(p.shape) for name, p in bytelm.ByteGPT(**self.model).named_parameters()}
+        self.sizes = [int(np.prod(shape)) for shape in self.shapes.values()]
+        self.size = sum(self.sizes)
         self.ends: list[int] = np.cumsum(self.sizes).tolist()
         self.ranges = list(zip([0, *self.ends[:-1]], self.ends, strict=True))
         named = zip(self.ranges, self.shapes.items(), strict=True)
@@ -57,15 +66,27 @@ class ByteTask(Task):
         return np.zeros((*workers, self.size), f4)
 
     def initial(self, seed: int) -> FloatArray:
-        weights: FloatArray = self.weights(seed).numpy()
-        return weights.copy()
+        torch.manual_seed(seed)
+        weights: FloatArray = torch.cat(
+            [p.detach().flatten() for p in bytelm.ByteGPT(**self.model).parameters()]
+        ).numpy()
+        return weights
+
+    def rows(self, seed: int, step: int, workers: int, batch: int = FLAGS.batch) -> Tensor:
+        """Return the rows of each worker, int64[workers, batch / workers, context + 1]."""
+        text, context = self.training, self.context
+        return torch.stack(
+            [bytelm.batch_rows(text, seed, step, batch, context, worker, workers) for worker in range(workers)]
+        )
 
     def lowered(self, flat: Tensor) -> dict[str, Tensor]:
-        """Tensors of [n, size]: matrices in bfloat16, the rest as it is."""
-        return {name: part.to(BF16) if part.ndim == 3 else part for name, part in self.views(flat).items()}
+        """The tensors of n models, float32[n, size], by name: matrices in bfloat16, the rest as it is."""
+        parts = zip(self.shapes.items(), flat.split(self.sizes, 1), strict=True)
+        named = {name: part.view(-1, *shape) for (name, shape), part in parts}
+        return {name: part.to(BF16) if part.ndim == 3 else part for name, part in named.items()}
 
     def forward(self, at: dict[str, Tensor], x: Tensor) -> Tensor:
-        """As replicas.logits, with matrices and activations in bfloat16 and the residual stream in float32."""
+        """Logits [n, batch * context, 256] of bytes [n, batch, context]: bfloat16, but for a float32 residual stream."""
         n, batch, context = x.shape
         width, heads = self.model["width"], self.model["heads"]
         offset = (torch.arange(n) * 256)[:, None, None]
@@ -267,6 +288,17 @@ class Coder:
 def clip_scale(g: FloatArray) -> float:
     """The factor that clips one worker's gradient, as torch.nn.utils.clip_grad_norm_."""
     return min(1.0, float(FLAGS.clip) / (math.sqrt(squared_norm(g)) + 1e-6))
+
+
+def newton_schulz(g: Tensor) -> Tensor:
+    """[n, rows, columns] with singular values near 1: five quintic steps in bfloat16, as torch.optim.Muon has them."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = (g.mT if g.shape[1] > g.shape[2] else g).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if g.shape[1] > g.shape[2] else x).float()
 
 
 def muon_step(

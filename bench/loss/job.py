@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import bytelm
-from loss.replicas import FLAGS
+from loss.bf16_replicas import FLAGS
 
 from narrows.compression.buffers import FloatArray
 

@@ -115,7 +115,6 @@ def climb(start: str, loss_at: Callable[[str], float | None]) -> None:
         todo = [place for place in (best - 1, best + 1) if 0 <= place < len(RATES) and place not in losses]
 
 
-SCRIPT_RATE = "0.002"  # bytelm.py's own
 LOCAL = Row("local, H = 50", ("--sync", "local", "--local-steps", "50"), start="0.002")
 
 

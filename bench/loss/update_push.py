@@ -7,12 +7,12 @@ in flight and its residual, both multiplied by the gain, as the product does.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from loss.bf16_replicas import AdamWs, ByteTask, Coder, add_scaled, clip_scale, f4
 from loss.job import Job, Outcome, Progress
-from loss.lockstep import Windows
 
 from narrows.compression.buffers import FloatArray
+from narrows.compression.sampling import sample_of
+from narrows.ps.store.update_gain import SMOOTHING, WINDOW
 
 
 class MeanGradient:
@@ -75,6 +75,26 @@ class Published:
         self.seen = [*self.seen[1:], self.newest.copy()]
 
 
+class GainWindow:
+    """The product's gain (ps/store/update_gain.py) for one shard whose workers are all as fast as each other."""
+
+    def __init__(self, size: int) -> None:
+        self.factor, self.agreement = 1.0, 0.0  # agreement 0: no window is complete yet
+        self.at = sample_of(size)
+        self.window: list[FloatArray] = []
+
+    def saw(self, sent: FloatArray) -> None:
+        """Take the updates of one clock, [workers, size]. WINDOW clocks later they change the gain."""
+        self.window.append(sent[:, self.at])
+        if len(self.window) < WINDOW:
+            return
+        sums = np.stack(self.window).sum(0, np.float64)
+        share = np.square(sums.mean(0)).sum() / max(1e-30, np.square(sums).sum(1).mean())
+        measured = max(share, 1 / len(sums)) ** 0.5
+        self.agreement = (self.agreement or measured) ** SMOOTHING * measured ** (1 - SMOOTHING)
+        self.factor, self.window = 1 / self.agreement, []
+
+
 class Updates:
     """One run of mode updates: each worker's own optimizer makes its updates, and gain * their mean moves the model."""
 
@@ -84,14 +104,14 @@ class Updates:
         self.published = Published(self.x, job.down or job.up, job.staleness)
         self.replicas, self.gradients, self.residual, self.update = (task.zeros(job.workers) for _ in range(4))
         self.inner = AdamWs(task, job.workers, job.inner, job.beta1, job.beta2)
-        self.window = Windows(task.size, "cpu") if job.gain == "window" else None
+        self.window = GainWindow(task.size) if job.gain == "window" else None
         self.flying: list[FloatArray] = []  # updates that the state that workers see lacks
         self.agreement: list[float] = []
 
     @property
     def gain(self) -> float:
         """The gain of the next clock."""
-        return float(self.window.factor) ** self.job.gain_power if self.window else 1.0
+        return float(self.window.factor**self.job.gain_power) if self.window else 1.0
 
     def train(self, progress: Progress) -> Outcome:
         job = self.job
@@ -126,9 +146,8 @@ class Updates:
             self.up(self.residual[w], 1 / workers, mean, sent[w])
         self.up.advance()
         gain = self.gain
-        if self.window:  # a window changes the gain of later clocks
-            pushes = torch.from_numpy(sent)[None]
-            self.window(pushes, pushes)
+        if self.window:
+            self.window.saw(sent)  # changes the gain of later clocks
         add_scaled(f4(gain), mean, self.x)
         self.published.clock(self.x)
         self.flying = [*self.flying, sent][-job.staleness :] if job.staleness else []

@@ -13,7 +13,7 @@ import pytest
 from contenders.wan import ROWS
 from lab.record import markdown
 from loss.convergence import Campaign
-from loss.presets import CONTENDERS, PRESETS, RATES, SCRIPT_RATE, at_rate
+from loss.presets import CONTENDERS, PRESETS, RATES, at_rate
 
 from narrows.protocols.config.modes import MODES
 
@@ -25,7 +25,6 @@ def test_every_contender_begins_on_the_ladder_under_a_name_of_its_own() -> None:
     keys = [(at_rate(row, rate).key, rate) for row in CONTENDERS for rate in RATES]
     assert len(set(keys)) == len(keys) == len(CONTENDERS) * len(RATES)
     assert all(RATES.index(row.start) for row in CONTENDERS)
-    assert float(SCRIPT_RATE) == bytelm.arguments([]).lr
     assert all(1.35 < float(b) / float(a) < 1.46 for a, b in pairwise(RATES))
 
 

@@ -1,4 +1,4 @@
-"""bench/loss/: each mode and rule trains a tiny net, codes are those of bench/loss/replicas.py, and a queue is run once."""
+"""bench/loss/: each mode trains a tiny net, parts are those of bytelm.py, torch and the product, and a queue is run once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from kit.gain_reference import TrueGain
+from kit.scripts import flat
 from lab import record
-from loss import bf16_replicas, lockstep, replicas, run_jobs
-from loss.bf16_replicas import AdamWs, ByteTask
+from loss import run_jobs
+from loss.bf16_replicas import FLAGS, SAMPLED, AdamWs, ByteTask, Coder
 from loss.job import Job
 from loss.rounds import OuterStep, local, matrices
+from loss.update_push import GainWindow
+from torch import nn
 
 from narrows.compression import decode, parse
 from narrows.compression.buffers import FloatArray
+from narrows.ps.store.update_gain import WINDOW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,42 +52,92 @@ def test_each_mode_learns(task: ByteTask, job: Job) -> None:
     assert loss is not None and loss < before - 0.3 and "at three quarters" in told
 
 
-def test_gradients_are_those_of_float32_to_a_percent(task: ByteTask) -> None:
+def net_of(task: ByteTask, values: FloatArray) -> bytelm.ByteGPT:
+    net = bytelm.ByteGPT(**task.model)
+    nn.utils.vector_to_parameters(torch.from_numpy(values), net.parameters())
+    return net
+
+
+def backward(task: ByteTask, net: bytelm.ByteGPT, rows: torch.Tensor) -> FloatArray:
+    """The gradient of the mean loss of some rows, which is left in the parameters too."""
+    net.zero_grad()
+    (bytelm.loss_sum(net, rows) / (len(rows) * task.context)).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).numpy()
+
+
+def step_by(optimizers: list[torch.optim.Optimizer], net: bytelm.ByteGPT, rate: float) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), FLAGS.clip)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+
+def test_gradients_and_losses_are_those_of_bytelm_to_a_percent(task: ByteTask) -> None:
     x = 0.3 * np.random.default_rng(1).standard_normal((2, task.size)).astype(np.float32)
     found, rows = np.zeros_like(x), task.rows(3, 5, 2)
     task.gradients(x, rows, found)
-    flat = torch.from_numpy(x).requires_grad_()
-    (wanted,) = torch.autograd.grad(task.loss_sum(flat, rows).sum() / (rows.shape[1] * task.context), flat)
-    assert np.linalg.norm(found - wanted.numpy()) < 0.02 * wanted.norm()
+    nets = [net_of(task, values) for values in x]
+    wanted = np.stack([backward(task, *each) for each in zip(nets, rows, strict=True)])
+    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+    assert task.loss(x[0]) == pytest.approx(bytelm.validation_loss(nets[0], task.held_out, task.context), rel=0.01)
 
 
-@pytest.mark.parametrize("spec", ["dense", "int8", "sign", "topk:0.25", "topk:0.1+int8", "topk:0.11+sign"])
-def test_a_code_is_that_of_the_batched_replicas(spec: str) -> None:
-    """300,000 values: both take a sample for the threshold."""
-    values = np.random.default_rng(2).standard_normal(300_000).astype(np.float32)
-    residual, mean, sent = values.copy(), np.ones_like(values), np.zeros_like(values)
-    bf16_replicas.Coder(spec)(residual, 0.5, mean, sent)
-    wanted = replicas.code(spec)(torch.from_numpy(values)[None], 0)[0].numpy()
-    np.testing.assert_allclose(sent, wanted, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(residual + sent, values, atol=1e-6)
-    np.testing.assert_allclose(mean, 1 + 0.5 * sent, atol=1e-6)
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_optimizers_are_torchs(task: ByteTask, inner: str) -> None:
+    """Three steps of two workers, whose gradients are longer than FLAGS.clip."""
+    nets = [net_of(task, task.initial(seed)) for seed in range(2)]
+    theirs = [bytelm.optimizers(net, bytelm.arguments(["--optimizer", inner])) for net in nets]
+    x = np.stack([flat(net) for net in nets])
+    begun, ours, out = x.copy(), AdamWs(task, 2, inner, 0.9, 0.95), np.zeros_like(x)
+    for step in range(3):
+        g = 0.05 * np.random.default_rng(step).standard_normal(x.shape).astype(np.float32)
+        for net, optimizers, gradient in zip(nets, theirs, g, strict=True):
+            for p, part in zip(net.parameters(), torch.from_numpy(gradient).split(task.sizes), strict=True):
+                p.grad = part.view_as(p).clone()
+            step_by(optimizers, net, 0.003)
+        ours.updates(g, x, 0.003, out)
+        x += out
+    wanted = np.stack([flat(net) for net in nets])
+    assert np.linalg.norm(x - wanted) < (1e-4 if inner == "adamw" else 5e-3) * np.linalg.norm(wanted - begun)
 
 
-def test_a_cycle_sends_its_turns_alone_and_is_that_of_the_batched_replicas() -> None:
-    values = np.random.default_rng(5).standard_normal(7000).astype(np.float32)
-    residual, mean, sent, code = (
-        values.copy(),
-        np.ones_like(values),
-        np.zeros_like(values),
-        bf16_replicas.Coder("cycle:0.15+sign"),
-    )
-    for clock in range(7):
-        before = residual.copy()
+def looped(values: FloatArray, density: float, coding: str) -> FloatArray:
+    """What is sent of some values, by loops. A sample decides the threshold."""
+    sample = np.sort(np.abs(values[::SAMPLED]))
+    rank = min(len(sample), max(1, round((1 - density) * len(sample)))) - 1
+    threshold = sample[rank] if density < 1 else -1.0
+    out, block = np.zeros_like(values), round(256 / density)
+    for begin in range(0, len(values), block):
+        at = [i for i in range(begin, min(begin + block, len(values))) if abs(values[i]) > threshold]
+        sizes = [abs(values[i]) for i in at]
+        for i in at:
+            if coding == "sign":
+                out[i] = np.sign(values[i]) * np.mean(sizes)
+            elif coding:
+                step = max(sizes) / {"int8": 127, "int4": 7}[coding]
+                out[i] = np.round(values[i] / step) * step
+            else:
+                out[i] = values[i]
+    return out
+
+
+@pytest.mark.parametrize(
+    "spec", ["dense", "int8", "int4", "sign", "topk:0.25", "topk:0.1+int8", "topk:0.11+sign", "cycle:0.15+sign"]
+)
+def test_a_code_sends_what_the_loops_send(spec: str) -> None:
+    name, _, coding = spec.partition("+")
+    name, _, density = name.partition(":")
+    values = np.random.default_rng(2).standard_normal(7000).astype(np.float32)
+    residual, mean, sent, code = values.copy(), np.ones_like(values), np.zeros_like(values), Coder(spec)
+    for clock in range(7 if name == "cycle" else 1):
+        before, wanted = residual.copy(), np.zeros_like(values)
         mean[:] = 1
         code(residual, 0.5, mean, sent)
         code.advance()
-        wanted = replicas.code("cycle:0.15+sign")(torch.from_numpy(before)[None], clock)[0].numpy()
-        assert set(np.flatnonzero(sent) % 7) == {clock}
+        if name == "cycle":
+            wanted[clock::7] = looped(before[clock::7], 1, coding)
+        else:
+            wanted = looped(before, float(density or 1), coding or (name if name in ("int8", "int4", "sign") else ""))
         np.testing.assert_allclose(sent, wanted, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(residual + sent, before, atol=1e-6)
         np.testing.assert_allclose(mean, 1 + 0.5 * sent, atol=1e-6)
@@ -91,14 +146,14 @@ def test_a_cycle_sends_its_turns_alone_and_is_that_of_the_batched_replicas() -> 
 def test_int4_has_fifteen_values_of_a_block() -> None:
     values = np.random.default_rng(3).standard_normal(256).astype(np.float32)
     sent = np.zeros_like(values)
-    bf16_replicas.Coder("int4")(values, 1, np.zeros_like(values), sent)
+    Coder("int4")(values, 1, np.zeros_like(values), sent)
     assert 10 < len(np.unique(sent)) <= 15
 
 
 def test_2bit_is_the_products() -> None:
     values = np.random.default_rng(4).standard_normal(1300).astype(np.float32)
     residual, mean, sent = values.copy(), np.ones_like(values), np.zeros_like(values)
-    bf16_replicas.Coder("2bit")(residual, 0.5, mean, sent)
+    Coder("2bit")(residual, 0.5, mean, sent)
     wanted = np.empty_like(values)
     decode(parse("2bit").encode(values), wanted)
     np.testing.assert_array_equal(sent, wanted)
@@ -106,21 +161,39 @@ def test_2bit_is_the_products() -> None:
     np.testing.assert_array_equal(mean, 1 + 0.5 * wanted)
 
 
-def lockstep_case(task: ByteTask, case: lockstep.Case, rate: float) -> FloatArray:
-    """The weights that bench/loss/lockstep.py ends with, at seed 0."""
-    runs = lockstep.Runs(case, task, [(rate, 0)])
-    runs.own_optimizers()
-    return runs.x[0].numpy()
+def test_the_window_gain_is_the_products() -> None:
+    """Three workers, whose updates agree more and more."""
+    window, true = GainWindow(500), TrueGain(0.0)
+    common = np.random.default_rng(1000).standard_normal(500)
+    for clock in range(4 * WINDOW + 3):
+        noise = np.random.default_rng(clock).standard_normal((3, 500))
+        sent = (noise + 0.1 * clock * common).astype(np.float32)
+        window.saw(sent)
+        for worker, update in enumerate(sent):
+            true.saw(worker, (0, 1, 2), 1.0, update)
+        assert window.factor == pytest.approx(true.factor, rel=1e-5)
+    assert 1.01 < window.factor < 3**0.5
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_rounds_end_as_those_of_lockstep(task: ByteTask, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lockstep.py has float32 and its own warm-up: gradients differ by bfloat16, so the model to a part of its way."""
+def test_rounds_end_as_those_of_torchs_optimizers(task: ByteTask, momentum: float) -> None:
+    """torch's gradients are float32. They differ by the rounding of bfloat16, so the model does by a part of its way."""
     job = Job(mode="local", workers=2, steps=12, warm_up=40, local_steps=3, outer_lr=0.7, up="dense", rate=0.02)
     found, _ = local(task, replace(job, outer_momentum=momentum), lambda done, x: False)
-    case = lockstep.Case(2, local_steps=3, outer_lr=0.7, outer_momentum=momentum, steps=12)
-    wanted, first = lockstep_case(task, case, 0.02), task.initial(0)
-    assert np.linalg.norm(found - wanted) < 0.1 * np.linalg.norm(wanted - first)
+    x, velocity = task.initial(0), task.zeros()
+    first, nets = x.copy(), [net_of(task, x.copy()) for _ in range(2)]
+    optimizers = [bytelm.optimizers(net, FLAGS) for net in nets]
+    for step in range(12):
+        for net, own, rows in zip(nets, optimizers, task.rows(0, step, 2), strict=True):
+            backward(task, net, rows)
+            step_by(own, net, job.rate_at(step))
+        if step % 3 == 2:
+            update = np.mean([flat(net) for net in nets], 0) - x
+            velocity = momentum * velocity + update
+            x = x + 0.7 * (update + momentum * velocity)
+            for net in nets:
+                nn.utils.vector_to_parameters(torch.from_numpy(x.copy()), net.parameters())
+    assert np.linalg.norm(found - x) < 0.1 * np.linalg.norm(x - first)
 
 
 def test_an_outer_step_of_equal_spectrum(task: ByteTask) -> None:

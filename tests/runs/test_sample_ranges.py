@@ -20,7 +20,6 @@ from narrows.ps.coordinator.sample_leases import RangeLedger
 from narrows.worker import DistributedOptimizer, ranges
 
 SAMPLES, SIZE = 103, 8
-PER_EPOCH = -(-SAMPLES // SIZE)
 STREAMLESS = modes(lambda settings: settings.sync != "gossip" and not settings.mode().streams)
 
 

@@ -279,11 +279,6 @@ class Checker:
         if not mirror.mode.barrier:
             self._on_contains(mirror, state, where)
 
-    def _on_whole(self, mirror: Mirror, state: m.State, where: str) -> None:
-        number = (mirror.process.shard.ledger.generation, mirror.index, state.publication)
-        if zlib.crc32(state.payload) != self.given.publications[number]:
-            raise Violation(f"{where} is not publication {number}")
-
     def _on_master(self, mirror: Mirror, state: m.State, where: str) -> None:
         if mirror.model_of(state) != mirror.held.x.tobytes():
             raise Violation(f"{where} is not the master copy")
