@@ -2,18 +2,14 @@
 
     python bench/loss/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/loss/convergence.py --preset modes --task digits
-    python bench/loss/convergence.py --preset sgd                   # the same with batch norm, SGD and its momentum
-    python bench/loss/convergence.py --preset gossip --workers 8    # MNIST-5k, each topology, full and low precision
-    python bench/loss/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
     python bench/loss/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
     python bench/loss/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best rate
 
 Rules
 - Runs are real `ps-serve` and `ps-worker --record` commands on loopback. The record has all figures but those of the single
   process.
-- Workers that dial 127.0.0.1 reach the server over a Unix socket, workers behind the proxy over TCP.
+- Workers reach the server over a Unix socket.
 - Every worker, every server and the single process have one thread. Runs follow one another, all rows of a seed first.
-- The workers of a held row dial delay_proxy.py, which delays every chunk by the median step of the first `bsp` row, each way.
 - A run that --out has for this commit is not run again without --again.
 - Bytes are those of a step, the mean over workers and over all steps but the first. "wait" is the time that a worker waited
   in the whole run, the mean over workers. "time" is that of the whole command.
@@ -31,7 +27,6 @@ import signal
 import statistics
 import sys
 import tempfile
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,12 +38,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contenders import wan
 from lab import launch, record
-from lab.delay_proxy import LISTEN, Proxy
 from lab.launch import CommandFailed
 from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
 
 Result = dict[str, Any]
-PROBE_STEPS = 40
 HOPEFUL = 0.005  # share of a loss by which seeds of one rate differ
 FIGURES = (  # name, key in a Result, factor, unit
     ("up", "step_bytes_up", 1e-3, "kB a step"),
@@ -70,17 +63,15 @@ def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Resul
     return {"metric": metric, "seconds": seconds, "median_step_s": float(step[1]) if step else None}
 
 
-def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: float, limit_s: float) -> Result:
-    """A server, perhaps the proxy, and the workers. Raises CommandFailed."""
+def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
+    """A server and its workers. Raises CommandFailed."""
     ports = launch.free_ports(1)
     with (
         tempfile.TemporaryDirectory() as folder,
         launch.serving([*row.flags, "--workers", str(workers)], ports),
-        Proxy(ports, 1000 * hold_s) if row.held else nullcontext(),
     ):
         told = Path(folder) / "record.jsonl"
-        address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
-        command = launch.ps_worker("--server", address, "-n", str(workers))
+        command = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", "-n", str(workers))
         _, seconds = launch.run([*command, "--record", str(told), *task.arguments(steps, seed), *row.script], limit_s)
         events = [json.loads(line) for line in told.read_text().splitlines()]
     return read(events, task.metric) | {"seconds": seconds}
@@ -118,63 +109,44 @@ def read(events: list[Result], metric: str) -> Result:
 
 
 class Campaign:
-    """Runs what is not there yet. `hold_ms`: of held rows, 0 for one step's time."""
+    """Runs the rows of a preset that --out does not have yet."""
 
-    def __init__(
-        self, name: str, preset: Preset, task: Task, steps: int, path: Path, limit_s: float, hold_ms: float
-    ) -> None:
+    def __init__(self, name: str, preset: Preset, task: Task, steps: int, path: Path, limit_s: float) -> None:
         self.name, self.preset, self.task, self.steps = name, preset, task, steps
         self.recorder = record.Recorder("loss/convergence", path)
-        self.limit_s, self.hold_ms = limit_s, hold_ms
-        self.failed: list[str] = []
+        self.limit_s, self.failed = limit_s, list[str]()
 
     def arguments(self, row: Row) -> dict[str, record.Scalar]:
         told: dict[str, record.Scalar] = {"task": self.task.name, "workers": self.preset.workers, "steps": self.steps}
         return told | {"rate": float(row.rate)} if row.rate else told
 
     def found(self, row: Row, seed: int | None = None) -> list[record.Line]:
-        wanted = {"run": row.key, **({} if seed is None else {"seed": seed}), **self.arguments(row)}
+        wanted = {"run": row.name, **({} if seed is None else {"seed": seed}), **self.arguments(row)}
         return self.recorder.found(**wanted)
 
     def metric(self, row: Row, seed: int) -> float | None:
         found = self.found(row, seed)
         return next(iter(found[-1].figures.values())).value if found else None
 
-    def hold_s(self, seed: int) -> float:
-        """One step's time, the same for all held rows of a campaign: what they had so far, or the first bsp row's."""
-        if self.hold_ms:
-            return self.hold_ms / 1000
-        before = [line for row in self.preset.rows if row.held for line in self.found(row)]
-        if before:
-            return float(str(before[0].arguments["hold_ms"])) / 1000
-        steps = [line.figures["step"].value / 1000 for line in self.found(DENSE)]
-        if not steps:
-            probe = cluster(self.task, DENSE, self.preset.workers, PROBE_STEPS, seed, 0, self.limit_s)
-            steps = [float(probe["median_step_s"])]
-        click.echo(f"held rows hold for the median step of bsp, {1000 * steps[0]:.1f} ms, each way")
-        return steps[0]
-
     def run(self, row: Row, seed: int, again: bool) -> None:
         if self.found(row, seed) and not again:
             return
-        name = f"{self.task.name}, {row.key}{f', rate {row.rate}' * bool(row.rate)}, {self.steps} steps, seed {seed}"
-        hold_s = 0.0
+        name = f"{self.task.name}, {row.name}{f', rate {row.rate}' * bool(row.rate)}, {self.steps} steps, seed {seed}"
         try:
             if row.wan:
                 told = beside(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
             elif row.flags:
-                hold_s = self.hold_s(seed) if row.held else 0.0
-                told = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
+                told = cluster(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
             else:
                 told = single(self.task, row, self.steps, seed, self.limit_s)
         except (CommandFailed, OSError) as error:
             self.failed.append(name)
             click.echo(f"FAILED {name}: {error}", err=True)
             return
-        self.add(row, seed, told, {"hold_ms": round(1000 * hold_s, 1)} if row.held else {})
+        self.add(row, seed, told)
         click.echo(f"{name}: {self.task.metric} {told['metric']:.4f} in {told['seconds']:.0f} s")
 
-    def add(self, row: Row, seed: int, told: Result, more: dict[str, record.Scalar]) -> None:
+    def add(self, row: Row, seed: int, told: Result) -> None:
         scale, unit = (1.0, "nats a byte") if self.task.metric == "loss" else (100.0, "%")
         figures: record.Figures = {self.task.metric: (scale * told["metric"], unit)}
         for name, key, factor, unit in FIGURES:
@@ -183,8 +155,8 @@ class Campaign:
         table = f"{self.name}: {self.task.name}, {self.preset.workers} workers"
         table += (", each at its best rate" + muon) * self.preset.tuned
         base = DENSE.name if self.name in ("compress", "tuned") and not muon else SINGLE.name + muon
-        self.recorder.add(row.key, figures, table=table, beside=base, best_of="rate" if self.preset.tuned else "",
-                          seed=seed, arguments=self.arguments(row) | more)  # fmt: skip
+        self.recorder.add(row.name, figures, table=table, beside=base, best_of="rate" if self.preset.tuned else "",
+                          seed=seed, arguments=self.arguments(row))  # fmt: skip
 
     def tune(self, row: Row, seeds_before: list[int], seed: int, again: bool) -> None:
         """The first seed climbs RATES to the best one; a further seed runs the rates that are still HOPEFUL."""
@@ -215,11 +187,10 @@ class Campaign:
 @click.option("--workers", type=int, help="the preset's own by default")
 @click.option("--task", "task_name", help="of the preset; the first by default")
 @click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
-@click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as '*held' or 'bsp*'")
+@click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as 'bsp*'")
 @click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
 @click.option("--again", is_flag=True, help="run what --out already holds for this commit")
 @record.out_option("loss/convergence")
-@click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
 @click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
 def main(
     name: str,
@@ -231,7 +202,6 @@ def main(
     again: bool,
     out: Path,
     limit_s: float,
-    hold_ms: float,
 ) -> None:
     """Compare sync modes with the same script alone in one process."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
@@ -239,11 +209,11 @@ def main(
     task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
     if task is None:
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
-    campaign = Campaign(name, preset, task, task.rounded(steps or task.steps), out, limit_s, hold_ms)
-    chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.key, pattern)]
+    campaign = Campaign(name, preset, task, task.rounded(steps or task.steps), out, limit_s)
+    chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.name, pattern)]
     if not chosen:
         raise click.BadParameter(
-            f"no row matches {pattern!r}; {'; '.join(r.key for r in preset.rows)}", param_hint="--rows"
+            f"no row matches {pattern!r}; {'; '.join(r.name for r in preset.rows)}", param_hint="--rows"
         )
     seeds = [int(seed) for seed in seed_list.split(",")]
     for place, seed in enumerate(seeds):

@@ -34,24 +34,18 @@ class Row:
 
     name: str
     flags: tuple[str, ...] = ()
-    held: bool = False
     script: tuple[str, ...] = ()  # further arguments of the script
     wan: str = ""  # a row of wan.py, run without a link
     start: str = "0.0028"  # the rate at which a tuned row begins
     rate: str = ""  # its peak; "": the script's own
 
-    @property
-    def key(self) -> str:
-        return self.name + (", held" if self.held else "")
-
 
 SINGLE, DENSE = Row("single process"), Row("bsp", ("--sync", "bsp"))
 
 
-def ssp(staleness: int, compress: str, push: str = "") -> Row:
+def ssp(staleness: int, compress: str) -> Row:
     flags = ("--sync", "ssp", "--staleness", str(staleness), "--compress", compress)
-    name = f"ssp, s = {staleness}, {compress}"
-    return Row(f"{name}, push {push}", (*flags, "--push", push)) if push else Row(name, flags)
+    return Row(f"ssp, s = {staleness}, {compress}", flags)
 
 
 @dataclass(frozen=True)
@@ -60,9 +54,6 @@ class Preset:
     workers: int
     rows: tuple[Row, ...]
     tuned: bool = False  # each row at its own best rate
-
-
-SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
 
 
 LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
@@ -83,14 +74,6 @@ def pushed(compress: str, local_steps: int = 1, staleness: int = 1) -> Row:
 TABLE = (
     *(pushed(spec) for spec in ("dense", "topk:0.05+int8", "sign", "topk:0.01+int8", "cycle:0.15+sign")),
     pushed("topk:123/4096+2bit", 4, 0),
-)
-
-GOSSIP = tuple(
-    Row(f"gossip, {topology}, {compress}", ("--sync", "gossip", "--topology", topology, "--compress", compress))
-    for topology, compress in (
-        *(("matching", "dense"), ("matching", "int8"), ("matching", "topk:0.05+int8"), ("ring", "dense")),
-        *(("exponential", "dense"), ("shift-one", "dense"), ("random", "dense")),
-    )
 )
 
 # The rates that a tuned row may run at: each row is tuned by itself (`climb`).
@@ -142,8 +125,6 @@ CONTENDERS = (
     *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), ssp(2, "cycle:0.15+sign"), LOCAL)),
 )
 
-# SGD's updates are linear in the gradient, so the gain is 1 in every mode.
-SGD = ("--optimizer", "sgd", "--batch-norm", "--lr", "0.02")
 MNIST5K = Task("mnist5k", "accuracy", 744, steps_per_epoch=62)
 MODES = (SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local")))
 
@@ -152,21 +133,6 @@ PRESETS = {
         (MNIST5K, Task("digits", "accuracy", 600)),
         workers=4,
         rows=MODES,
-    ),
-    "sgd": Preset(
-        (MNIST5K,),
-        workers=4,
-        rows=tuple(replace(row, script=SGD) for row in (*MODES, ssp(1, "topk:0.05+int8"))),
-    ),
-    "gossip": Preset(
-        (MNIST5K,),
-        workers=4,
-        rows=(SINGLE, DENSE, *GOSSIP),
-    ),
-    "sparse": Preset(
-        (Task("bytelm", "loss", 400),),
-        workers=2,
-        rows=(SINGLE, *(replace(row, held=held) for row in (DENSE, *SPARSE) for held in (False, True))),
     ),
     "compress": Preset(
         (Task("bytelm", "loss", 400), MNIST5K),

