@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import zmq
-from faults.hostile_connections import OURS, noise, shaken
+from kit.hostile_connections import OURS, noise, shaken
 from kit.processes import Worker, serving, trained_alone, until
 from kit.scripts import distance, flat
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 import zmq
 import zmq.utils.z85
-from faults.hostile_connections import RESETS, frame, reset, shaken
+from kit.hostile_connections import RESETS, frame, reset, shaken
 from kit.processes import until
 
 from narrows.protocols.runtime.network import curve_auth

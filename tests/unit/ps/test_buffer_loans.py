@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import numpy as np
-from faults.hostile_connections import frame, shaken
+from kit.hostile_connections import frame, shaken
 from kit.processes import until
 
 from narrows.protocols import messages as m
