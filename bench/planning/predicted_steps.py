@@ -43,7 +43,7 @@ from contenders import wan
 from lab import launch, netns, record
 from lab.launch import CommandFailed
 from planning import probe_accuracy
-from planning.pipeline_layouts import worldwide
+from planning.paper_networks import worldwide
 from planning.probe_accuracy import Access
 
 PROBE_S = 10.0  # of a round

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.planned_networks import drawn
-from planning.pipeline_layouts import GPT3_XL, NETWORKS, TARGETS, half_slow
+from planning.paper_networks import GPT3_XL, NETWORKS, TARGETS, half_slow
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from narrows.protocols.errors import UsageError

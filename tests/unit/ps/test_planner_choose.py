@@ -15,7 +15,7 @@ import pytest
 from click import BadParameter
 from click.testing import CliRunner
 from kit.planned_networks import cities, drawn_cities, planned, told
-from planning.pipeline_layouts import worldwide
+from planning.paper_networks import worldwide
 from simulation.actors import Kit
 from simulation.closed_forms import measured_s
 from simulation.trees import Road, Tree, tree_of
