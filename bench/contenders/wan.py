@@ -271,6 +271,7 @@ def figures(
 @click.option("--rounds", default=3)
 @click.option("--seed", default=0)
 @click.option("--rate", default=0.002, help="the script's peak learning rate")
+@click.option("--beta1", default=0.9, help="of the script's AdamW")
 @click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="adamw", help="the script's inner optimizer")
 @click.option("--size", type=click.Choice([*SIZES]), default="1.3M", help="parameters of the model")
 @record.out_option("contenders/wan")
@@ -282,6 +283,7 @@ def main(
     rounds: int,
     seed: int,
     rate: float,
+    beta1: float,
     optimizer: str,
     size: str,
     out: Path,
@@ -304,9 +306,22 @@ def main(
         if lack:
             click.echo(f"SKIPPED {row.name}: {lack}", err=True)
     chosen = [row for row, lack in lacks.items() if not lack]
-    args = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate), "--optimizer", optimizer, *SIZES[size]]
+    args = [
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+        "--lr",
+        str(rate),
+        "--beta1",
+        str(beta1),
+        "--optimizer",
+        optimizer,
+    ]
+    args += SIZES[size]
     failed = False
     arguments = {"steps": steps, "rate": rate, "optimizer": optimizer, "size": size}
+    arguments |= {} if beta1 == 0.9 else {"beta1": beta1}
     with record.Recorder("contenders/wan", out) as recorder:
         for _ in range(rounds):
             for link in links.split(","):

@@ -3,7 +3,8 @@
     python bench/loss/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/loss/convergence.py --preset modes --task digits
     python bench/loss/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
-    python bench/loss/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best rate
+    python bench/loss/convergence.py --preset tuned --beta1 0.8     # byte GPT, 2 workers, each contender at its best rate
+    python bench/loss/convergence.py --preset many --seeds 0        # the same with 16 workers, also as 4 clusters
 
 Rules
 - Runs are real `ps-serve` and `ps-worker --record` commands on loopback. The record has all figures but those of the single
@@ -27,6 +28,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +41,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contenders import wan
 from lab import launch, record
 from lab.launch import CommandFailed
-from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
+from loss.presets import CLUSTERS, DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
 
 Result = dict[str, Any]
 HOPEFUL = 0.005  # share of a loss by which seeds of one rate differ
@@ -64,15 +66,22 @@ def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Resul
 
 
 def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
-    """A server and its workers. Raises CommandFailed."""
-    ports = launch.free_ports(1)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        launch.serving([*row.flags, "--workers", str(workers)], ports),
-    ):
-        told = Path(folder) / "record.jsonl"
-        command = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", "-n", str(workers))
-        _, seconds = launch.run([*command, "--record", str(told), *task.arguments(steps, seed), *row.script], limit_s)
+    """A server, perhaps clusters below it, and the workers. The record is of the first cluster. Raises CommandFailed."""
+    clusters = CLUSTERS if row.clusters else 0
+    root, *ports = launch.free_ports(1 + clusters)
+    own, script = str(workers // (clusters or 1)), [*task.arguments(steps, seed), *row.script]
+    with ExitStack() as stack:
+        told = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "record.jsonl"
+        stack.enter_context(launch.serving([*row.flags, "--workers", str(clusters or workers)], [root]))
+        for port in ports:
+            flags = [*row.clusters, "--parent", f"tcp://127.0.0.1:{root}", "--workers", own]
+            stack.enter_context(launch.serving(flags, [port]))
+        first, *others = (
+            launch.ps_worker("--server", f"tcp://127.0.0.1:{port}", "-n", own) for port in ports or [root]
+        )
+        for command in others:
+            stack.enter_context(launch.started([*command, *script]))
+        _, seconds = launch.run([*first, "--record", str(told), *script], limit_s)
         events = [json.loads(line) for line in told.read_text().splitlines()]
     return read(events, task.metric) | {"seconds": seconds}
 
@@ -118,6 +127,7 @@ class Campaign:
 
     def arguments(self, row: Row) -> dict[str, record.Scalar]:
         told: dict[str, record.Scalar] = {"task": self.task.name, "workers": self.preset.workers, "steps": self.steps}
+        told |= {"beta1": self.task.beta1} if self.task.beta1 else {}
         return told | {"rate": float(row.rate)} if row.rate else told
 
     def found(self, row: Row, seed: int | None = None) -> list[record.Line]:
@@ -131,6 +141,8 @@ class Campaign:
     def run(self, row: Row, seed: int, again: bool) -> None:
         if self.found(row, seed) and not again:
             return
+        if self.task.beta1:
+            row = replace(row, script=(*row.script, "--beta1", str(self.task.beta1)))
         name = f"{self.task.name}, {row.name}{f', rate {row.rate}' * bool(row.rate)}, {self.steps} steps, seed {seed}"
         try:
             if row.wan:
@@ -154,7 +166,7 @@ class Campaign:
         muon = ", muon" * row.name.endswith(", muon")
         table = f"{self.name}: {self.task.name}, {self.preset.workers} workers"
         table += (", each at its best rate" + muon) * self.preset.tuned
-        base = DENSE.name if self.name in ("compress", "tuned") and not muon else SINGLE.name + muon
+        base = DENSE.name if self.name in ("compress", "many", "tuned") and not muon else SINGLE.name + muon
         self.recorder.add(row.name, figures, table=table, beside=base, best_of="rate" if self.preset.tuned else "",
                           seed=seed, arguments=self.arguments(row))  # fmt: skip
 
@@ -189,6 +201,7 @@ class Campaign:
 @click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
 @click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as 'bsp*'")
 @click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
+@click.option("--beta1", type=float, help="of the script's AdamW; the script's own by default")
 @click.option("--again", is_flag=True, help="run what --out already holds for this commit")
 @record.out_option("loss/convergence")
 @click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
@@ -199,6 +212,7 @@ def main(
     seed_list: str,
     pattern: str,
     steps: int | None,
+    beta1: float | None,
     again: bool,
     out: Path,
     limit_s: float,
@@ -209,6 +223,10 @@ def main(
     task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
     if task is None:
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
+    if beta1 is not None:
+        if task.beta1 is None:
+            raise click.BadParameter(f"{task.name} has no such flag", param_hint="--beta1")
+        task = replace(task, beta1=beta1)
     campaign = Campaign(name, preset, task, task.rounded(steps or task.steps), out, limit_s)
     chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.name, pattern)]
     if not chosen:

@@ -17,6 +17,7 @@ class Task:
     metric: str
     steps: int
     steps_per_epoch: int = 0  # 0: the script takes --steps
+    beta1: float | None = None  # of its AdamW; None: it has no such flag
 
     def arguments(self, steps: int, seed: int) -> list[str]:
         flag = ["--epochs", steps // self.steps_per_epoch] if self.steps_per_epoch else ["--steps", steps]
@@ -36,10 +37,12 @@ class Row:
     flags: tuple[str, ...] = ()
     script: tuple[str, ...] = ()  # further arguments of the script
     wan: str = ""  # a row of wan.py, run without a link
+    clusters: tuple[str, ...] = ()  # flags of the server of each of CLUSTERS clusters, which share the workers evenly
     start: str = "0.0028"  # the rate at which a tuned row begins
     rate: str = ""  # its peak; "": the script's own
 
 
+CLUSTERS = 4
 SINGLE, DENSE = Row("single process"), Row("bsp", ("--sync", "bsp"))
 
 
@@ -125,6 +128,23 @@ CONTENDERS = (
     *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), ssp(2, "cycle:0.15+sign"), LOCAL)),
 )
 
+START = ("--start-steps", "40", "--start-compress", "int4")  # as long as the warm-up of the rate
+
+
+def without_delay(compress: str, *more: str) -> Row:
+    """Each worker's own optimizer makes its updates, and all wait for the mean of them, both ways through `compress`."""
+    flags = ("--sync", "bsp", "--push", "update", "--compress", compress, "--compress-down", compress)
+    return Row(", ".join(("bsp, push update", compress, *["start of 40"] * bool(more))), (*flags, *more))
+
+
+MANY = (
+    replace(DENSE, start="0.004"),
+    *(without_delay(spec, *start) for start in ((), START) for spec in ("int4", "topk:0.5+sign")),
+    ssp(1, "topk:0.11+sign"),
+    replace(ssp(1, "topk:0.11+sign"), name=f"{CLUSTERS} clusters, topk:0.11+sign between", clusters=("--sync", "bsp")),
+)
+
+BYTELM = Task("bytelm", "loss", 400, beta1=0.9)
 MNIST5K = Task("mnist5k", "accuracy", 744, steps_per_epoch=62)
 MODES = (SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local")))
 
@@ -135,12 +155,18 @@ PRESETS = {
         rows=MODES,
     ),
     "compress": Preset(
-        (Task("bytelm", "loss", 400), MNIST5K),
+        (BYTELM, MNIST5K),
         workers=2,
         rows=(SINGLE, DENSE, *TABLE),
     ),
+    "many": Preset(
+        (BYTELM,),
+        workers=16,
+        rows=MANY,
+        tuned=True,
+    ),
     "tuned": Preset(
-        (Task("bytelm", "loss", 400),),
+        (BYTELM,),
         workers=2,
         rows=CONTENDERS,
         tuned=True,

@@ -125,7 +125,7 @@ def optimizers(model: ByteGPT, args: argparse.Namespace) -> list[torch.optim.Opt
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2] if args.optimizer == "muon" else []
     of_muon = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in of_muon]
-    adamw = torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    adamw = torch.optim.AdamW(rest, lr=args.lr, betas=(args.beta1, 0.95), weight_decay=args.weight_decay)
     if not matrices:
         return [adamw]
     scale = "match_rms_adamw"  # so that the rate of AdamW fits it
@@ -136,7 +136,7 @@ def optimizers(model: ByteGPT, args: argparse.Namespace) -> list[torch.optim.Opt
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on the bytes of Python's standard library.")
     model = {"layers": 4, "width": 160, "heads": 5, "context": 64}
-    training = {"steps": 400, "warm-up": 40, "seed": 0, "lr": 2e-3, "weight-decay": 0.1, "clip": 1.0}
+    training = {"steps": 400, "warm-up": 40, "seed": 0, "lr": 2e-3, "beta1": 0.9, "weight-decay": 0.1, "clip": 1.0}
     for flag, default in (model | training).items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=f"(default {default})")
     parser.add_argument("--batch", type=int, default=32, help="windows a step, over all workers (default 32)")
