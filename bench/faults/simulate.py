@@ -272,6 +272,7 @@ def main() -> int:
     parser.add_argument("--standby", action="store_true", help="with --replay: that with standbys")
     parser.add_argument("--pair", action="store_true", help="with --replay: the tree with standbys")
     parser.add_argument("--move", action="store_true", help="with --replay: that in which keys move")
+    parser.add_argument("--start", action="store_true", help="with --replay: that with a start")
     parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
     parser.add_argument("--gossip", action="store_true", help="one large gossip run, without faults, the same way")
     parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters; with --gossip")

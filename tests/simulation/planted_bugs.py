@@ -22,6 +22,7 @@ from simulation import (
     test_sample_ranges,
     test_shard_kills,
     test_standbys,
+    test_starts,
     test_trees,
 )
 from simulation.actors import Bug, planted
@@ -61,6 +62,7 @@ PLANTED: dict[str, Bug] = (
     | {bug: row[0] for bug, row in test_resharding.PLANTED.items()}
     | {bug: row[0] for bug, row in test_sample_ranges.PLANTED.items()}
     | {bug: row[0] for bug, row in test_replans.PLANTED.items()}
+    | {bug: row[0] for bug, row in test_starts.PLANTED.items()}
     | {bug: [row] for bug, row in test_standbys.PLANTED.items()}
     | {f"{bug}, in a tree": row[0] for bug, row in test_trees.PLANTED.items()}
 )

@@ -18,6 +18,7 @@ from simulation.resharding import Moved, moves_of
 from simulation.simulator import Simulator
 from simulation.standby_trees import Pairs, pair_case
 from simulation.standbys import Theatre
+from simulation.starts import Started, start_of
 from simulation.trees import Tree, fault_case
 
 
@@ -67,7 +68,7 @@ def _pairs(seed: int, kit: Kit, trace: Trace | None) -> Pairs:
 
 KINDS = {
     "runs": Kind(
-        *(38, "", "runs of one cluster, with every fault of links and a worker's crash"),
+        *(34, "", "runs of one cluster, with every fault of links and a worker's crash"),
         lambda seed, kit, trace: Run(_some_with_rows(case_of(seed)), kit, trace),
     ),
     "restarts": Kind(
@@ -113,6 +114,10 @@ KINDS = {
             "runs of one cluster whose keys move, of 12 one whose plan changes; of three one with kills and one with a restart",
         ),
         lambda seed, kit, trace: _moved(seed, (seed % 3 == 2, seed % 3 == 1), kit, trace),
+    ),
+    "starts": Kind(
+        *(4, " --start", "runs of one cluster with a start, of three one with kills and one with a restart"),
+        lambda seed, kit, trace: Started(start_of(seed, seed % 3 == 2, seed % 3 == 1), kit, trace),
     ),
 }
 

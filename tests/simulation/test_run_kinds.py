@@ -24,6 +24,7 @@ STRUCK = {
     "standbys": {"took over": 0.1},
     "pairs": {"took over": 0.5},
     "moves": LINKS | {"keys moved": 0.5},
+    "starts": LINKS | {"start over": 0.9},
 }
 
 
