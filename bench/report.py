@@ -9,7 +9,8 @@ How it works
   then a table for each heading that its lines name (bench/lab/record.py).
 - A row of README's table is a contender of bench/contenders/wan.py: its lines with seed 0 and all steps, at the rate with
   the lowest loss. A figure that was measured at another rate says so; a time of a busy machine is not taken.
-- Its last column is the newest line of bench/speed/start_and_end.py with the flags of that row.
+- Its last columns are the newest lines of bench/speed/pace.py with two workers, and of bench/speed/start_and_end.py, with
+  the flags of that row or the nearest.
 """
 
 from __future__ import annotations
@@ -54,13 +55,11 @@ ORDER = ("contenders", "loss", "speed", "faults", "planning", "gpu")  # of the s
 # README's rows: name, run in wan.jsonl, inner optimizer.
 ROWS = (
     ("PyTorch DDP over gloo", "ddp", "adamw"),
-    ("DDP with PowerSGD, rank 4", "ddp powersgd-4", "adamw"),
     ("torchft 0.2.0, DiLoCo, 50 local steps", "torchft diloco H=50", "adamw"),
     ("Narrows, local, 50 local steps", "diloco H=50", "adamw"),
     ("Narrows, ssp, s = 2, `topk:0.11+sign`", "ssp topk:0.11+sign staleness 2", "adamw"),
     ("Narrows, ssp, s = 2, `cycle:0.15+sign`", "ssp cycle:0.15+sign staleness 2", "adamw"),
     ("Narrows, ssp, s = 2, `topk:0.11+sign`, Muon", "ssp topk:0.11+sign staleness 2", "muon"),
-    ("Narrows, ssp, s = 2, `cycle:0.15+sign`, Muon", "ssp cycle:0.15+sign staleness 2", "muon"),
 )
 # Row of start_and_end.jsonl with the flags of a run of wan.jsonl; its bytes do not depend on the optimizer.
 ENDS = {
@@ -68,6 +67,15 @@ ENDS = {
     "ssp topk:0.11+sign staleness 2": "ssp topk:0.11+sign",
     "ssp cycle:0.15+sign staleness 2": "ssp cycle:0.15+sign",
 }
+# Row of pace.jsonl with the flags of a run of wan.jsonl, and how it differs: paces do not depend on the optimizer.
+PACES = {
+    "ddp": ("DDP", ""),
+    "torchft diloco H=50": ("torchft DiLoCo, H = 32", "H = 32"),
+    "diloco H=50": ("local, H = 48, 4 fragments, 2bit", "H = 48, `2bit`"),
+    "ssp topk:0.11+sign staleness 2": ("ssp, s = 2, topk:0.11+sign", ""),
+    "ssp cycle:0.15+sign staleness 2": ("ssp, s = 2, cycle:0.15+sign", ""),
+}
+PACE_LINKS = (50.0, 1000.0)  # Mbit/s
 LINK = {"mbit_per_s": 20.0, "delay_ms": 60.0}
 STEPS, SIZE = 400, "1.3M"
 # README's columns: name, figure, whether the learning rate changes it.
@@ -111,19 +119,25 @@ def page(found: dict[str, list[Line]]) -> str:
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
+def peak(line: Line) -> str:
+    """The peak learning rate of a run, and AdamW's beta1 where it is not the script's 0.9."""
+    beta1 = line.arguments.get("beta1", 0.9)
+    return record.cell(line.arguments.get("rate")) + (f", beta1 {beta1}" if beta1 != 0.9 else "")
+
+
 def readme_row(name: str, lines: Sequence[Line]) -> str:
     """The cells of one contender; dashes where nothing is known."""
     at_the_end = [line for line in lines if "loss" in line.figures]
-    best = min(at_the_end, key=lambda line: line.figures["loss"].value).arguments.get("rate") if at_the_end else None
-    cells = [name, record.cell(best)]
+    best = peak(min(at_the_end, key=lambda line: line.figures["loss"].value)) if at_the_end else NOT_TOLD
+    cells = [name, best]
     for _, figure, by_rate in COLUMNS:
         have = [line for line in lines if figure in line.figures and (line.link or figure == "loss")]
         have = [line for line in have if not (line.busy and line.figures[figure].timed)]
-        line = next((line for line in reversed(have) if line.arguments.get("rate") == best), have[-1] if have else None)
+        line = next((line for line in reversed(have) if peak(line) == best), have[-1] if have else None)
         if line is None:
             cells.append(NOT_TOLD)
             continue
-        rate, note = line.arguments.get("rate"), line.figures[figure].note
+        rate, note = peak(line), line.figures[figure].note
         notes = [note] * bool(note) + [f"at {rate}"] * (by_rate and rate != best)
         cells.append(
             shown(line.figures[figure].value, line.figures[figure].unit) + f" ({', '.join(notes)})" * bool(notes)
@@ -139,8 +153,20 @@ def start_and_end(run: str, found: dict[str, list[Line]]) -> str:
     return ", ".join(f"{lines[-1].figures[f'{way} beyond'].value:.1f}" for way in ("up", "down"))
 
 
+def pace(run: str, found: dict[str, list[Line]]) -> str:
+    """The cell with the share of a GPU's time that is left for compute on each of PACE_LINKS."""
+    plan, differs = PACES.get(run, ("", ""))
+    lines = [line for line in found.get("speed/pace", []) if line.run == plan and line.table.startswith("2 workers")]
+    newest = {line.link["mbit_per_s"]: line.figures["utilisation"] for line in lines if line.link}
+    if not newest:
+        return NOT_TOLD
+    shares = (f"{newest[link].value:.2g}" if link in newest else NOT_TOLD for link in PACE_LINKS)
+    return ", ".join(shares) + f" ({differs})" * bool(differs)
+
+
 def readme_table(found: dict[str, list[Line]]) -> str:
-    head = ("run", "best rate", *(name for name, _, _ in COLUMNS), "start and end: models up, down")
+    share = "GPU %: 50, 1,000 Mbit/s"
+    head = ("run", "best rate", *(name for name, _, _ in COLUMNS), share, "models, start, end")
     table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines = [
         line
@@ -151,7 +177,7 @@ def readme_table(found: dict[str, list[Line]]) -> str:
     ]
     for name, run, optimizer in ROWS:
         own = [line for line in lines if line.run == run and line.arguments.get("optimizer") == optimizer]
-        table.append(f"{readme_row(name, own)} {start_and_end(run, found)} |")
+        table.append(f"{readme_row(name, own)} {pace(run, found)} | {start_and_end(run, found)} |")
     return "\n".join(table)
 
 

@@ -30,6 +30,9 @@ def line(run: str, loss: float, seed: int = 0, commit: str = "aaaaaaa", **more: 
     return Line(run=run, figures={"loss": Figure(loss, "nats a byte"), "step": Figure(1234.0, "ms")}, **fields | more)
 
 
+LATE = {"steps": 400, "rate": 0.002, "beta1": 0.8, "optimizer": "adamw", "size": "1.3M"}
+
+
 def rows(table: str) -> list[list[str]]:
     """The cells of each row, the head first."""
     lines = [each for each in table.splitlines() if each.startswith("| ")]
@@ -130,7 +133,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         line("ddp", 1.8, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw", "size": "1.3M"}),
     ]
     lines += [
-        line("diloco H=50", 2.0, busy=True),
+        line("diloco H=50", 2.0, busy=True, arguments=LATE),
         line("diloco H=50", 1.7, arguments={"steps": 40, "optimizer": "adamw", "size": "1.3M"}),
     ]
     text = "".join(json.dumps(each.told()) + "\n" for each in lines)
@@ -138,6 +141,16 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ends = {f"{way} beyond": Figure(models, "models") for way, models in (("up", 0.0002), ("down", 1.77))}
     told = Line("speed/start_and_end", "local dense", ends, commit="aaaaaaa", machine=MACHINE).told()
     (tmp_path / "results" / "start_and_end.jsonl").write_text(json.dumps(told) + "\n")
+    paces = [
+        Line("speed/pace", "DDP", {"utilisation": Figure(share, "%")}, f"{workers} workers at a GPU's pace", link=link)
+        for workers, share, mbit in ((2, 0.5, 50.0), (2, 0.0859, 50.0), (2, 1.263, 1000.0), (4, 9.0, 50.0))
+        for link in ({"mbit_per_s": mbit, "delay_ms": 10.0},)
+    ]
+    paces.append(
+        Line("speed/pace", "local, H = 48, 4 fragments, 2bit", paces[0].figures, paces[0].table, link=paces[0].link)
+    )
+    text = "".join(json.dumps(each.told()) + "\n" for each in paces)
+    (tmp_path / "results" / "pace.jsonl").write_text(text)
     for name, path in (("RESULTS", "results"), ("README", "README.md"), ("PAGE", "docs/results.md")):
         monkeypatch.setattr(report, name, tmp_path / path)
     monkeypatch.setattr(report, "ROOT", tmp_path)
@@ -149,15 +162,17 @@ def test_the_pages_have_what_the_lines_say(house: Path) -> None:
     assert told.exit_code == 0 and told.output == "wrote docs/results.md\nwrote README.md\n"
     page, readme = ((house / name).read_text() for name in ("docs/results.md", "README.md"))
     assert "\n## wan\n" in page
-    assert ["ddp", "400", "0.002", "1.900", "1,234", "1", "aaaaaaa", "idle machine"] in rows(page)
+    assert ["ddp", "400", "0.002", "-", "1.900", "1,234", "1", "aaaaaaa", "idle machine"] in rows(page)
     assert readme.startswith("above\n\n<!--") and readme.endswith("-->\n\nbelow\n") and "old" not in readme
     table = {cells[0]: cells[1:] for cells in rows(readme)}
     assert table["run"] == ["best rate", "ms a step: median", "mean", "kB a step up", "loss", "seconds to loss 2.1",
-                            "start and end: models up, down"]  # fmt: skip
-    assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-", "-"]
+                            "GPU %: 50, 1,000 Mbit/s", "models, start, end"]  # fmt: skip
+    assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-", "0.086, 1.3", "-"]
     # A step of a busy machine is not taken, and neither is a loss of 40 steps.
-    assert table["Narrows, local, 50 local steps"] == ["0.002", "-", "-", "-", "2.000", "-", "0.0, 1.8"]
-    assert table["DDP with PowerSGD, rank 4"] == ["-"] * 7
+    assert table["Narrows, local, 50 local steps"] == [
+        *("0.002, beta1 0.8", "-", "-", "-", "2.000", "-", "0.5, - (H = 48, `2bit`)", "0.0, 1.8"),
+    ]
+    assert table["torchft 0.2.0, DiLoCo, 50 local steps"] == ["-"] * 8
 
 
 def test_check_fails_on_a_page_that_the_data_does_not_give(house: Path) -> None:
