@@ -2,31 +2,35 @@
 
 How it works
 1. A run begins on the sparsest rung. Each clock is measured (`Clock`): compute, encode, bytes and seconds each way.
-2. From the medians of the newest WINDOW clocks predict.py computes the length of a clock with each rung (`step_s`).
-3. After FIRST clocks `Auto` takes the densest rung whose clock is at most NEAR longer than the shortest.
-4. Later it changes to a sparser rung only if the shortest clock is shorter by MARGIN. Any later change needs PATIENCE
+2. From the medians of the newest WINDOW clocks predict.py computes the length of a clock with each rung (`step_s`). The
+   cost of a rung is that length times its steps to a loss, as they were measured (losses.py).
+3. After FIRST clocks `Auto` takes the densest rung whose cost is at most NEAR higher than the least.
+4. Later it changes to a sparser rung only if the least cost is lower by MARGIN. Any later change needs PATIENCE
    decisions in a row that agree, and each change of direction doubles that number.
 
 Rules
-- The densest rung that costs (nearly) no time is best: values that a rung leaves out cost loss, and traffic that
-  computing hides costs no time.
+- Of rungs that cost the same the densest is best: values that a rung leaves out cost loss, also where nobody has measured
+  how much, and traffic that computing hides costs no time.
 - A choice is left only for a rung that is better by a margin, several times in a row.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 from narrows.compression.compressor import Compressor
 from narrows.compression.ladder import Rung
+from narrows.compression.losses import alike
 from narrows.compression.predict import clock_s
 from narrows.compression.spec import parse
 
-NEAR = 0.05  # a clock that is so little longer than the shortest is as good, and sends more values
-# The present rung is left for a sparser one only if the shortest clock is shorter by this share. It is four times NEAR:
-# otherwise noise would soon bring the rung back.
+NEAR = 0.05  # a cost that is so little above the least is as good: clocks are not measured better, nor are losses
+# The present rung is left for a sparser one only if the least cost is lower by this share. It is four times NEAR: otherwise
+# noise would soon bring the rung back.
 MARGIN = 0.20
 PATIENCE = 5  # decisions in a row that must agree; noise, of medians too, seldom agrees for so long
 PATIENCE_MAX = 16 * PATIENCE  # on the edge between two rungs each way back doubles the patience, up to this
@@ -36,6 +40,9 @@ FIRST = 3  # clocks before the first choice: one may be an outlier (first touch 
 # (topk:0.5+2bit 3.2, topk:0.27+sign 2.1, int8 0.9 with its residual; a million values, one core of the machine in
 # README.md).
 ENCODE_NS = 2.0
+# A SPEC that was not timed yet takes at most so many times the longest that was timed: on a GPU all take far less than
+# ENCODE_NS. On a CPU topk:0.11+sign takes 3.9 times cycle:0.15+sign (bench/speed/pace.py --coding).
+ENCODE_MOST = 4.0
 LEAST_S = 1e-4  # the shortest transfer time that counts: delays of busy processes allow no finer measurement
 
 
@@ -86,15 +93,24 @@ class Auto:
     and error feedback sends later what the rung leaves out.
     """
 
-    def __init__(self, up: tuple[Rung, ...], down: tuple[Rung, ...], count: int, window: int) -> None:
+    def __init__(
+        self,
+        up: tuple[Rung, ...],
+        down: tuple[Rung, ...],
+        count: int,
+        window: int,
+        steps: Callable[[float, float], float] = alike,
+    ) -> None:
         """Begin on the sparsest rungs.
 
         Args:
             up, down: the ladders of pushes and pulls, densest first.
             count: the parameters of an update.
             window: the most updates in flight, including the update that is being computed.
+            steps: the steps to a loss, as a multiple of bsp's, by the bytes per parameter of pushes and of pulls.
         """
         self.choices = [(up[min(i, len(up) - 1)], down[min(i, len(down) - 1)]) for i in range(max(len(up), len(down)))]
+        self.steps = [steps(up.bytes, down.bytes) for up, down in self.choices]  # to a loss, of each choice
         self.named = 0 if len(up) > 1 else 1  # the direction whose SPECs a Switch names: 0 up, 1 down
         self.count, self.window = count, window
         self.at = len(self.choices) - 1
@@ -126,7 +142,8 @@ class Auto:
         """Predict the seconds of a clock with one of `choices`, from the medians so far."""
         up, down = self.choices[choice]
         timed = self.encode.get(up.spec)
-        own = self.compute.value + (timed.value if timed else ENCODE_NS * 1e-9 * self.count)
+        most_s = ENCODE_MOST * max((each.value for each in self.encode.values()), default=math.inf)
+        own = self.compute.value + (timed.value if timed else min(ENCODE_NS * 1e-9 * self.count, most_s))
         up_bytes = self.up_fixed.value if self.up_fixed else up.bytes * self.count
         down_bytes = self.down_fixed.value if self.down_fixed else down.bytes * self.count
         up_s = up_bytes / (self.up_rate or self.down_rate).value
@@ -150,13 +167,14 @@ class Auto:
         self.clocks += 1
         if self.clocks < FIRST or not self.round_trip:
             return None
-        steps = [self.step_s(choice) for choice in range(len(self.choices))]
-        best = min(steps)
-        target = next(choice for choice, step in enumerate(steps) if step <= best * (1 + NEAR))
+        clocks = [self.step_s(choice) for choice in range(len(self.choices))]
+        costs = [step_s * steps for step_s, steps in zip(clocks, self.steps, strict=True)]
+        best = min(costs)
+        target = next(choice for choice, cost in enumerate(costs) if cost <= best * (1 + NEAR))
         if not self.chosen:
             self.chosen = True
-            return self._switch(target, steps) if target != self.at else None
-        if target > self.at and steps[self.at] <= best * (1 + MARGIN):
+            return self._switch(target, clocks) if target != self.at else None
+        if target > self.at and costs[self.at] <= best * (1 + MARGIN):
             target = self.at
         way = (target > self.at) - (target < self.at)
         if self.wanted and (self.wanted[0] > self.at) - (self.wanted[0] < self.at) != way:
@@ -169,19 +187,23 @@ class Auto:
         if way == -self.went:
             self.patience = min(2 * self.patience, PATIENCE_MAX)
         self.went = way
-        return self._switch(min(self.wanted, key=lambda wanted: abs(wanted - self.at)), steps)
+        return self._switch(min(self.wanted, key=lambda wanted: abs(wanted - self.at)), clocks)
 
     def follow(self, at: int, chosen: int) -> None:
         """Take over `at` and `chosen` of the process that chooses for this one."""
         self.at, self.chosen = at, bool(chosen)
 
-    def _switch(self, target: int, steps: list[float]) -> Switch:
+    def _switch(self, target: int, clocks: list[float]) -> Switch:
         before, after = (self.choices[choice][self.named].spec for choice in (self.at, target))
         reason = (
             f"{_rate(self.up_rate or self.down_rate)} up, {_rate(self.down_rate or self.up_rate)} down, a round trip of "
             f"{_seconds(self.round_trip.value)} and {_seconds(self.compute.value)} of computing: a clock takes "
-            f"{_seconds(steps[target])} with {after}, {_seconds(steps[self.at])} with {before}"
+            f"{_seconds(clocks[target])} with {after}, {_seconds(clocks[self.at])} with {before}"
         )
+        if self.steps[target] != self.steps[self.at]:
+            reason += (
+                f", and a loss {self.steps[target]:.3g} and {self.steps[self.at]:.3g} times bsp's steps, as measured"
+            )
         self.at = target
         self.wanted.clear()
         return Switch(before, after, reason)

@@ -120,6 +120,16 @@ class Ladder:
         return chain.value_coding.wire_id if chain.value_coding.wire_id in rows.CODINGS else 0
 
 
+def bytes_of(spec: str) -> float:
+    """Return the bytes per parameter of a payload: as measured where the SPEC is a rung of LADDER, else an upper bound.
+
+    Raises:
+        SpecError: `spec` is no SPEC.
+    """
+    known = {rung.spec: rung.bytes for rung in LADDER}
+    return known.get(spec) or ladder(spec).rungs[0].bytes
+
+
 _AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
 _COUNT = 1 << 20  # parameters of the payload by which the bytes of a fixed SPEC are estimated, until measured
 

@@ -516,7 +516,7 @@ SPECS_RESOLVED = {
     # before a run: its flags are checked, its costs predicted
     "ps/command/serve.py": {"checked"},
     "ps/process/machine_factory.py": {"machine"},
-    "ps/planner/step_prices.py": {"coded"},
+    "ps/planner/codec_costs.py": {"coded"},
     "ps/planner/modes_and_specs.py": {"inside"},
     "ps/planner/host_memory.py": {"_resolved"},
     "worker/check/findings.py": {"specs", "_memory"},

@@ -32,10 +32,11 @@ import click
 
 from narrows.protocols.config.deployment import Deployment
 from narrows.ps.planner.choose import Chooser, DeploymentChoice, choices, choose, simplest_first
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import BELOW, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.plan_writer import HostAddresses, clustered, long_commands
-from narrows.ps.planner.step_prices import Groups, TrainingWork, coded
+from narrows.ps.planner.step_prices import Groups, TrainingWork
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 

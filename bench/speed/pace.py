@@ -29,7 +29,8 @@ Rules
   begins. TCP learns at once that a link is slower, and takes hundreds of round trips to learn that it is faster. The first
   steps of a phase do not count, nor does the first round of a plan with rounds.
 - The queue of a link holds what the link carries in 10 ms, half of a round trip. So bursts lose packets.
-- "ps-plan's choice" in a note: ps-plan chooses this plan for the link and the step. It prices coding on a CPU.
+- "ps-plan's choice" in a note: ps-plan --encode gpu chooses this plan for the link and the step (until
+  November 2026: without --encode gpu).
 - Figures of Adnan082/diloco-measured stand beside ours: four L40S, 30.8 M parameters, links shaped by tc.
 - --join takes a plan's losses from the line of its job in run_jobs.jsonl with as many workers and STEPS steps, at the best
   rate. The seconds to the loss TARGET are the steps to it, interpolated between the quarters of the run, times the step
@@ -68,8 +69,9 @@ from speed import pace_coding, pace_plot, straggler
 from narrows.protocols.config.key_ranges import split
 from narrows.protocols.config.settings import Settings
 from narrows.ps.planner.choose import choose
+from narrows.ps.planner.codec_costs import coded, gpu_row
 from narrows.ps.planner.network import Network
-from narrows.ps.planner.step_prices import TrainingWork, coded
+from narrows.ps.planner.step_prices import TrainingWork
 from narrows.ps.process.config import ServerConfig
 
 HERE = Path(__file__).parent
@@ -159,7 +161,7 @@ def chosen(mbit: int, workers: int, count: int) -> str:
     rate, delay = np.full((1, *square), mbit * 1e6 / 8), np.full(square, ROUND_TRIP_S / 2)
     hosts = tuple(f"host-{i}" for i in range(workers))
     network = Network(hosts, delay, rate, (1e6,), each, 64e9 * each, np.zeros(square))
-    way = choose(network, TrainingWork(count, COMPUTE_S, coded(), shards=SHARDS)).above
+    way = choose(network, TrainingWork(count, COMPUTE_S, coded(gpu=True), shards=SHARDS)).above
     return str(way).replace("S = ", "s = ")
 
 
@@ -392,7 +394,7 @@ def measure_coding(recorder: record.Recorder, plan: Plan, size: str) -> None:
     told: record.Figures = {name: (1e9 * getattr(found, name), "ns") for name in PARTS}
     for name, each in (("a worker's step", found), ("on a GPU", gpu)):
         told[name] = (1e3 * count * (each.encode + each.fold + each.compose) + 1e3 * SHARDS * each.host, "ms")
-    note = f"on a GPU: {pace_coding.gpu_row(plan.spec)}"
+    note = f"on a GPU: {gpu_row(plan.spec)}"
     recorder.add(
         plan.spec,
         told,

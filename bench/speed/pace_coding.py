@@ -1,4 +1,4 @@
-"""The seconds that coding takes, by SPEC, for pace.py: on this CPU, measured alone, and on a GPU, from bench/gpu/h200.md.
+"""The seconds that coding takes, by SPEC, for pace.py: on this CPU, measured alone, and on a GPU, by codec_costs.py.
 
 On this CPU: the CPU seconds of one thread on real arrays, medians of ROUNDS. A worker codes all keys, a server the keys of
 one shard. On a GPU: a worker's seconds are those of the table `Codes` in h200.md, interpolated between its sizes; the server
@@ -22,6 +22,7 @@ from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import Piece, coded_piece
 from narrows.compression.home import HOST
 from narrows.protocols.config.key_ranges import parts
+from narrows.ps.planner.codec_costs import GPU_MS, GPU_VALUES, gpu_row
 from narrows.ps.store.changes import Fold, OuterStep, Publish, SetFirstWeights
 from narrows.ps.store.store import Store
 from narrows.worker.model.arrays import WorkerArrays
@@ -32,13 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lab.replay import MADE, Coding, Payloads, Still, model_of, updates_of
 
 ROUNDS = 5
-GPU_VALUES = (1e6, 1e7, 1e8)
 GPU_HOST_S = 1.8e-3 / 8  # messages of 8 shards, 100 M parameters, before 2026-11-27's change
-GPU_MS = {  # an H200's, at GPU_VALUES
-    "topk:0.01+int8": {"encode": (0.41, 0.45, 1.00), "fold": (0.40, 0.42, 0.75), "whole step": (1.48, 1.56, 2.72)},
-    "topk:0.05+int8": {"encode": (0.41, 0.39, 1.70), "fold": (0.41, 0.38, 2.70), "whole step": (1.43, 1.21, 5.83)},
-    "cycle:0.15+sign": {"encode": (0.30, 0.20, 0.91), "fold": (0.23, 0.16, 0.73), "whole step": (1.10, 0.72, 2.70)},
-}
 
 
 def cpu_s(call: Callable[[], object]) -> float:
@@ -103,14 +98,6 @@ def server(
         if turn:
             taken["add"].append(add / len(terms))
             taken["publish"].append(publish)
-
-
-def gpu_row(spec: str) -> str:
-    """Return the SPEC of GPU_MS whose figures a SPEC takes."""
-    name, _, density = spec.partition("+")[0].partition(":")
-    if name == "cycle":
-        return "cycle:0.15+sign"
-    return "topk:0.01+int8" if name == "topk" and float(density) <= 0.01 else "topk:0.05+int8"
 
 
 def on_a_gpu(spec: str, count: int, server: Coding) -> Coding:

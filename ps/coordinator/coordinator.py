@@ -51,8 +51,8 @@ from narrows.ps.coordinator.resharding import Resharding
 from narrows.ps.coordinator.run import NO_KEY, Decision, Key, Run, Seat, skips
 from narrows.ps.coordinator.sample_leases import SampleLeases
 from narrows.ps.coordinator.shared_buffers import SharedBuffers
+from narrows.ps.planner.codec_costs import CodecCost
 from narrows.ps.planner.host_memory import UNKNOWN, HostMemory
-from narrows.ps.planner.step_prices import CodecCost
 
 TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
 

@@ -25,10 +25,10 @@ from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.resharding import Resharding, ReshardPhase
 from narrows.ps.coordinator.run import Decision, Run, Seat
+from narrows.ps.planner.codec_costs import CodecCost
 from narrows.ps.planner.host_memory import UNKNOWN, VALUE_BYTES, HostMemory, server_models, too_small
 from narrows.ps.planner.modes_and_specs import IN_RUN, WAYS, ModeAndSpec
 from narrows.ps.planner.replanning import ChildRates, WayPrice, in_turn, present, prices, unmeasured
-from narrows.ps.planner.step_prices import CodecCost
 
 GAIN = 0.2  # the share of the time to a loss that another way must save
 LOOKS = 10  # comparisons in --replan-after seconds
@@ -49,7 +49,7 @@ class Replans(Decision):
     """Decides whether to replan.
 
     Args:
-        coded: cost of each SPEC. If the run's own SPEC has none, no way is compared.
+        coded: cost of each SPEC. If one of the run's own SPECs has none, no way is compared.
         here: memory of the host of the coordinator, and of all shards that are not on another machine.
     """
 
@@ -100,7 +100,8 @@ class Replans(Decision):
     def decide(self, now_ns: int) -> bool:
         """Compare the ways LOOKS times in --replan-after, and propose one that has gained for that long."""
         settings, after_ns = self.run.settings, int(self.run.settings.replan_after * NS)
-        if settings.replan == "off" or settings.starting or settings.compress not in self.coded or now_ns < self.due_ns:
+        specs = {settings.compress, settings.compress_down}
+        if settings.replan == "off" or settings.starting or specs - self.coded.keys() or now_ns < self.due_ns:
             return False
         self.due_ns = now_ns + min(max(after_ns // LOOKS, LOOK_MIN_NS), LOOK_MAX_NS)
         best = self._best()

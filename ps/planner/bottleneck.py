@@ -21,7 +21,10 @@ def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
         sender, receiver = (network.hosts[host] for host in (busiest.sender, busiest.receiver))
         return f"the wire from {sender} to {receiver} decides: {1e3 * busiest.seconds:.3g} ms of bytes"
     child = np.array(plan.servers)
-    inside = np.where([len(group) > 1 for group in plan.groups], plan.below.inside, 1)
+    outer_s = prices.outer_s(plan.above, len(to))
+    if 2 * outer_s > plan.step_s * plan.above.mode.local_steps:
+        return f"the outer step on {network.hosts[plan.root]} decides: {1e3 * outer_s:.3g} ms of a round"
+    inside = np.where([len(group) > 1 for group in plan.groups], plan.below.inside, 0)
     found = _slowest(prices, plan.above, own[child], child, plan.groups, np.array(to), inside)
     group = plan.groups[found[0]]
     within = ""
@@ -30,7 +33,7 @@ def decides(chooser: Chooser, plan: DeploymentChoice) -> str:
         within = f" in the cluster of {network.hosts[int(server[0])]}"
         found = _slowest(
             prices, plan.below, prices.compute_s[members], members, tuple((host,) for host in group), server,
-            np.ones_like(members),
+            np.zeros_like(members),
         )  # fmt: skip
         child, to = members, (int(server[0]),)
     host = network.hosts[int(child[found[0]])]
@@ -60,7 +63,7 @@ def _slowest(
         rows: the host of each child, or of its server.
         children: the hosts of each child.
         servers: the hosts of the level's server.
-        inside: (rows,) updates in flight inside each child.
+        inside: (rows,) updates in flight inside each child, as `HostGroupings.inside`.
 
     Returns: The row of the slowest child; the column of the server's host that the child waits for, or -1 where it
         waits for its own computing and coding; and the reason in words, "" for -1.
@@ -68,10 +71,12 @@ def _slowest(
     table = HostGroupings.of([children], prices.place)
     share, count = [*table.share[:, table.first][..., None]], len(servers)
     up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
-    clocks = prices.clocks(way, own_s[:, None], up, down, round_trip, inside[:, None])
+    clocks = prices.clocks(way, own_s[:, None], up, down, round_trip, inside[:, None], count)
     row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
     road_s = float(up[row, column] + down[row, column])
-    coding_s = prices.work.coded[way.compress].encode_s * prices.work.parameters
+    coded = prices.work.coded[way.compress]
+    encode_s, worker_s = coded.encode_s * prices.work.parameters, coded.worker_s(prices.work.parameters)
+    coding_s = encode_s if inside[row] else worker_s
     computing_s = float(own_s[row]) * way.mode.local_steps + coding_s
     if computing_s >= max(float(clocks[row, column]) / 1.05, road_s + float(round_trip[row, column])):
         return row, -1, ""

@@ -42,12 +42,12 @@ from narrows.ps.planner.candidate_prices import (
     partitions,
     undominated,
 )
+from narrows.ps.planner.codec_costs import CodecCost
 from narrows.ps.planner.host_memory import VALUE_BYTES, server_models, worker_models
 from narrows.ps.planner.modes_and_specs import BELOW, DENSE_UPDATES, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Array, Network, named
 from narrows.ps.planner.step_prices import (
     BusyWire,
-    CodecCost,
     Groups,
     HostGroupings,
     Indices,

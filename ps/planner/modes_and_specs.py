@@ -1,47 +1,37 @@
-"""The modes and SPECs that a plan may give to a level, and how many more steps each takes to a loss.
+"""The modes and SPECs that a plan may give to a level: the rows of compression/losses.py, as flags of ps-serve.
 
-docs/planning.md has both.
+docs/planning.md has them.
 
 Rules
-- Each row is a mode that docs/archive/results-0.1.md has measured: losses of the byte GPT with 2, 4, 8 and 16 children of
-  a server.
 - A level with one child costs no steps, because no updates are averaged there.
+- Under `local` with `--outer iso` each shard computes for a while at the end of a round (`outer_s`), and workers wait.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from narrows.compression import ladder
-from narrows.protocols.config.modes import Mode
+from narrows.compression import ladder, losses
+from narrows.compression.losses import MeasuredLoss
+from narrows.protocols.config.key_ranges import TENSORS, VALUES
+from narrows.protocols.config.modes import ISO, Mode
 from narrows.protocols.config.settings import Settings
 
-COUNTS = (2, 4, 8, 16)  # numbers of children with which losses were measured
-# Loss over bsp's of ssp with topk:0.11+sign for each of COUNTS, after 400 steps, each at its best learning rate. A row
-# that was not measured with so many children is taken to lose as much more from one count to the next.
-GROWS = (0.0, 0.028, 0.077, 0.145)
-# Likewise of bsp whose children push updates, with int4 both ways (bench/loss/run_jobs.py, over 1.827, bsp's loss there).
-UPDATES = (0.0, 0.011, 0.017, 0.019)
-# Steps to a loss of 2.1 over those of bsp are (1 + loss over bsp)^4.7: five rows of bench/contenders/wan.py agree within 13 %.
-STEPS_POWER = 4.7
-
-
 DEFAULTS = {field.name: field.default for field in fields(Settings)}  # of the flags
+# Seconds of one core for equal singular values of a transformer's matrices, over parameters x width: the six matrices of a
+# block of width 504 take 0.28 s. The width is about (ISO_SIDE x parameters)^(1/3): 1.3 M have 160, 31 M 504, 7 B 4,096.
+ISO_S, ISO_SIDE = 1.8e-10, 5.0
 
 
 @dataclass(frozen=True)
-class ModeAndSpec:
+class ModeAndSpec(MeasuredLoss):
     """The mode and SPEC of one level, with its measured losses."""
 
-    sync: str  # the mode, as in --sync
-    over: tuple[float, ...]  # the loss over bsp's, as a share, for the first of COUNTS
-    compress: str = "dense"  # the SPEC
-    staleness: int = -1  # -1: the mode's default
-    local_steps: int = -1  # -1: the mode's default
-    push: str = ""  # "update": as --push has it, with the SPEC both ways; "": the mode's default
+    @classmethod
+    def of(cls, row: MeasuredLoss) -> ModeAndSpec:
+        return cls(*astuple(row))
 
     def flags(self, updates: bool = False) -> dict[str, Any]:
         """Return the flags of ps-serve, as Settings names them.
@@ -49,14 +39,15 @@ class ModeAndSpec:
         `updates` is true where the server's children are clusters.
         """
         given = {"staleness": self.staleness, "local_steps": self.local_steps, "compress": self.compress}
+        given |= {"outer": self.outer, "cut": self.cut}
         given["push"] = "update" if updates and self.sync == "bsp" else self.push
-        given["compress_down"] = self.compress if self.push else ""
+        given["compress_down"] = self.down if self.push else self.compress_down
         return {"sync": self.sync} | {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
     @property
-    def own_optimizers(self) -> bool:
-        """True if each child has an optimizer of its own, of whose updates the server takes the mean."""
-        return self.sync != "bsp" or self.push == "update"
+    def cut(self) -> str:
+        """Where shards begin. A cluster's shards begin where those of its parent do."""
+        return TENSORS if self.outer == ISO else VALUES
 
     @cached_property
     def mode(self) -> Mode:
@@ -69,49 +60,23 @@ class ModeAndSpec:
         The value is 1 where the workers wait too. Dense states count as 1, because they overlap less than the closed
         form for several updates would say.
         """
-        return 1 if ladder(self.compress).raw else self.mode.window
+        return 1 if ladder(self.down).raw else self.mode.window
 
-    def steps(self, children: int) -> float:
-        """Return the steps to a loss as a multiple of bsp's.
-
-        Between two of COUNTS the loss is linear in the logarithm.
-        """
-        if children < 2 or not self.own_optimizers:
-            return 1.0
-        rest = len(self.over) - 1
-        over = [*self.over, *(self.over[-1] + grows - GROWS[rest] for grows in GROWS[rest + 1 :])]
-        doublings = math.log2(children) - 1
-        low = min(int(doublings), len(over) - 2)  # above 16 children the loss grows as from 8 to 16
-        found: float = (1 + over[low] + (doublings - low) * (over[low + 1] - over[low])) ** STEPS_POWER
-        return found
+    def outer_s(self, parameters: float) -> float:
+        """Return the seconds that one core computes for the outer step of a round, beside adding: an estimate."""
+        return ISO_S * parameters * (ISO_SIDE * parameters) ** (1 / 3) if self.outer == ISO else 0.0
 
     def __str__(self) -> str:
         bound = f", S = {self.staleness}" if self.staleness > 0 else ""
         steps = f", H = {self.local_steps}" if self.local_steps > 0 else ""
         push = f", push {self.push}" if self.push else ""
-        return f"{self.sync}{bound}{steps}{push}, {self.compress}"
+        outer = f", outer {self.outer}" if self.outer else ""
+        down = f", {self.compress_down} down" if self.compress_down else ""
+        return f"{self.sync}{bound}{steps}{push}{outer}, {self.compress}{down}"
 
 
 # bsp as a run has it whose children push updates: clusters, or a run that changes to bsp while it runs.
-# With 16 children dense measured as int4 does, within what seeds differ by; with 4 it loses no more than a clock late.
-DENSE_UPDATES = ModeAndSpec("bsp", (0.0, 0.002, *UPDATES[2:]), push="update")
-WAYS = (
-    ModeAndSpec("bsp", (0.0,)),  # equal to one process
-    ModeAndSpec("ssp", (0.0, 0.002, 0.031, 0.077), staleness=1),
-    ModeAndSpec("ssp", (0.0, 0.002, 0.031, 0.088), "int4", staleness=1),  # with 4 and 8 as dense
-    ModeAndSpec("ssp", GROWS, "topk:0.11+sign", staleness=1),
-    ModeAndSpec("ssp", (0.004,), "topk:0.11+sign", staleness=2),
-    ModeAndSpec("ssp", (0.018,), "cycle:0.25/0.24+sign", staleness=1),
-    ModeAndSpec("ssp", (0.041,), "cycle:0.15+sign", staleness=2),
-    ModeAndSpec("ssp", (0.068,), "cycle:0.09+sign", staleness=4),
-    ModeAndSpec("ssp", (0.079,), "cycle:0.06+sign", staleness=3),
-    ModeAndSpec("ssp", (0.099,), "cycle:0.03+sign", staleness=2),
-    # Without a link async measured -0.2 and 3.9 %. With a link four updates are in flight, as late as dense with four
-    # clocks: 7.2 %.
-    ModeAndSpec("async", (0.072, 0.111), "topk:0.11+sign"),
-    ModeAndSpec("local", (0.083, 0.177, 0.26), local_steps=50),
-    ModeAndSpec("bsp", UPDATES, "int4", push="update"),
-    ModeAndSpec("bsp", (0.0, 0.03, 0.038, 0.048), "topk:0.5+sign", push="update"),
-)
+DENSE_UPDATES = ModeAndSpec.of(losses.DENSE_UPDATES)
+WAYS = tuple(map(ModeAndSpec.of, losses.LOSSES))
 BELOW = tuple(way for way in WAYS if way.sync in ("bsp", "ssp"))  # inside a cluster
 IN_RUN = (DENSE_UPDATES, *(way for way in BELOW if way.own_optimizers))  # to which a run changes while it runs

@@ -17,7 +17,7 @@ from typing import Any
 from narrows.protocols.config.deployment import ClusterServer, Deployment, StageEdge, StageServer, WorkerProcess
 from narrows.protocols.errors import UsageError
 from narrows.ps.planner.choose import DeploymentChoice
-from narrows.ps.planner.modes_and_specs import ModeAndSpec
+from narrows.ps.planner.modes_and_specs import DEFAULTS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.step_prices import Indices, TrainingWork
 
@@ -70,6 +70,7 @@ def clustered(
         keys: the folder of the root's keys.
     """
     ports, peers, hosts = PortNumbers(PORT), PortNumbers(PROCESS_PORT), places.network.hosts
+    below = {**plan.below.flags(), **({"cut": plan.above.cut} if plan.above.cut != DEFAULTS["cut"] else {})}
 
     def served(host: int, flags: Mapping[str, Any]) -> tuple[str, int, dict[str, Any]]:
         # Each host with shards of a server has the same number of them.
@@ -79,9 +80,7 @@ def clustered(
         places.addresses,
         [StageServer(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
         [WorkerProcess(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
-        clusters=[
-            ClusterServer(*served(server, plan.below.flags()), replicas=[*group]) for server, group in plan.clusters
-        ],
+        clusters=[ClusterServer(*served(server, below), replicas=[*group]) for server, group in plan.clusters],
         guests=[StageServer(*served(host, {})) for host in plan.spread[1:]],
         samples=work.samples(places.network) if work.batch else [],
         insecure=insecure,

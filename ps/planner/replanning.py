@@ -17,10 +17,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from narrows.compression.losses import of_codes
+from narrows.protocols.config.modes import ISO
 from narrows.protocols.config.settings import Settings
+from narrows.ps.planner.codec_costs import CodecCost
 from narrows.ps.planner.modes_and_specs import DENSE_UPDATES, WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
-from narrows.ps.planner.step_prices import CodecCost, StepPrices, TrainingWork
+from narrows.ps.planner.step_prices import StepPrices, TrainingWork
 
 FAST = 1e10  # bytes a second of a link that is too fast to measure
 
@@ -100,21 +103,33 @@ def unmeasured(settings: Settings, own_s: float = 0.0) -> ModeAndSpec:
     steps = settings.local_steps if settings.sync == "local" else -1
     if settings.local_seconds > 0 and own_s:
         steps = min(steps, max(1, round(settings.local_seconds / own_s)))
-    staleness = settings.staleness if settings.staleness > 0 else -1
+    staleness = settings.staleness if settings.staleness > 0 or settings.sync == "ssp" else -1
     push = settings.push if settings.sync == "bsp" and settings.push == "update" else ""
-    return ModeAndSpec(settings.sync, (), settings.compress, staleness, steps, push)
+    outer = settings.outer if settings.outer == ISO else ""
+    down = settings.compress_down if settings.compress_down != settings.compress else ""
+    return ModeAndSpec(settings.sync, (), settings.compress, staleness, steps, push, outer, down)
 
 
 def present(settings: Settings, coded: Mapping[str, CodecCost], own_s: float = 0.0) -> ModeAndSpec:
     """Return the mode and SPEC of these settings.
 
-    The losses are those of the row of WAYS with the same mode and the nearest bytes, if WAYS has no row of these
-    settings. `own_s` is that of `unmeasured`.
+    The losses are those of their row of WAYS, if there is one. Else those of updates of one step are by the bytes of the
+    SPECs (`losses.of_codes`), and those of rounds are of the rounds with the same outer step and the nearest number of steps,
+    then the nearest bytes.
+    `own_s` is that of `unmeasured`.
     """
     way = unmeasured(settings, own_s)
+    for row in (DENSE_UPDATES, *WAYS):
+        if replace(way, over=row.over) == row:
+            return row
+    if settings.sync == "local":
+        rounds = [row for row in WAYS if (row.sync, row.outer) == (way.sync, way.outer)]
 
-    def far(row: ModeAndSpec) -> tuple[bool, bool, float, int]:
-        wide = abs(math.log(coded[row.compress].bytes / coded[way.compress].bytes))
-        return row.sync != way.sync, row.push != way.push, wide, abs(row.staleness - way.staleness)
+        def far(row: ModeAndSpec) -> tuple[float, float]:
+            sizes = coded[row.compress].bytes / coded[way.compress].bytes
+            return abs(math.log(row.local_steps / way.local_steps)), abs(math.log(sizes))
 
-    return replace(way, over=min((DENSE_UPDATES, *WAYS), key=far).over)
+        return replace(way, over=min(rounds, key=far).over)
+    if not way.own_optimizers:
+        return replace(way, over=WAYS[0].over)
+    return replace(way, over=of_codes(way.delay, coded[way.compress].bytes, coded[way.down].bytes))

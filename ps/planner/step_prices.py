@@ -40,19 +40,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import ladder
-from narrows.compression.auto import ENCODE_NS
-from narrows.compression.ladder import LADDER
-from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
 from narrows.protocols.errors import UsageError
-from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
+from narrows.ps.planner.codec_costs import CodecCost
+from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array, Network
 
 Indices = npt.NDArray[np.intp]
@@ -60,7 +57,7 @@ Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]
 WireKey = tuple[str | int, ...]
 
-ALONE: Indices = np.ones(1, np.intp)  # HostGroupings.inside of a child that is a worker
+ALONE: Indices = np.zeros(1, np.intp)  # HostGroupings.inside of a child that is a worker
 PLACES = 1.5  # least ratio of the rates inside a place to the rate of the link out of the place
 NEAR = 2.0  # where the delay of the link out is this many times the delay inside, the ratio SAME suffices
 DEPTH_MAX = 3  # levels of places
@@ -68,19 +65,6 @@ SHORTEST_S = 1e-12  # least seconds of a message on a link, where the network gi
 ROADS_KEPT, ROADS_MAX = 8, 1 << 20  # results of `roads` that are kept for other modes; values of each of its arrays
 SLOWEST = 1e-9  # bytes a second of the port of a host that has no link
 SAME = 1.05  # two rates with a smaller ratio differ by the noise of a measurement
-
-
-@dataclass(frozen=True, slots=True)
-class CodecCost:
-    """The costs of a SPEC for one parameter, and the closed forms of a clock."""
-
-    bytes: float  # sent for a parameter
-    encode_s: float  # seconds a parameter, of the sender
-    clock_s: Callable[[Array, Array, Array, Array, int], Array]  # (own, up, down, round trip, window) -> seconds
-    serve_s: float = 0.0  # seconds a parameter, of the server for each child
-    # (own, encode, up, down, round trip, window, inside) -> seconds of a clock of a cluster whose workers go on while
-    # the cluster waits for its parent. None: its workers wait too.
-    cluster_s: Callable[[Array, float, Array, Array, Array, int, Indices], Array] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +217,7 @@ class HostGroupings:
     first: npt.NDArray[np.bool_]  # (b, n) true where a group begins
     share: Indices  # (levels, b, n) children that share the wire out of the host's place; 1: the wire is not shared
     inside: (
-        Indices  # (b, n) updates in flight inside the host's group, as ModeAndSpec.inside; 1 for a group of one host
+        Indices  # (b, n) updates in flight inside the host's group, as ModeAndSpec.inside; 0 for a group of one host
     )
     kinds: tuple[tuple[int, ...], ...]  # the few rows (children, share of each level) that occur
     kind: Indices  # (b, n) the row of `kinds` of each host
@@ -270,7 +254,7 @@ class HostGroupings:
             codes, others = divmod(codes, n + 1)
             found.insert(0, others)
         kinds = tuple(zip(codes.tolist(), *(others.tolist() for others in found), strict=True))
-        return cls(order, first, np.stack(share), np.ones_like(order), kinds, kind.reshape(rows))
+        return cls(order, first, np.stack(share), np.zeros_like(order), kinds, kind.reshape(rows))
 
     @property
     def children(self) -> Indices:
@@ -286,7 +270,7 @@ class HostGroupings:
     def below(self, inside: Indices) -> HostGroupings:
         """Return the same groupings with `inside`, (b,), updates in flight inside each group of several hosts."""
         alone = self.first & np.append(self.first[:, 1:], np.ones((len(self.first), 1), bool), 1)
-        return replace(self, inside=np.where(alone, 1, inside[:, None]))
+        return replace(self, inside=np.where(alone, 0, inside[:, None]))
 
 
 class StepPrices:
@@ -308,7 +292,7 @@ class StepPrices:
         self.place = places(network)  # (levels, n)
         self._sent_s: dict[float, Array] = {}
         self._between: dict[tuple[int, int, int, float], float] = {}
-        self._roads: dict[tuple[str, tuple[tuple[int, ...], ...], bytes], list[Array]] = {}
+        self._roads: dict[tuple[str, str, tuple[tuple[int, ...], ...], bytes], list[Array]] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
         """Return (n, n) seconds of a message's bytes without delay; the row is the sender."""
@@ -363,11 +347,12 @@ class StepPrices:
         self, way: ModeAndSpec, parameters: float, children: Iterable[int], servers: Sequence[int]
     ) -> Iterator[MessageFlow]:
         """Yield the flows between the children of a level and the hosts that have the shards of its server."""
-        size, each = self.work.coded[way.compress].bytes * parameters / len(servers), 1 / way.mode.local_steps
+        part, each = parameters / len(servers), 1 / way.mode.local_steps
+        up, down = (self.work.coded[spec].bytes * part for spec in (way.compress, way.down))
         for child in children:
             for server in servers:
-                yield MessageFlow(child, server, size, each)
-                yield MessageFlow(server, child, size, each)
+                yield MessageFlow(child, server, up, each)
+                yield MessageFlow(server, child, down, each)
 
     def roads(
         self,
@@ -388,49 +373,62 @@ class StepPrices:
             share: for each level of places, as `HostGroupings.share`, broadcast against `rows`.
             count: the number of hosts that have the server's shards.
         """
-        coded = self.work.coded[way.compress]
-        message = coded.bytes * self.work.parameters / count
-        serve_s = children * coded.serve_s * self.work.parameters / (count * self.work.shards)
-        sent, busy = self.sent_s(message), (children - 1) * message
+        codes = self.work.coded[way.compress], self.work.coded[way.down]
+        there, back = (coded.bytes * self.work.parameters / count for coded in codes)
+        serve_s = children * max(coded.serve_s for coded in codes) * self.work.parameters / (count * self.work.shards)
         sharing: Indices | float = 1.0
         for place, others in zip(
             self.place[::-1], share[::-1], strict=True
         ):  # the widest level on which the two places differ overwrites the narrower levels
             sharing = np.where(place[rows] == place[servers], sharing, others * count)
-        up = np.maximum(self.wire_s(sent, message, sharing, rows, servers), busy / self.port_in[servers])
-        down = np.maximum(self.wire_s(sent, message, sharing, servers, rows), busy / self.port_out[servers])
-        up = np.maximum(up, count * message / self.port_out[rows])
-        down = np.maximum(down, count * message / self.port_in[rows])
+        up = np.maximum(self.wire_s(there, sharing, rows, servers), (children - 1) * there / self.port_in[servers])
+        down = np.maximum(self.wire_s(back, sharing, servers, rows), (children - 1) * back / self.port_out[servers])
+        up = np.maximum(up, count * there / self.port_out[rows])
+        down = np.maximum(down, count * back / self.port_in[rows])
         away = rows != servers
         trip_s = self.round_trip_s[rows, servers]
         return [np.maximum(np.where(away, up, 0.0), serve_s), np.where(away, down, 0.0), np.where(away, trip_s, 0.0)]
 
-    def wire_s(
-        self, sent: Array, message: float, sharing: Indices | float, sender: Indices, receiver: Indices
-    ) -> Array:
+    def wire_s(self, message: float, sharing: Indices | float, sender: Indices, receiver: Indices) -> Array:
         """Return the seconds of a message on a wire that `sharing` children use at once.
 
         A wire that network.json names may be faster than each single link.
         """
-        alone: Array = sent[sender, receiver]
+        alone: Array = self.sent_s(message)[sender, receiver]
         if self.network.wires is None:
             return alone * sharing
         rate = self.network.wires[sender, receiver]
         return np.where(np.isinf(rate), alone * sharing, np.maximum(alone, sharing * message / rate))
 
     def clocks(
-        self, way: ModeAndSpec, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
+        self,
+        way: ModeAndSpec,
+        own_s: Array,
+        up: Array,
+        down: Array,
+        round_trip_s: Array,
+        inside: Indices = ALONE,
+        count: int = 1,
     ) -> Array:
         """Return the seconds of a clock of children whose step takes `own_s`. All arrays are broadcast.
 
-        `inside` is that of `HostGroupings`.
+        `inside` is that of `HostGroupings`, `count` the number of hosts that have the server's shards.
         """
-        mode, coded = way.mode, self.work.coded[way.compress]
+        mode, coded, states = way.mode, self.work.coded[way.compress], self.work.coded[way.down]
         own, encode_s = mode.local_steps * own_s, coded.encode_s * self.work.parameters
-        found = coded.clock_s(own + encode_s, up, down, round_trip_s, mode.window)
-        if coded.cluster_s is None or inside.max() == 1:
+        coding_s: Array | float = encode_s
+        if coded.gpu:  # of a cluster its server codes, on a CPU
+            coding_s = np.where(inside > 0, encode_s, coded.worker_s(self.work.parameters))
+        outer_s = self.outer_s(way, count)
+        found = states.clock_s(own + coding_s + outer_s, up, down, round_trip_s, mode.window)
+        if states.cluster_s is None or inside.max() <= 1 or mode.local_steps > 1:  # a round waits for all of its steps
             return found
-        return np.where(inside > 1, coded.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, inside), found)
+        deep = states.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, np.maximum(inside, 1))
+        return np.where(inside > 1, deep, found)
+
+    def outer_s(self, way: ModeAndSpec, count: int = 1) -> float:
+        """Return the seconds of a clock in which workers wait for the outer step of the shards on `count` hosts."""
+        return way.outer_s(self.work.parameters) / (count * self.work.shards)
 
     def inside_s(self, way: ModeAndSpec, clusters: Indices) -> Array:
         """Return (g, m) seconds of a step inside g clusters of m hosts, for each host as the server's.
@@ -459,8 +457,8 @@ class StepPrices:
         return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0), groupings.inside.reshape(-1, 1))
 
     def _roads_of(self, way: ModeAndSpec, kinds: tuple[tuple[int, ...], ...], roots: Indices) -> list[Array]:
-        """Return `roads` of each host to each root, for each of `HostGroupings.kinds`. Ways of one SPEC have the same."""
-        key = way.compress, kinds, roots.tobytes()
+        """Return `roads` of each host to each root, for each of `HostGroupings.kinds`. Ways of the same SPECs share it."""
+        key = way.compress, way.down, kinds, roots.tobytes()
         found = self._roads.get(key)
         if found is None:
             children, *share = np.array(kinds).T[:, :, None, None]
@@ -539,8 +537,9 @@ class StepPrices:
         """Return the seconds of a step where a server has shards on each of these hosts and every host is a worker."""
         n, at = len(self.hosts), np.array(servers)
         share = [np.bincount(place)[place][:, None] for place in self.place]
-        slowest = [part.max(1)[:, None] for part in self.roads(way, self.hosts[:, None], at, n, share, len(at))]
-        clocks = self.clocks(way, self.compute_s[:, None], *slowest)
+        roads = self.roads(way, self.hosts[:, None], at, n, share, len(at))
+        up, down, trip = (part.max(1)[:, None] for part in roads)
+        clocks = self.clocks(way, self.compute_s[:, None], up, down, trip, count=len(at))
         return float(self.together_s(way, clocks, self.samples, np.array([n]))[0, 0])
 
     def ring_s(self) -> float:
@@ -555,28 +554,3 @@ class StepPrices:
         sent_s = self.sent_s(4 * self.work.parameters / n) + self.network.delay_s
         slowest = max(float(sent_s[a, b]) for a, b in ring)
         return float((self.work.step_s / self.network.compute).max()) + 2 * (n - 1) * slowest
-
-
-# Nanoseconds a parameter that a server spends on one child: it receives and folds an update, and sends a state
-# (docs/archive/results-0.1.md). Dense: what a second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3
-# (bench/speed/transport.py). Other SPECs: the fold of int4, the slowest of them, 6.2 GB/s (bench/speed/compressors.py).
-SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
-
-
-def coded(*more: str) -> dict[str, CodecCost]:
-    """Return the cost of each SPEC of WAYS and of `more`.
-
-    The bytes are those measured for `auto`'s ladder, where it has the SPEC, else an upper bound.
-
-    Raises:
-        SpecError: one of `more` is no SPEC.
-    """
-    rungs = {rung.spec: rung.bytes for rung in LADDER}
-    made = {}
-    for spec in sorted({*more, *(way.compress for way in WAYS)}):
-        codec = ladder(spec)
-        size, whole = rungs.get(spec) or codec.rungs[0].bytes, codec.raw
-        encode_s, serve_s = (0.0, SERVE_DENSE_NS / 1e9) if whole else (ENCODE_NS / 1e9, SERVE_NS / 1e9)
-        forms = (whole_clock_s, None) if whole else (clock_s, cluster_clock_s)
-        made[spec] = CodecCost(size, encode_s, forms[0], serve_s, forms[1])
-    return made

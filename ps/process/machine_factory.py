@@ -38,8 +38,8 @@ from narrows.protocols.runtime.network.key_files import SecretKeyFile
 from narrows.protocols.wire import pack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.host_memory import HostMemory
-from narrows.ps.planner.step_prices import coded
 from narrows.ps.process.config import OF_PRIMARY, ServerConfig
 from narrows.ps.replication.replication_primary import ReplicationPrimary
 from narrows.ps.replication.standby import PeerShards
@@ -189,8 +189,8 @@ def machine(
                 emit("log", name="replan", values=settings.told(restart))
         else:
             settings = settings.back_at(-1)
-        spec = settings.flagged().compress
-        priced = coded() if ladder(spec).auto else coded(spec)
+        flagged = settings.flagged()
+        priced = coded(*(spec for spec in (flagged.compress, flagged.compress_down) if not ladder(spec).auto))
         here = HostMemory(socket.gethostname(), memory_bytes())
         away = dict(config.away)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), away, priced, here)

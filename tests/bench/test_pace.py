@@ -14,6 +14,7 @@ from speed import pace, pace_coding, pace_plot
 
 from narrows.compression import decode
 from narrows.compression.codecs import check, coded_piece
+from narrows.ps.planner.codec_costs import GPU_MS, gpu_row
 
 needs_lab = pytest.mark.skipif(bool(netns.available()), reason=netns.available() or "available")
 
@@ -79,13 +80,13 @@ def test_a_phase_stretches_sleeps_and_cpu_time(tmp_path: Path) -> None:
 
 def test_the_seconds_of_a_gpu_are_between_those_of_two_sizes() -> None:
     found = pace_coding.on_a_gpu("cycle:0.03+sign", 55_000_000, Coding(add=1e-9, publish=2e-9))
-    row = pace_coding.GPU_MS["cycle:0.15+sign"]
+    row = GPU_MS["cycle:0.15+sign"]
     whole, encode, fold = (1e-3 * sum(row[name][1:]) / 2 / 55e6 for name in ("whole step", "encode", "fold"))
     wanted = {"encode": encode, "fold": fold, "compose": whole - encode - fold, "add": 1e-9, "publish": 2e-9}
     wanted["host"] = pace_coding.GPU_HOST_S
     assert vars(found) == pytest.approx(wanted)
     rows = {"topk:0.003+sign": "topk:0.01+int8", "topk:0.11+sign": "topk:0.05+int8", "2bit": "topk:0.05+int8"}
-    assert {spec: pace_coding.gpu_row(spec) for spec in rows} == rows
+    assert {spec: gpu_row(spec) for spec in rows} == rows
 
 
 def test_coding_on_this_cpu_is_measured_for_each_part() -> None:

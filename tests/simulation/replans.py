@@ -23,7 +23,7 @@ from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, pack
 from narrows.protocols.member.link_meter import LinkMeter
 from narrows.protocols.member.metrics import MemberMetrics
 from narrows.ps.coordinator.coordinator import Coordinator
-from narrows.ps.planner.step_prices import coded
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.replication.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of

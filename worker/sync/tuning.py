@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from narrows.compression import Codecs, Compressor
+from narrows.compression import Codecs, Compressor, losses
 from narrows.compression.auto import Auto, Clock, Switch
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
@@ -56,7 +56,11 @@ class CodecTuning:
         sparse = mode.rule is not FoldRule.OPTIMIZER
         self.codecs = Codecs.of(settings.compress, settings.compress_down, sparse)
         up, down = self.codecs.up, self.codecs.down
-        self.auto = Auto(up.rungs, down.rungs, -(-self.size // mode.fragments), mode.window)
+        # Losses by code were measured where servers add the updates of one step. Of pushed gradients and of rounds none is
+        # known: there the clock decides.
+        adds = mode.rule is FoldRule.ADD
+        steps = losses.steps_by_codes(mode.bound, settings.workers) if adds else losses.alike
+        self.auto = Auto(up.rungs, down.rungs, -(-self.size // mode.fragments), mode.window, steps)
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down.rungs) > 1
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = self.auto.compressor

@@ -12,10 +12,11 @@ from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.bottleneck import decides
 from narrows.ps.planner.choose import NEAR_MAX, Chooser, DeploymentChoice, simplest_first
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.host_memory import MemoryNeed, check, of_level
 from narrows.ps.planner.host_subsets import ChosenHosts, keep, restricted
 from narrows.ps.planner.network import Network, named
-from narrows.ps.planner.step_prices import TrainingWork, coded
+from narrows.ps.planner.step_prices import TrainingWork
 
 ASYNC_RANGE = 0.8, 1.15  # simulated steps of `async` on random networks lay within these multiples of the closed form
 
@@ -30,6 +31,7 @@ def planned(
     shards: int,
     insecure: bool,
     keys: str,
+    encode: str = "cpu",
     all_hosts: bool = False,
 ) -> tuple[Deployment, list[str]]:
     """Plan a data parallel run.
@@ -43,6 +45,7 @@ def planned(
         shards: the number of shards of each server.
         insecure: the commands go without keys.
         keys: the folder of each server's keys.
+        encode: where workers code their updates, "cpu" or "gpu".
         all_hosts: leave no host out.
 
     Returns:
@@ -53,7 +56,7 @@ def planned(
     """
     if (plan_writer.SAMPLES in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
-    everybody, whole = places.network, TrainingWork(parameters, step_s, coded(), batch, shards)
+    everybody, whole = places.network, TrainingWork(parameters, step_s, coded(gpu=encode == "gpu"), batch, shards)
     kept = keep(everybody, whole, all_hosts)
     network, work = restricted(everybody, whole, kept.hosts)
     places = replace(places, network=network)

@@ -91,6 +91,8 @@ class NumberOption(click.FloatRange):
     metavar="HOST=ADDR",
     help="address at which others reach a host [that of the network, else its name]",
 )
+@click.option("--encode", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+              help="where workers code their updates: gpu, if the model is on one; servers code on a CPU")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="print commands without keys")
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into this many stages")

@@ -22,6 +22,7 @@ from narrows.protocols.runtime.cli.output import seconds, table
 from narrows.protocols.runtime.network.key_files import public_key
 from narrows.ps.planner import plan_writer
 from narrows.ps.planner.choose import SMALL
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.host_memory import ALONE_MODELS, MemoryNeed, check, of_level
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Job
@@ -35,7 +36,6 @@ from narrows.ps.planner.pipelines.stages import (
     fits,
     soonest_alone,
 )
-from narrows.ps.planner.step_prices import coded
 
 PARTS = 8  # up to SMALL hosts, so many even parts of the largest number of replicas are tried; halves are tried anyway
 MANY = 256  # with more hosts only the largest number of replicas is tried, because a search takes seconds
@@ -61,6 +61,7 @@ def planned(
     seed: int,
     insecure: bool,
     keys: str,
+    encode: str = "cpu",
 ) -> tuple[Deployment, list[str]]:
     """Plan a pipeline.
 
@@ -80,6 +81,7 @@ def planned(
         seed: the seed of the search.
         insecure: the commands go without keys.
         keys: the folder of each server's keys.
+        encode: where workers code their updates, "cpu" or "gpu".
 
     Returns:
         The plan, and the lines that explain it.
@@ -101,7 +103,9 @@ def planned(
             "--money: the network has no price_per_byte, so no byte costs any; write it there, or leave this out"
         )
     cut = activation_bytes or 0.0
-    model = PipelineModel(parameters, layers, step_s, micro_batches, cut, layer_memory, carried(), coded(), money)
+    model = PipelineModel(
+        parameters, layers, step_s, micro_batches, cut, layer_memory, carried(), coded(gpu=encode == "gpu"), money
+    )
     most = max(1, len(network.hosts) // stages)
     count, gain = (replicas, 1.0) if replicas else fastest(network, model, stages, most, coding, seed)
     job = model.job(stages, count, coding)

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
+from narrows.compression.losses import STEPS_POWER
 from narrows.protocols.config.deployment import StageEdge
 from narrows.ps.planner.choose import for_stage
-from narrows.ps.planner.modes_and_specs import STEPS_POWER, ModeAndSpec
+from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Costs, Job, Layout
 from narrows.ps.planner.pipelines.simulation import SimulatedPipeline, StagePart

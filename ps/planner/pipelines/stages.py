@@ -19,11 +19,11 @@ from narrows.compression.value_codings import EDGE_CODINGS, ValueCoding
 from narrows.protocols.config.deployment import StageEdge, even
 from narrows.protocols.errors import UsageError
 from narrows.protocols.pipeline_channels import IN_FLIGHT_MAX
+from narrows.ps.planner.codec_costs import CodecCost
 from narrows.ps.planner.host_memory import ALONE_MODELS, VALUE_BYTES, stage_models
 from narrows.ps.planner.modes_and_specs import ModeAndSpec
 from narrows.ps.planner.network import Array, Network
 from narrows.ps.planner.pipelines.cost import Job, Layout
-from narrows.ps.planner.step_prices import CodecCost
 
 FORWARD, BACKWARD = 0, 1
 SHARES = (
@@ -156,8 +156,9 @@ def exchanges_money(
     """Return the money of each stage for a step's exchange of its replicas with its server."""
     found = []
     for stage, (group, server, way) in enumerate(zip(layout.grid, servers, ways, strict=True)):
-        each = model.coded[way.compress].bytes * model.stage_parameters(layout, stage) / way.mode.local_steps
-        found.append(each * float((network.price[group, server] + network.price[server, group]).sum()))
+        each = model.stage_parameters(layout, stage) / way.mode.local_steps
+        up, down = (model.coded[spec].bytes * each for spec in (way.compress, way.down))
+        found.append(float((up * network.price[group, server] + down * network.price[server, group]).sum()))
     return found
 
 

@@ -27,10 +27,12 @@ BEST = 1.15
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
 
-# Mode, S, SPEC, H, updates in flight, bytes a parameter, loss over bsp with 2, 4, 8, 16 children.
+# Mode, S, SPEC, H, updates in flight, bytes a parameter, loss over bsp with 2, 4, 8, 16 children. "iso": local, outer iso.
 GROWS = (0.0, 0.028, 0.077, 0.145)
 # Of bsp whose children push updates: dense, with int4 both ways, with topk:0.5+sign both ways.
 UPDATES, INT4, HALF = (0.0, 0.002, 0.017, 0.019), (0.0, 0.011, 0.017, 0.019), (0.0, 0.03, 0.038, 0.048)
+ISO = {20: (-0.051, 0.031, 0.129), 50: (0.06, 0.18, 0.24)}
+ISO_2BIT = {20: (-0.005, 0.068, 0.141), 50: (0.086, 0.18, 0.243)}  # states in int4
 ROWS: tuple[tuple[str, int, str, int, int, float, tuple[float, ...]], ...] = (
     ("bsp", 0, "dense", 1, 1, 4.0, (0.0,)),
     ("ssp", 1, "dense", 1, 2, 4.0, (0.0, 0.002, 0.031, 0.077)),
@@ -46,11 +48,19 @@ ROWS: tuple[tuple[str, int, str, int, int, float, tuple[float, ...]], ...] = (
     ("local", 0, "dense", 50, 1, 4.0, (0.083, 0.177, 0.26)),
     ("bsp", 0, "int4", 1, 1, 0.531, INT4),
     ("bsp", 0, "topk:0.5+sign", 1, 1, 0.1914, HALF),
+    ("bsp", 0, "topk:0.11+sign", 1, 1, 0.0786, (0.0, 0.03, 0.07, 0.12)),
+    ("iso", 0, "dense", 20, 1, 4.0, ISO[20]),
+    ("iso", 0, "dense", 50, 1, 4.0, ISO[50]),
+    ("iso", 0, "2bit", 20, 1, 0.2559, ISO_2BIT[20]),
+    ("iso", 0, "2bit", 50, 1, 0.2559, ISO_2BIT[50]),
 )
 SHARED = np.array([row[0] == "bsp" and row[2] == "dense" for row in ROWS])  # one optimizer, on the server
 BELOW = np.array([row[0] in ("bsp", "ssp") for row in ROWS])
-DENSE, FREE = (np.array([row[at] == word for row in ROWS]) for at, word in ((2, "dense"), (0, "async")))
+DENSE, FREE, OUTER = (
+    np.array([row[at] == word for row in ROWS]) for at, word in ((2, "dense"), (0, "async"), (0, "iso"))
+)
 LOCAL, WINDOW, BYTES = (np.array([float(row[at]) for row in ROWS]) for at in (3, 4, 5))  # type: ignore[arg-type]
+DOWN = np.where(BYTES == 0.2559, 0.531, BYTES)  # of 2bit up states are int4
 ENCODE_S, SERVE_S = np.where(DENSE, 0.0, 2e-9), np.where(DENSE, 1.6e-9, 0.65e-9)
 INSIDE = np.where(DENSE, 1.0, WINDOW)
 
@@ -63,7 +73,7 @@ def steps(children: int, clusters: bool = False) -> Array:
         over = UPDATES if shared and clusters else over
         losses = [*over, *(over[-1] + more - GROWS[len(over) - 1] for more in GROWS[len(over) :])]
         loss = float(np.interp(np.log2(max(children, 2)), (1, 2, 3, 4), losses))
-        found.append(1.0 if (shared and not clusters) or children < 2 else (1 + loss) ** 4.7)
+        found.append(1.0 if (shared and not clusters) or children < 2 else (1 + max(0.0, loss)) ** 4.7)
     return np.array(found)
 
 
@@ -131,16 +141,17 @@ class World:
             slow[:, c] = np.maximum(slow[:, c], [way[number] for way in ways])
             trip[c] = max(trip[c], self.delay_s[at[c], h] + self.delay_s[h, at[c]])
         shape = (children, *[1] * (own.ndim - 2), 1)
-        size, encode = BYTES * self.parameters, ENCODE_S * self.parameters
-        up, down = (slow[way].reshape(shape) * size for way in (0, 1))
+        outer = OUTER * share * 1.8e-10 * self.parameters * (5 * self.parameters) ** (1 / 3)
+        encode = ENCODE_S * self.parameters + outer
+        up, down = (slow[way].reshape(shape) * size * self.parameters for way, size in enumerate((BYTES, DOWN)))
         up = np.maximum(up, children * SERVE_S * self.parameters * share)
         road = trip.reshape(shape) + up + down
         coded = longest(own + encode, up, down, (own + encode + road) / WINDOW)
-        found = np.where(DENSE, longest(up, down, own + road / WINDOW), coded)
+        found = np.where(DENSE, longest(up, down, own + outer + road / WINDOW), coded)
         if (more > 1).any():
             road = encode + road
             deep = longest(own, encode, up, down, road / WINDOW, (more * own + road) / (WINDOW + more - 1))
-            found = np.where((more > 1) & ~DENSE, deep, found)
+            found = np.where((more > 1) & ~DENSE & (LOCAL == 1), deep, found)
         return found
 
     def costs(self, groups: Groups, servers: Sequence[int], roots: Sequence[int]) -> Array:
@@ -164,7 +175,8 @@ class World:
             step = np.where(FREE, len(kept) / folded, clocks.max(0)) / LOCAL
         for way in (0, 1):
             for thing in below[way] | above[way]:
-                sent = below[way][thing] * BYTES[:, None] + above[way][thing] * BYTES / LOCAL
+                size = (BYTES, DOWN)[way]
+                sent = below[way][thing] * size[:, None] + above[way][thing] * size / LOCAL
                 step = np.maximum(step, sent * self.parameters / self.rates[thing])
         n, clusters = len(kept), len(groups) < len(kept)
         one, two, all_ = (steps(count, clusters) for count in (len(groups), 2, n))
@@ -229,7 +241,8 @@ def longest(*parts: Array) -> Array:
 
 
 def row_of(flags: dict[str, Any]) -> int:
-    told = (flags["sync"], flags.get("staleness", 0), flags.get("compress", "dense"), flags.get("local_steps", 1))
+    mode = flags.get("outer", flags["sync"])
+    told = (mode, flags.get("staleness", 0), flags.get("compress", "dense"), flags.get("local_steps", 1))
     return [row[:4] for row in ROWS].index(told)
 
 

@@ -21,6 +21,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.key_files import add, make
 from narrows.ps.command.planning.staged import candidates, decides
+from narrows.ps.planner.codec_costs import coded
 from narrows.ps.planner.modes_and_specs import WAYS, ModeAndSpec
 from narrows.ps.planner.network import Network
 from narrows.ps.planner.pipelines.cost import Layout
@@ -38,7 +39,7 @@ from narrows.ps.planner.pipelines.stages import (
     order,
     soonest_alone,
 )
-from narrows.ps.planner.step_prices import StepPrices, TrainingWork, coded
+from narrows.ps.planner.step_prices import StepPrices, TrainingWork
 from narrows.ps.planner.timeline import Timeline, Wire
 
 CARRIED, CODED = carried(), coded()
@@ -119,7 +120,8 @@ def test_a_wire_between_cities_carries_tensors_and_the_updates_of_all_stages(way
     inside, across = (
         Layout(np.array(grid), np.array([2, 2, 2])) for grid in ([[0, 3], [1, 4], [2, 5]], [[0, 3], [4, 1], [2, 5]])
     )
-    update_s = CODED[way.compress].bytes * 1e8 / 2.5e6 / way.mode.local_steps  # of all stages, one way
+    size = max(CODED[spec].bytes for spec in (way.compress, way.down))
+    update_s = size * 1e8 / 2.5e6 / way.mode.local_steps  # of all stages, one way
     for layout, tensors_s in ((inside, 0.0), (across, 4 * 2 * 2 * 1e5 / 2.5e6)):
         planner, edges = stager(network, 3, 2, what), [StageEdge(in_flight=1)] * 2
         servers = tuple(min(hosts) for hosts in layout.grid.tolist())
