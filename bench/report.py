@@ -43,7 +43,7 @@ one command in the repository's root; it runs a bench, appends a line for each r
   depend on the load.
 - Tables of the byte GPT with many workers are the hard case: all workers share 32 windows of 64 bytes, so each of 16 has 128
   tokens a step, where others train with 65,000 to 393,000. At that scale the loss of DiLoCo grows as M^0.0116 with M workers
-  (2503.09799, joint fit): 0.8 % with each doubling. Tables of *weak scaling* keep the windows of a worker.
+  (2503.09799, joint fit; not checked against its text here): 0.8 % with each doubling. Tables of *weak scaling* keep the windows of a worker.
 - The lines say more than the tables: machine, date, versions and arguments of each run. Rows of version 0.1 are from
   [the archive](archive/results-0.1.md), which has all tables of that version. `-` and *load not told*: it does not say.
 """
