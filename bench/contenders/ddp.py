@@ -78,7 +78,7 @@ def main(hook: str, out: Path, argv: list[str]) -> None:
     training, held_out, _ = bytelm.library()
     model = bytelm.ByteGPT(args.layers, args.width, args.heads, args.context)
     parallel = with_hook(model, hook)
-    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(args.beta1, 0.95), weight_decay=args.weight_decay)
     with out.open("w") as record:
         train(parallel, adamw, args, training, record)
         finish(model, args, held_out, record)

@@ -67,7 +67,7 @@ def main(local_steps: int, out: Path, argv: list[str]) -> None:
     torch.manual_seed(args.seed)
     training, held_out, _ = bytelm.library()
     model = bytelm.ByteGPT(args.layers, args.width, args.heads, args.context)
-    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(args.beta1, 0.95), weight_decay=args.weight_decay)
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     with out.open("w") as record:
         with DiLoCo(manager, [model], adamw, outer, sync_every=local_steps, use_bucketization=True):
