@@ -131,6 +131,8 @@ ROWS = (
     Row("ssp topk:0.05+int8 --shards 2 over bsp, 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress",
         "topk:0.05+int8"), ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50"), period=50),
+    Row("local H=20 iso int8",
+        ("--sync", "local", "--local-steps", "20", "--cut", "tensors", "--outer", "iso", "--compress", "int8"), period=20),
     Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8"), period=50),
     Row("streaming H=50 F=5 int8",
         ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8", "--compress", "int8"), period=50),

@@ -133,8 +133,8 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         line("ddp", 1.8, arguments={"steps": 400, "rate": 0.004, "optimizer": "adamw", "size": "1.3M"}),
     ]
     lines += [
-        line("diloco H=50", 2.0, busy=True, arguments=LATE),
-        line("diloco H=50", 1.7, arguments={"steps": 40, "optimizer": "adamw", "size": "1.3M"}),
+        line("local H=20 iso int8", 2.0, busy=True, arguments=LATE),
+        line("local H=20 iso int8", 1.7, arguments={"steps": 40, "optimizer": "adamw", "size": "1.3M"}),
     ]
     text = "".join(json.dumps(each.told()) + "\n" for each in lines)
     (tmp_path / "results" / "wan.jsonl").write_text(text)
@@ -169,8 +169,8 @@ def test_the_pages_have_what_the_lines_say(house: Path) -> None:
                             "GPU %: 50, 1,000 Mbit/s", "models, start, end"]  # fmt: skip
     assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-", "0.086, 1.3", "-"]
     # A step of a busy machine is not taken, and neither is a loss of 40 steps.
-    assert table["Narrows, local, 50 local steps"] == [
-        *("0.002, beta1 0.8", "-", "-", "-", "2.000", "-", "0.5, - (H = 48, `2bit`)", "0.0, 1.8"),
+    assert table["Narrows, local, 20 local steps, `--outer iso`, `int8`"] == [
+        *("0.002, beta1 0.8", "-", "-", "-", "2.000", "-", "0.5, - (H = 48, `2bit`)", "-"),
     ]
     assert table["torchft 0.2.0, DiLoCo, 50 local steps"] == ["-"] * 8
 
