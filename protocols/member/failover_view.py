@@ -33,11 +33,12 @@ class FailoverView:
     Args:
         worker: number of the member.
         epoch: of the member's place in the run; 0 before Ready.
+        view: number of the newest view.
+        standby: address of the standby of that view; "": none.
     """
 
-    def __init__(self, worker: int, epoch: int) -> None:
-        self.worker, self.epoch = worker, epoch
-        self.view, self.standby = 0, ""  # number of the newest view; address of its standby, "": none
+    def __init__(self, worker: int, epoch: int, view: int = 0, standby: str = "") -> None:
+        self.worker, self.epoch, self.view, self.standby = worker, epoch, view, standby
         self.turned = False  # the vote is with the standby, and the server is not listened to
         self.undecided = False  # the server has asked for a vote, and was not elected since
         self.decided_ns = 0  # the last time at which `undecided` was False
@@ -89,7 +90,7 @@ class FailoverView:
         self.said_ns = now_ns
         return [SendToPeer(self.standby, m.FailoverVote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
-    def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+    def hear(self, message: m.Message, now_ns: int) -> list[ServerChanged]:
         """Handle a message of the standby.
 
         KeepServing ends `turned`: the member stays with the server. A FailoverNotice with ports ends `turned` and

@@ -267,8 +267,7 @@ class Member:
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join again, under a new token. Updates in flight are given up."""
-        self.attempt, self.views = self.attempt + 1, FailoverView(-1, 0)
-        self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
+        self.attempt, self.epoch, self.ended, self.sessions, self.move = self.attempt + 1, 0, False, [], 0
         return self.join(now_ns)
 
     def end_session(self) -> None:
@@ -332,17 +331,19 @@ class Member:
         if not self.views.listens:
             return []
         turned = self.views.turned
-        if isinstance(message, m.FailoverNotice) and message.ports and len(message.ports) != len(self.sessions):
-            raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.sessions)}")
-        effects = self.views.hear(message, now_ns)
-        self.heard_ns = now_ns if effects else self.heard_ns  # other messages show only that the standby is live
-        if effects or (turned and not self.views.turned):
+        if isinstance(message, m.FailoverNotice) and message.ports and len(message.ports) != len(self.ports):
+            raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.ports)}")
+        changes = self.views.hear(message, now_ns)
+        for change in changes:
+            self.heard_ns = now_ns  # other messages show only that the standby is live
+            self.welcome = replace(self.welcome, ports=change.ports, hosts=()) if self.welcome is not None else None
+        if changes or (turned and not self.views.turned):
             self._back()
-        return effects
+        return [*changes]
 
     def _back(self) -> None:
         """Repeat all requests: the member listens to a server again, and dropped its messages meanwhile."""
-        for shard in range(len(self.sessions)):
+        for shard in range(len(self.ports)):
             self.repeat_soon(shard)
 
     def receive_peer(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
@@ -353,8 +354,8 @@ class Member:
         if message.token != self.token or self.phase is not MemberPhase.HELLO:
             return []
         self.settings, self.welcome = welcomed(message), message
-        # The server may ask for this member's vote from Declare on, before the Ready arrives.
-        self.views = FailoverView(message.worker, 0)
+        # The server may be lost at any time from here on, also before the first FailoverNotice or the Ready arrives.
+        self.views = FailoverView(message.worker, 0, message.view, message.standby)
         self._go("Welcome")
         joined = e.MemberWelcomed(message.rank, message.world_size, message.settings, message.ports, message.hosts)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
@@ -438,7 +439,7 @@ class Member:
 
     def cut(self, shard: int, now_ns: int) -> None:
         """Note that the connection to this shard has ended."""
-        if shard < len(self.sessions):
+        if shard < len(self.ports):
             self.views.cut.setdefault(shard, now_ns)
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
@@ -451,7 +452,7 @@ class Member:
         limit_ns = self.timing.lost_ns if self.ever_heard else self.timing.connect_ns
         if now_ns - self.heard_ns > limit_ns:
             return [*effects, *(self.leave_server() or self._lost(f"{limit_ns / NS:g} s"))]
-        effects += self.views.tick(self.heard_ns, len(self.sessions), now_ns) if self.sessions else []
+        effects += self.views.tick(self.heard_ns, len(self.ports), now_ns)
         owed = self.phase in (MemberPhase.HELLO, MemberPhase.DECLARED, MemberPhase.LEAVING)
         if owed and self.timing.join.due(self.asked_ns, now_ns):
             effects += self._ask(self.asking, now_ns)

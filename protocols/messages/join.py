@@ -50,6 +50,8 @@ class Welcome(Message):
     settings: bytes  # `Settings`, packed
     ports: Ints  # of each shard
     hosts: Texts = ()  # of each shard; "" or (): the host that the child dialled
+    view: int = 0  # number of the newest view (failover.py)
+    standby: Name = ""  # address of the standby of that view; "": none
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log, Send, ServerEffect, StopProcess
@@ -332,6 +333,8 @@ class Server:
                 outer += self.membership.leave(now_ns)
             elif isinstance(effect, Send) and effect.peer == COORDINATOR:
                 self.inner.append(effect.message)
+            elif isinstance(effect, Send) and isinstance(effect.message, m.Welcome):
+                outer.append(Send(effect.peer, replace(effect.message, view=self.view, standby=self.standby)))
             else:
                 outer.append(effect)
         return outer

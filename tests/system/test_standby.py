@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -147,6 +148,21 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
             late = Worker(f"{server.address},{second.address}", rate=RATE)  # the first is gone, the second serves
             late.leave()
             ends_with(second, worker, joined=1)
+
+
+def test_a_worker_that_joins_while_the_server_is_lost_is_let_in_by_the_standby() -> None:
+    flags = (*BELOW, "--shards", "2", "--replicas", "1")
+    with serving(*flags) as server, serving("--standby", server.address) as standby:
+        worker = Worker(server.address, rate=RATE)
+        worker.train(5)
+        stands_by(standby, server)
+        os.kill(server.pids[2], signal.SIGSTOP)  # so nobody who declares gets an answer
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(Worker, server.address, rate=RATE)
+            until(lambda: "worker 1" in server.command.out, server.command)
+            server.kill()
+            joining.result(30).leave()
+        ends_with(standby, worker)
 
 
 def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:

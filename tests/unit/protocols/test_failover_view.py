@@ -99,6 +99,48 @@ def a_member(shards: int) -> Member:
     return member
 
 
+def failed_over(member: Member, until_ns: int) -> list[ServerChanged]:
+    """The member, once its server is lost at time 0 and the standby serves."""
+    assert (THERE, 2, 1) in [
+        (effect.address, effect.message.view, effect.message.attempt)
+        for effect in member.tick(until_ns)
+        if isinstance(effect, SendToPeer) and isinstance(effect.message, m.FailoverVote)
+    ]
+    effects = member.receive_standby(m.FailoverNotice(2, "", True, (5, 6)), until_ns)
+    return [effect for effect in effects if isinstance(effect, ServerChanged)]
+
+
+def requests(member: Member, now_ns: int) -> list[type[m.Message]]:
+    asked = [effect.message for effect in member.tick(now_ns) if isinstance(effect, Send)]
+    return [type(message) for message in asked if isinstance(message, (m.Hello, m.Declare))]
+
+
+def test_a_member_without_a_place_yet_goes_on_with_the_standby_too() -> None:
+    """Whichever of its requests the server has not answered: it repeats that one to the standby, and is let in."""
+    settings = Settings(sync="ssp", shards=2).validated()
+    welcome = m.Welcome("token", WORKER, 0, 1, EPOCH, settings.packed(), (1, 2), ("", "other"), 1, THERE)
+    member, lost_ns = Member("token", "here"), FAILOVER_SILENCE_NS + 1
+    member.join(0)
+    member.receive(0, welcome, 0)
+    assert failed_over(member, lost_ns) == [ServerChanged(THERE, (5, 6))]
+    assert member.ports == (5, 6) and not requests(member, lost_ns), "nothing was declared yet"
+
+    member = Member("token", "here")
+    member.join(0)
+    member.receive(0, welcome, 0)
+    member.declare(PLAN, 0)
+    assert failed_over(member, lost_ns) == [ServerChanged(THERE, (5, 6))]
+    assert requests(member, lost_ns) == [m.Declare]
+    member.receive(0, m.Ready(WORKER, EPOCH, 0, tuple(split(7, 2)), b""), lost_ns)
+    assert len(member.sessions) == 2 and member.sessions[0].meter is member.sessions[1].meter, "one machine now"
+
+    member.receive(0, m.FailoverNotice(2, THERE, True), lost_ns)  # which has a standby again, and drops this member
+    member.receive(0, m.Refuse(m.RefuseCode.NOT_A_MEMBER, WORKER, EPOCH, "no"), lost_ns)
+    assert member.views.standby == THERE and member.tick(2 * lost_ns)
+    member.receive_standby(m.FailoverNotice(3, "", True, (7, 8)), 2 * lost_ns)
+    assert member.ports == (7, 8) and requests(member, 2 * lost_ns) == [m.Hello]
+
+
 def test_a_word_of_a_shard_says_that_it_is_connected() -> None:
     member = a_member(2)
     for shard in range(3):
