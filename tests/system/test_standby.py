@@ -42,7 +42,6 @@ optimizer.finish()
 
 def stands_by(standby: Server, server: Server) -> None:
     until(lambda: f"{standby.address} stands by: it has all" in server.command.out, server.command)
-    time.sleep(0.2)  # a worker that joined after that is told within a tick
 
 
 def goes_on(worker: Worker, steps: int = 20) -> None:
