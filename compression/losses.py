@@ -73,7 +73,11 @@ class MeasuredLoss:
 
 
 def steps_of(loss: float) -> float:
-    """Return the steps to a loss, as a multiple of bsp's, where a run of as many steps ends at `loss` over bsp's."""
+    """Return how many times bsp's steps a run needs to the same loss.
+
+    Args:
+        loss: of this run over that of bsp after as many steps, as a share.
+    """
     found: float = (1 + max(0.0, loss)) ** STEPS_POWER
     return found
 

@@ -41,7 +41,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contenders import wan
 from lab import launch, record
 from lab.launch import CommandFailed
-from loss.presets import CLUSTERS, DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
+from loss.presets import DENSE, PRESETS, RATES, SINGLE, Preset, Row, Task, at_rate, climb
 
 Result = dict[str, Any]
 HOPEFUL = 0.005  # share of a loss by which seeds of one rate differ
@@ -67,14 +67,13 @@ def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Resul
 
 def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
     """A server, perhaps clusters below it, and the workers. The record is of the first cluster. Raises CommandFailed."""
-    clusters = CLUSTERS if row.clusters else 0
-    root, *ports = launch.free_ports(1 + clusters)
-    own, script = str(workers // (clusters or 1)), [*task.arguments(steps, seed), *row.script]
+    root, *ports = launch.free_ports(1 + row.clusters)
+    own, script = str(workers // max(1, row.clusters)), [*task.arguments(steps, seed), *row.script]
     with ExitStack() as stack:
         told = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "record.jsonl"
-        stack.enter_context(launch.serving([*row.flags, "--workers", str(clusters or workers)], [root]))
+        stack.enter_context(launch.serving([*row.flags, "--workers", str(row.clusters or workers)], [root]))
         for port in ports:
-            flags = [*row.clusters, "--parent", f"tcp://127.0.0.1:{root}", "--workers", own]
+            flags = ["--sync", "bsp", "--parent", f"tcp://127.0.0.1:{root}", "--workers", own]
             stack.enter_context(launch.serving(flags, [port]))
         first, *others = (
             launch.ps_worker("--server", f"tcp://127.0.0.1:{port}", "-n", own) for port in ports or [root]

@@ -11,7 +11,7 @@ from lab import launch
 
 @dataclass(frozen=True)
 class Task:
-    """A script of bench/tasks. `metric` is the name of the figure that it records, and with which its last line ends."""
+    """A script of bench/tasks. It records the figure `metric`, and ends its last line with the value of it."""
 
     name: str
     metric: str
@@ -37,18 +37,22 @@ class Row:
     flags: tuple[str, ...] = ()
     script: tuple[str, ...] = ()  # further arguments of the script
     wan: str = ""  # a row of wan.py, run without a link
-    clusters: tuple[str, ...] = ()  # flags of the server of each of CLUSTERS clusters, which share the workers evenly
+    clusters: int = 0  # so many clusters with bsp inside, which share the workers evenly; 0: workers alone
     start: str = "0.0028"  # the rate at which a tuned row begins
     rate: str = ""  # its peak; "": the script's own
 
 
-CLUSTERS = 4
 SINGLE, DENSE = Row("single process"), Row("bsp", ("--sync", "bsp"))
 
 
 def ssp(staleness: int, compress: str) -> Row:
     flags = ("--sync", "ssp", "--staleness", str(staleness), "--compress", compress)
     return Row(f"ssp, s = {staleness}, {compress}", flags)
+
+
+def between(clusters: int, row: Row, name: str) -> Row:
+    """The mode and SPEC of `row` between clusters, instead of workers."""
+    return replace(row, name=f"{clusters} clusters, {name}", clusters=clusters)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,11 @@ MANY = (
     replace(DENSE, start="0.004"),
     *(without_delay(spec, *start) for start in ((), START) for spec in ("int4", "topk:0.5+sign")),
     ssp(1, "topk:0.11+sign"),
-    replace(ssp(1, "topk:0.11+sign"), name=f"{CLUSTERS} clusters, topk:0.11+sign between", clusters=("--sync", "bsp")),
+    *(between(clusters, ssp(1, "topk:0.11+sign"), "topk:0.11+sign between") for clusters in (4, 2)),
+    *(
+        between(4, without_delay(spec), f"{spec} between, without delay")
+        for spec in ("topk:0.11+sign", "topk:0.5+sign")
+    ),
 )
 
 BYTELM = Task("bytelm", "loss", 400, beta1=0.9)

@@ -32,9 +32,9 @@ Rules
 - "ps-plan's choice" in a note: ps-plan --encode gpu chooses this plan for the link and the step (until
   November 2026: without --encode gpu).
 - Figures of Adnan082/diloco-measured stand beside ours: four L40S, 30.8 M parameters, links shaped by tc.
-- --join takes a plan's losses from the line of its job in run_jobs.jsonl with as many workers and STEPS steps, at the best
-  rate. The seconds to the loss TARGET are the steps to it, interpolated between the quarters of the run, times the step
-  measured here.
+- --join takes the losses of a plan from run_jobs.jsonl: its job of STEPS steps with as many workers, at the best rate. The
+  steps to the loss TARGET are interpolated between the quarters of that run. The seconds to TARGET are these steps times
+  the step measured here.
 """
 
 from __future__ import annotations
