@@ -322,7 +322,7 @@ def test_rounds_with_equal_singular_values_are_planned_where_coding_each_step_ta
     count = 30.8e6
     outer_s, sent_s = 1.8e-10 * count * (5 * count) ** (1 / 3) / 4, (0.2559 + 0.531) * count / 125e6
     step_s = (20 * 0.08 + 2e-9 * count + outer_s + 0.02 + sent_s) / 20
-    assert f"predicted {1e3 * step_s:.3g} ms a step, and 1.00 times bsp's steps" in output, "it ends 0.5 % below bsp"
+    assert f"predicted {1e3 * step_s:.3g} ms a step, and 1.00 times bsp's steps" in output, "it ends 3.6 % below bsp"
     assert step_s < 0.08 + 2e-9 * count, "any update of one step takes longer to code alone"
 
 
@@ -410,7 +410,8 @@ def test_a_wire_carries_the_messages_of_both_levels() -> None:
 def test_a_step_without_a_bound_is_printed_as_a_range() -> None:
     plan = choose(cities([2, 2], 20, 60), WORK)
     least, most = (1e3 * factor * 0.1 for factor in ASYNC_RANGE)
-    for way, text in ((WAYS[0], "100"), (WAYS[10], f"{least:.3g} to {most:.3g}")):
+    free = next(row for row in WAYS if row.sync == "async")
+    for way, text in ((WAYS[0], "100"), (free, f"{least:.3g} to {most:.3g}")):
         assert step_ms(replace(plan, above=way, step_s=0.1)) == text
 
 
@@ -481,10 +482,10 @@ def test_a_city_behind_a_satellite_is_left_out(tmp_path: Path) -> None:
     words = ("--step", "0.1", "--insecure")
     output, plan = planned(tmp_path, cities([4], 20, 60), *words, document=document)
     assert [*plan["hosts"]] == ["a0", "a1"] == [process["host"] for process in plan["processes"]]
-    assert "left out: b0, b1; with all hosts a loss takes 1.16 times as long; --all-hosts keeps them" in output
+    assert "left out: b0, b1; with all hosts a loss takes 1.10 times as long; --all-hosts keeps them" in output
     assert "each other host computes 2 times its even share: give the script 2 times its batch" in output
-    assert "without a0, the host that is missed least, a loss takes 1.96 times as long" in output
-    assert "on b0" not in output and "predicted 204 ms a step" in output
+    assert "without a0, the host that is missed least, a loss takes 1.95 times as long" in output
+    assert "on b0" not in output and "predicted 205 ms a step" in output
     output, plan = planned(tmp_path, cities([4], 20, 60), *words, "--all-hosts", document=document)
     assert len(plan["processes"]) == 4 and "left out" not in output
     batch = ("--batch", "60", "--script", "train.py {samples}")
@@ -564,8 +565,8 @@ def test_a_loss_grows_with_children_and_goes_on_after_sixteen() -> None:
     for way in WAYS[1:]:
         steps = [way.steps(count) for count in (1, 2, 3, 4, 8, 16, 32, 64)]
         assert steps == sorted(steps) and steps[0] == 1 < steps[-1]
-    assert WAYS[3].steps(16) == pytest.approx(1.145**4.7)
-    assert WAYS[3].steps(32) == pytest.approx(1.213**4.7)
+    assert WAYS[3].steps(16) == pytest.approx(1.175**4.7)
+    assert WAYS[3].steps(32) == pytest.approx(1.256**4.7)
     assert WAYS[0].steps(512) == 1
 
 

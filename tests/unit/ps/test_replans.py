@@ -277,15 +277,15 @@ def test_a_way_that_no_row_has_loses_by_its_bytes_and_rounds_as_the_nearest_ones
     costs = coded(settings.compress)
     way = present(settings, costs)
     size = costs[settings.compress].bytes
-    assert 0.019 < size < 0.0786  # between cycle:0.15+sign and topk:0.11+sign, which lose 4.1 and 0.4 % with two clocks
+    assert 0.019 < size < 0.0786  # between cycle:0.15+sign and topk:0.11+sign, which lose 6 and 2.2 % with two clocks
     share = math.log(0.0786 / size) / math.log(0.0786 / 0.019)
-    assert str(way) == "ssp, S = 2, topk:0.01+int8" and way.over[0] == pytest.approx(0.004 + share * 0.037)
+    assert str(way) == "ssp, S = 2, topk:0.01+int8" and way.over[0] == pytest.approx(0.022 + share * 0.038)
     for flags, over in (
-        ({"sync": "local", "local_steps": 100, "compress": "2bit"}, 0.083),  # of 50 steps
-        ({"sync": "ssp", "staleness": 0, "compress": "int4"}, 0.019),  # without delay, as bsp with pushed updates
+        ({"sync": "local", "local_steps": 100, "compress": "2bit"}, 0.103),  # of 50 steps
+        ({"sync": "ssp", "staleness": 0, "compress": "int4"}, 0.042),  # without delay, as bsp with pushed updates
         (
             {"sync": "bsp", "push": "update", "compress": "int4", "compress_down": "topk:0.11+sign"},
-            0.019 + 2 / 3 * 0.101,
+            0.042 + 2 / 3 * 0.095,
         ),
         ({"sync": "bsp", "compress": "int8"}, 0.0),
     ):
