@@ -161,12 +161,12 @@ def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1")
 
 
 @contextmanager
-def started(command: Sequence[str], env: dict[str, str] | None = None) -> Iterator[None]:
+def started(command: Sequence[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[Any]]:
     """A command that runs while the block does, and is to end well at its end. Raises CommandFailed."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, cwd=ROOT, env=env or environment(), stdout=said, stderr=said)
         try:
-            yield
+            yield process
             code = process.wait(TERMINATE_S)
         except (ConnectionError, TimeoutError, subprocess.TimeoutExpired) as error:
             raise CommandFailed(f"{' '.join(command)}\n{error}; its last words:\n{tail(said)}") from None
