@@ -109,31 +109,21 @@ def measure(
 ) -> dict[str, list[float]]:
     """Return for each contender the seconds of a step in each round."""
     running: list[Process] = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        for name in contenders:
-            script = [
-                str(HERE),
-                "worker",
-                "--name",
-                name,
-                "--optimizer",
-                inner,
-                "--size",
-                str(size),
-                "--folder",
-                folder,
-            ]
-            script += ["--steps", str(steps), "--rounds", str(rounds)]
-            started = ours(name, workers, shards, script) if name in OURS else gloo(workers, script)
-            running += stack.enter_context(started)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(rounds + 1):
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    told = f"--optimizer {inner} --size {size} --steps {steps} --rounds {rounds}".split()
+    with tempfile.TemporaryDirectory() as folder:
+        with ExitStack() as stack:
             for name in contenders:
-                (Path(folder) / f"go {name} {turn}").touch()
-                told = [Path(folder) / f"{name} {turn} {rank}.json" for rank in range(workers)]
-                launch.until(partial(turn_ended, told, running), f"{name}, round {turn}", LIMIT_S)
-                if turn:
-                    times[name].append(max(json.loads(each.read_text()) for each in told))
+                script = [str(HERE), "worker", "--name", name, "--folder", folder, *told]
+                started = ours(name, workers, shards, script) if name in OURS else gloo(workers, script)
+                running += stack.enter_context(started)
+            for turn in range(rounds + 1):
+                for name in contenders:
+                    (Path(folder) / f"go {name} {turn}").touch()
+                    paths = [Path(folder) / f"{name} {turn} {rank}.json" for rank in range(workers)]
+                    launch.until(partial(turn_ended, paths, running), f"{name}, round {turn}", LIMIT_S)
+                    if turn:
+                        times[name].append(max(json.loads(each.read_text()) for each in paths))
         last = [np.load(Path(folder) / f"{name}.npy") for name in contenders]
     for name, each in zip(contenders[1:], last[1:], strict=True):
         if not np.allclose(each, last[0], rtol=1e-5, atol=1e-6):

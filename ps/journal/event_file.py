@@ -14,6 +14,8 @@ How it works
 
 Rules
 - `append` writes the first word of an event last. An event without it does not count.
+- An event with a large frame is copied into the mapped file: a write(2) to a memfd takes three times as long. A page that the
+  system lacks would end the process there, so `append` has the system allocate the pages first.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
 - `restart` gives back the pages before the first event, but those of held frames. Behind it stay as many pages as both
   the last events and those before them took: first weights come once. A machine that was written before may name frames
@@ -62,6 +64,7 @@ class EventFile:
         self.serial, self.begin = head
         self.end = self.begin  # offset of the next event; `events` moves it behind those of an earlier process
         self.windows: list[tuple[int, int, mmap.mmap, int]] = []  # offset, bytes, mapped there, address
+        self.allocated = (0, 0)  # each byte of the file between these offsets has a page
         self.held: dict[int, tuple[int, int]] = {}  # number of a view -> offsets of its first byte, and behind its last
         self.waiting = 0  # bytes of held frames of the events
         self.before = 0  # bytes of the events before the last `restart`
@@ -90,19 +93,34 @@ class EventFile:
         """
         about = pack([event.described(), [len(f) for f in frames]])
         parts = [about, *frames, RECORD.pack(0)]
-        size = sum(map(len, parts))
-        written = os.pwritev(self.file, parts, self.end + RECORD.size)
-        if written != size:
+        size, large = sum(map(len, parts)), any(len(frame) >= self.least for frame in frames)
+        if large:
+            self._copy(parts, self.end + RECORD.size, size)
+        elif (written := os.pwritev(self.file, parts, self.end + RECORD.size)) != size:
             raise OSError(f"{written} of {size} bytes were written")
         os.pwrite(self.file, RECORD.pack(len(about)), self.end)
         at, self.end = self.end + RECORD.size + len(about), self.end + size
-        if all(len(frame) < self.least for frame in frames):
+        if not large:
             return frames
         mapped: list[Buffer] = []
         for frame in frames:
             mapped.append(self.view(at, len(frame)) if len(frame) >= self.least else frame)
             at += len(frame)
         return mapped
+
+    def _copy(self, parts: Sequence[Buffer], offset: int, size: int) -> None:
+        """Copy `parts`, of `size` bytes together, to an offset of the file. Raises OSError."""
+        low, high = self.allocated
+        if not low <= offset <= high:
+            low = high = offset
+        if offset + size > high:
+            os.posix_fallocate(self.file, high, offset + size - high)
+        self.allocated = low, max(high, offset + size)
+        first, _, window, _ = self._window(offset, size)
+        at = offset - first
+        for part in parts:
+            window[at : at + len(part)] = part
+            at += len(part)
 
     def events(self) -> Iterator[MachineEvent]:
         """Read each event. `append` then writes behind the last one."""
@@ -133,7 +151,7 @@ class EventFile:
         took = self.end - self.begin + RECORD.size
         behind, self.before = min(took, self.before), took
         self.begin, self.waiting = max((high for _, high in self.held.values()), default=HEAD.size), 0
-        os.ftruncate(self.file, min(os.fstat(self.file).st_size, self.begin + behind))
+        self._truncate(min(os.fstat(self.file).st_size, self.begin + behind))
         os.pwrite(self.file, RECORD.pack(0), self.begin)
         os.pwrite(self.file, HEAD.pack(serial, self.begin), 0)
         self.serial, self.end = serial, self.begin
@@ -146,7 +164,7 @@ class EventFile:
         with contextlib.suppress(OSError):
             os.pwrite(self.file, HEAD.pack(0, HEAD.size), 0)
             if not self.held:
-                os.ftruncate(self.file, 0)
+                self._truncate(0)
             self._give_back(os.fstat(self.file).st_size)
 
     # Views.
@@ -204,9 +222,14 @@ class EventFile:
         self.windows.append((first, room, mapped, int(address)))
         return self.windows[-1]
 
+    def _truncate(self, size: int) -> None:
+        os.ftruncate(self.file, size)
+        self.allocated = min(self.allocated[0], size), min(self.allocated[1], size)
+
     def _give_back(self, end: int) -> None:
         """Give back the pages before `end` but those of held frames, and the addresses that have none."""
-        at = HEAD.size
+        at, kept = HEAD.size, max(end, self.allocated[0])
+        self.allocated = kept, max(kept, self.allocated[1])
         for low, high in [*sorted(self.held.values()), (end, end)]:
             begin, until = -(-at // PAGE) * PAGE, low // PAGE * PAGE
             for first, room, window, _ in self.windows:
