@@ -7,7 +7,8 @@ to a table of what a machine may contain.
 - Functions: those in `FUNCTIONS`, by name. A value coding, whose kernels are compiled functions, is found by its SPEC.
 - Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted. The journal writes the offset of an
   array in its segment in the place of the bytes, and that of a payload in its events.
-- The allocator of a machine's arrays is not written: a machine gets that of the process that reads it.
+- What belongs to the runner is not written, but a call in its place: the machine gets the allocator of its arrays, and `lent`,
+  from the process that reads it.
 - Bound methods: the object and the name of the method, if the class of the object is admitted.
 - Nothing else can be written. Writer and reader use the same table: what was written can be read.
 
@@ -38,9 +39,7 @@ from narrows.ps.journal.event_file import EventFile
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
-LENT = "lent"  # stands for `lent`, the one function of a machine that belongs to its runner
-ARRAYS = "arrays"  # stands for the allocator of the machine's arrays, which belongs to its runner too
-ALIAS, ALIASED = "alias", type(HostReplica)  # stands for the type arguments in an instance, which no code reads
+ALIASED = type(HostReplica)  # of the type arguments in an instance, which no code reads
 OURS: tuple[str, ...] = ("narrows.protocols.", "narrows.compression.", "narrows.ps.")
 IMPURE = (
     "narrows.protocols.runtime.",
@@ -57,8 +56,11 @@ STANDARD = {
 } | {("collections", name) for name in ("Counter", "OrderedDict", "defaultdict", "deque")}
 STANDARD |= {("functools", "partial")}  # its function has to be admitted too
 FUNCTIONS = {
+    (__name__, "_alias"),
     (__name__, "_array"),
+    (__name__, "_arrays"),
     (__name__, "_bound"),
+    (__name__, "_lent"),
     (__name__, "_logged"),
     (__name__, "_placed"),
     (__name__, "_value"),
@@ -123,6 +125,20 @@ def _logged(offset: int, length: int) -> memoryview:
     raise pickle.UnpicklingError("only a journal has payloads by their place")
 
 
+def _lent() -> Callable[[], bool]:
+    """Stands for `lent`, the one function of a machine that belongs to its runner: the reader puts its own in its place."""
+    raise pickle.UnpicklingError("only a runner lends")
+
+
+def _arrays() -> ArrayAllocator:
+    """Stands for the allocator of the machine's arrays, as `_lent` for `lent`."""
+    raise pickle.UnpicklingError("only a runner has arrays")
+
+
+def _alias() -> None:
+    """Stands for the type arguments in an instance."""
+
+
 def _value(kind: str, values: bytes) -> np.generic:
     found: Any = _array(kind, (), values)[()]
     return cast(np.generic, found)
@@ -143,17 +159,11 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.lent, self.segment, self.events = lent, segment, events
 
-    def persistent_id(self, found: Any) -> str | None:
-        if type(found) is ALIASED:
-            return ALIAS
-        if isinstance(found, (HeapArrays, ArraySegment)):
-            return ARRAYS
-        return LENT if callable(found) and found == self.lent else None
-
     def reducer_override(self, found: Any) -> Any:
         """Write what pickle alone would write with code of NumPy, or not at all.
 
-        A memoryview, as of a payload, and a subclass of bytes, as a routing id with its key, become plain bytes.
+        pickle calls this for each object but those of its own types, such as int, str, bytes, list and dict. A memoryview, as of
+        a payload, and a subclass of bytes, as a routing id with its key, become plain bytes.
         """
         if isinstance(found, np.ndarray):
             if found.dtype.kind not in KINDS:
@@ -170,6 +180,12 @@ class _Pickler(pickle.Pickler):
             return bytes, (bytes(found),)
         if isinstance(found, Sectioned):
             return by_spec, (found.spec,)
+        if isinstance(found, (MethodType, FunctionType)) and found == self.lent:
+            return _lent, ()
+        if isinstance(found, (HeapArrays, ArraySegment)):
+            return _arrays, ()
+        if type(found) is ALIASED:
+            return _alias, ()
         if isinstance(found, MethodType):
             _bound(found.__self__, found.__name__)
             return _bound, (found.__self__, found.__name__)
@@ -190,17 +206,15 @@ class _Unpickler(pickle.Unpickler):
         events: EventFile | None = None,
     ) -> None:
         super().__init__(file)
-        self.lends = {LENT: lent, ALIAS: None, ARRAYS: arrays}
-        self.own: dict[tuple[str, str], Any] = {(__name__, "_array"): partial(_housed, arrays)}
+        self.own: dict[tuple[str, str], Any] = {
+            (__name__, "_array"): partial(_housed, arrays),
+            (__name__, "_arrays"): lambda: arrays,
+            (__name__, "_lent"): lambda: lent,
+        }
         if isinstance(arrays, ArraySegment) and back is not None:
             self.own[__name__, "_placed"] = partial(arrays.at, back=back)
         if events is not None:
             self.own[__name__, "_logged"] = events.view
-
-    def persistent_load(self, name: Any) -> Any:
-        if name not in self.lends:
-            raise pickle.UnpicklingError(f"{name!r} is nothing that a runner lends")
-        return self.lends[name]
 
     def find_class(self, module: str, name: str) -> Any:
         return self.own.get((module, name)) or _admitted(module, name)
