@@ -85,12 +85,12 @@ def main(
         return
     with record.Recorder("speed/one_host", out) as recorder:
         for inner, size, count, parts in product(
-            optimizers.split(","), numbers(sizes), numbers(workers), numbers(shards)
+            optimizers.split(","), map(float, sizes.split(",")), numbers(workers), numbers(shards)
         ):
-            turn = steps or max(5, 1000 // size // count)
+            turn = steps or int(max(5, 1000 / size / count))
             times = measure(contenders.split(","), inner, size, count, parts, rounds, min(turn, 200))
             arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts, "mib": size}
-            recorder.add(f"{size} MiB, {count} workers, {parts} shards", figures(times), arguments=arguments)
+            recorder.add(f"{size:g} MiB, {count} workers, {parts} shards", figures(times), arguments=arguments)
 
 
 def figures(times: dict[str, list[float]]) -> record.Figures:
@@ -105,7 +105,7 @@ def figures(times: dict[str, list[float]]) -> record.Figures:
 
 
 def measure(
-    contenders: list[str], inner: str, size: int, workers: int, shards: int, rounds: int, steps: int
+    contenders: list[str], inner: str, size: float, workers: int, shards: int, rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Return for each contender the seconds of a step in each round."""
     running: list[Process] = []
@@ -172,14 +172,14 @@ def wait_for(path: Path) -> None:
 @main.command(hidden=True)
 @click.option("--name")
 @click.option("--optimizer", "inner")
-@click.option("--size", type=int)
+@click.option("--size", type=float)
 @click.option("--folder", type=Path)
 @click.option("--steps", type=int)
 @click.option("--rounds", type=int)
-def worker(name: str, inner: str, size: int, folder: Path, steps: int, rounds: int) -> None:
+def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds: int) -> None:
     """One worker of a contender."""
     torch.set_num_threads(1)
-    count = size * MIB // 4 // TENSORS
+    count = int(size * MIB) // 4 // TENSORS
     if name in OURS:
         rank = of_run()
         model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(TENSORS)])

@@ -5,7 +5,7 @@ How it works
     file: | serial, begin | pages given back | held frame | pages given back | event | event | ... | 0 | remains |
                                                                                ^ begin                ^ end
 
-    event: | bytes of the description | description: the event, and the length of each frame | frame | frame |
+    event: | bytes of the description | description: the event, and the length of each frame | ... | frame | ... | frame |
 
 1. `append` writes an event. It returns the frames for the machine: a frame of `least` bytes or more as a view of the
    file. So a payload that waits in the machine is in memory once, and not as the network's and as the journal's.
@@ -14,6 +14,7 @@ How it works
 
 Rules
 - `append` writes the first word of an event last. An event without it does not count.
+- Each frame begins at a multiple of ALIGNMENT. NumPy copies float32 values that begin elsewhere before it computes with them.
 - An event with a large frame is copied into the mapped file: a write(2) to a memfd takes three times as long. A page that the
   system lacks would end the process there, so `append` has the system allocate the pages first.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
@@ -46,6 +47,12 @@ RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no even
 LEAST_BYTES = 1 << 18  # of a frame that the machine reads in the file
 WINDOW_BYTES = 1 << 32  # of addresses that are mapped at once
 PAGE = mmap.ALLOCATIONGRANULARITY
+ALIGNMENT = 64  # bytes: a cache line
+
+
+def _padding(offset: int) -> int:
+    """The bytes from an offset to the next frame."""
+    return -offset % ALIGNMENT
 
 
 class EventFile:
@@ -92,24 +99,37 @@ class EventFile:
             OSError: the system has no memory for it.
         """
         about = pack([event.described(), [len(f) for f in frames]])
-        parts = [about, *frames, RECORD.pack(0)]
-        size, large = sum(map(len, parts)), any(len(frame) >= self.least for frame in frames)
-        if large:
-            self._copy(parts, self.end + RECORD.size, size)
-        elif (written := os.pwritev(self.file, parts, self.end + RECORD.size)) != size:
-            raise OSError(f"{written} of {size} bytes were written")
-        os.pwrite(self.file, RECORD.pack(len(about)), self.end)
-        at, self.end = self.end + RECORD.size + len(about), self.end + size
-        if not large:
-            return frames
-        mapped: list[Buffer] = []
+        begin, large = self.end + RECORD.size, any(len(frame) >= self.least for frame in frames)
+        parts, places, at = list[Buffer]([about]), list[int](), begin + len(about)
         for frame in frames:
-            mapped.append(self.view(at, len(frame)) if len(frame) >= self.least else frame)
-            at += len(frame)
-        return mapped
+            places.append(at + _padding(at))
+            parts += [bytes(_padding(at)), frame]
+            at = places[-1] + len(frame)
+        parts.append(RECORD.pack(0))
+        size = at + RECORD.size - begin
+        first = RECORD.pack(len(about))
+        if not large:
+            if (written := os.pwritev(self.file, parts, begin)) != size:
+                raise OSError(f"{written} of {size} bytes were written")
+            os.pwrite(self.file, first, self.end)
+            self.end = at
+            return frames
+        room, start = self._room(self.end, RECORD.size + size)
+        put = start + RECORD.size
+        for part in parts:
+            room[put : put + len(part)] = part
+            put += len(part)
+        room[start : start + RECORD.size] = first
+        self.end = at
+        pairs = zip(places, frames, strict=True)
+        return [self.view(place, len(frame)) if len(frame) >= self.least else frame for place, frame in pairs]
 
-    def _copy(self, parts: Sequence[Buffer], offset: int, size: int) -> None:
-        """Copy `parts`, of `size` bytes together, to an offset of the file. Raises OSError."""
+    def _room(self, offset: int, size: int) -> tuple[mmap.mmap, int]:
+        """Return a mapping with the bytes [offset, offset + size), which have pages, and the place of the first one there.
+
+        Raises:
+            OSError: the system has no memory for the pages.
+        """
         low, high = self.allocated
         if not low <= offset <= high:
             low = high = offset
@@ -117,10 +137,7 @@ class EventFile:
             os.posix_fallocate(self.file, high, offset + size - high)
         self.allocated = low, max(high, offset + size)
         first, _, window, _ = self._window(offset, size)
-        at = offset - first
-        for part in parts:
-            window[at : at + len(part)] = part
-            at += len(part)
+        return window, offset - first
 
     def events(self) -> Iterator[MachineEvent]:
         """Read each event. `append` then writes behind the last one."""
@@ -133,6 +150,7 @@ class EventFile:
             about, lengths = described
             at, frames = self.end + RECORD.size + length, list[Buffer]()
             for each in lengths:
+                at += _padding(at)
                 frames.append(self.view(at, each) if each >= self.least else os.pread(self.file, each, at))
                 at += each
             yield MachineEvent.of(about, frames)

@@ -162,8 +162,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         """Write what pickle alone would write with code of NumPy, or not at all.
 
-        pickle calls this for each object but those of its own types, such as int, str, bytes, list and dict. A memoryview, as of
-        a payload, and a subclass of bytes, as a routing id with its key, become plain bytes.
+        pickle calls this for each object but those of its own types, such as int, str, bytes, list and dict. A memoryview,
+        as of a payload, and a subclass of bytes, as a routing id with its key, become plain bytes.
         """
         if isinstance(found, np.ndarray):
             if found.dtype.kind not in KINDS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -11,7 +13,7 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.wire import decode, encode
-from narrows.ps.journal.event_file import HEAD, PAGE, EventFile
+from narrows.ps.journal.event_file import ALIGNMENT, HEAD, PAGE, EventFile
 from narrows.ps.replication.events import EventKind, MachineEvent
 
 LARGE = 1 << 18  # bytes of a frame that is read in the file
@@ -70,6 +72,60 @@ def test_a_frame_that_is_held_outlives_new_beginnings(file: int) -> None:
     events.restart(9)
     assert events.begin == HEAD.size, "nothing is held: events begin at the first byte again"
     assert [*EventFile(file).events()] == []
+
+
+class TornMapping:
+    """A mapped file in which the process is killed before it has written so many parts."""
+
+    def __init__(self, mapped: mmap.mmap, parts: int) -> None:
+        self.mapped, self.left = mapped, parts
+
+    def __setitem__(self, where: slice, part: m.Buffer) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self.mapped[where] = part
+
+
+@pytest.mark.parametrize("parts", range(7))
+def test_an_event_with_a_large_frame_counts_once_all_of_it_is_there(file: int, parts: int) -> None:
+    events = EventFile(file)
+    for number in range(3):
+        events.append(event(number), frames(number))
+    gc.collect()
+    events.restart(1)  # bytes of the older events stay behind the first one
+    events.append(event(5), frames(5))
+    first, size, mapped, address = events.windows[0]
+    events.windows[0] = (first, size, TornMapping(mapped, parts), address)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        events.append(event(6), frames(6))
+    again = EventFile(file)
+    assert [each.now_ns for each in again.events()] == [5]
+    again.append(event(7), frames(7))
+    assert [each.now_ns for each in EventFile(file).events()] == [5, 7]
+
+
+def test_a_large_frame_begins_at_a_cache_line(file: int) -> None:
+    events = EventFile(file)
+    events.restart(1)
+    for number, size in enumerate((3, LARGE, 5, LARGE + 4, LARGE)):
+        for frame in events.append(event(number), frames(number, size)):
+            assert len(frame) < LARGE or events.place(frame) % ALIGNMENT == 0
+    found = [each.message for each in EventFile(file).events()]
+    assert [len(message.payload) for message in found if isinstance(message, m.Push)] == [3, LARGE, 5, LARGE + 4, LARGE]
+
+
+def test_memory_that_the_system_lacks_is_an_error_and_no_signal(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    events = EventFile(file)
+    events.restart(1)
+    events.append(event(1), frames(1))
+    monkeypatch.setattr("narrows.ps.journal.event_file.os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        events.append(event(2), frames(2))
+    assert [each.now_ns for each in EventFile(file).events()] == [1]
 
 
 def test_pages_stay_for_new_events_if_two_beginnings_needed_them(file: int) -> None:
