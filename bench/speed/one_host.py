@@ -169,6 +169,15 @@ def wait_for(path: Path) -> None:
         time.sleep(POLL_S)
 
 
+def reduced(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """A step on the mean gradient of all workers."""
+    gradient = parameter.grad
+    assert gradient is not None
+    distributed.all_reduce(gradient)
+    gradient /= distributed.get_world_size()
+    optimizer.step()
+
+
 @main.command(hidden=True)
 @click.option("--name")
 @click.option("--optimizer", "inner")
@@ -180,6 +189,7 @@ def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds:
     """One worker of a contender."""
     torch.set_num_threads(1)
     count = int(size * MIB) // 4 // TENSORS
+    step: Callable[[], Any]
     if name in OURS:
         rank = of_run()
         model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(TENSORS)])
@@ -189,17 +199,9 @@ def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds:
         step = optimizer.step
     else:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
-        rank, world = distributed.get_rank(), distributed.get_world_size()
+        rank = distributed.get_rank()
         model = nn.ParameterList([nn.Parameter(torch.zeros(count * TENSORS))])
-        inner_optimizer = OPTIMIZERS[inner]([*model.parameters()])
-
-        def step() -> None:
-            gradient = model[0].grad
-            assert gradient is not None
-            distributed.all_reduce(gradient)
-            gradient /= world
-            inner_optimizer.step()
-
+        step = partial(reduced, model[0], OPTIMIZERS[inner]([*model.parameters()]))
     for turn in range(rounds + 1):
         wait_for(folder / f"go {name} {turn}")
         if name not in OURS:
@@ -215,10 +217,10 @@ def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds:
         part.rename(part.with_suffix(".json"))
     if name in OURS:
         with optimizer.shared():
-            last = model[0].detach().numpy()[:1000].copy()
+            last = model[0].detach().numpy()[:250].copy()
     else:
-        last = model[0].detach().numpy()[:1000].copy()
-        distributed.barrier()
+        last = model[0].detach().numpy()[:250].copy()
+        distributed.destroy_process_group()
     if not rank:
         np.save(folder / f"{name}.npy", last)
 
