@@ -2,6 +2,7 @@
 
     python bench/speed/one_host.py                                    # SGD, 1, 25 and 100 MiB, 2 and 4 workers, 1 and 2 shards
     python bench/speed/one_host.py --sizes 25 --workers 2 --shards 2 --optimizers sgd,adamw
+    python bench/speed/one_host.py --sizes 4 --tensors 10000 --workers 1 --shards 1 --contenders journal,torch
 
 Rules
 - A contender is a set of processes, all of which start before the first round and stay until the last. In each round the
@@ -10,6 +11,7 @@ Rules
 - "journal" and "no journal": ps-serve and its workers. A step is `optimizer.step()`: the gradient leaves p.grad, the server
   folds and steps its optimizer, and the state is written into the parameters.
 - "gloo": all_reduce of one flat gradient, the division, and a step of torch's optimizer.
+- "torch": one process, without any exchange. Where it is a contender, a step of all has a backward pass: of the sum of all values.
 - Every process has one thread for arithmetic. The parameters of all contenders are equal at the end, or the run fails.
 """
 
@@ -47,8 +49,8 @@ HERE = Path(__file__).resolve()
 LIMIT_S = 300.0  # of a turn
 WARM_UP = 8  # steps before the first round, for files, pages and kernels
 POLL_S = 0.005
-TENSORS = 4
 Process = subprocess.Popen[Any]
+PAIRS = (("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo"), ("journal", "torch"))  # ours / theirs
 OURS = {"journal": (), "no journal": ("--no-journal",)}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -65,6 +67,7 @@ def numbers(text: str) -> list[int]:
 @click.option("--workers", default="2,4", show_default=True)
 @click.option("--shards", default="1,2", show_default=True)
 @click.option("--optimizers", default="sgd", show_default=True, help="sgd, adamw")
+@click.option("--tensors", default=4, show_default=True, help="that the parameters are, but of gloo, which has one")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--steps", default=0, help="of each turn  [default: so many that a turn of gloo takes a second]")
 @click.option("--contenders", default="journal,no journal,gloo", show_default=True)
@@ -76,6 +79,7 @@ def main(
     workers: str,
     shards: str,
     optimizers: str,
+    tensors: int,
     rounds: int,
     steps: int,
     contenders: str,
@@ -89,15 +93,17 @@ def main(
             optimizers.split(","), map(float, sizes.split(",")), numbers(workers), numbers(shards)
         ):
             turn = steps or int(max(5, 1000 / size / count))
-            times = measure(contenders.split(","), inner, size, count, parts, rounds, min(turn, 200))
+            script = f"--optimizer {inner} --size {size} --tensors {tensors} --steps {min(turn, 200)} --rounds {rounds}"
+            times = measure(contenders.split(","), script.split(), count, parts, rounds)
             arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts, "mib": size}
+            arguments |= {"tensors": tensors} if tensors > 4 else {}
             recorder.add(f"{size:g} MiB, {count} workers, {parts} shards", figures(times), arguments=arguments)
 
 
 def figures(times: dict[str, list[float]]) -> record.Figures:
     """The median step of each contender, and the ratios between contenders: median, smallest and largest of all rounds."""
     found: record.Figures = {name: (1e3 * statistics.median(each), "ms") for name, each in times.items()}
-    for one, other in (("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo")):
+    for one, other in PAIRS:
         if one in times and other in times:
             ratios = [ours / theirs for ours, theirs in zip(times[one], times[other], strict=True)]
             for name, of in (("", statistics.median), (" least", min), (" most", max)):
@@ -105,18 +111,16 @@ def figures(times: dict[str, list[float]]) -> record.Figures:
     return found
 
 
-def measure(
-    contenders: list[str], inner: str, size: float, workers: int, shards: int, rounds: int, steps: int
-) -> dict[str, list[float]]:
+def measure(contenders: list[str], told: list[str], workers: int, shards: int, rounds: int) -> dict[str, list[float]]:
     """Return for each contender the seconds of a step in each round."""
     running: list[Process] = []
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    told = f"--optimizer {inner} --size {size} --steps {steps} --rounds {rounds}".split()
+    told = [*told, *["--backward"] * ("torch" in contenders)]
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
             for name in contenders:
                 script = [str(HERE), "worker", "--name", name, "--folder", folder, *told]
-                started = ours(name, workers, shards, script) if name in OURS else gloo(workers, script)
+                started = ours(name, workers, shards, script) if name in OURS else apart(workers, script)
                 running += stack.enter_context(started)
             for turn in range(rounds + 1):
                 for name in contenders:
@@ -127,7 +131,8 @@ def measure(
                         times[name].append(max(json.loads(each.read_text()) for each in paths))
         last = [np.load(Path(folder) / f"{name}.npy") for name in contenders]
     for name, each in zip(contenders[1:], last[1:], strict=True):
-        if not np.allclose(each, last[0], rtol=1e-5, atol=1e-6):
+        shared = min(len(each), len(last[0]))
+        if not np.allclose(each[:shared], last[0][:shared], rtol=1e-5, atol=1e-6):
             raise click.ClickException(f"{name} ends with {each[:3]}, {contenders[0]} with {last[0][:3]}")
     return times
 
@@ -150,8 +155,8 @@ def ours(name: str, workers: int, shards: int, script: list[str]) -> Iterator[li
 
 
 @contextmanager
-def gloo(workers: int, script: list[str]) -> Iterator[list[Process]]:
-    """The processes of torch.distributed."""
+def apart(workers: int, script: list[str]) -> Iterator[list[Process]]:
+    """The processes of torch."""
     (port,), started = launch.free_ports(1), list[Process]()
     with ExitStack() as stack:
         for rank in range(workers):
@@ -179,34 +184,47 @@ def reduced(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def trained(parameters: list[nn.Parameter], step: Callable[[], Any]) -> None:
+    """A step after the backward pass of the sum of all values."""
+    for parameter in parameters:
+        parameter.grad = None
+    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+    step()
+
+
 @main.command(hidden=True)
 @click.option("--name")
 @click.option("--optimizer", "inner")
 @click.option("--size", type=float)
 @click.option("--folder", type=Path)
+@click.option("--tensors", type=int)
 @click.option("--steps", type=int)
 @click.option("--rounds", type=int)
-def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds: int) -> None:
+@click.option("--backward", is_flag=True)
+def worker(
+    name: str, inner: str, size: float, folder: Path, tensors: int, steps: int, rounds: int, backward: bool
+) -> None:
     """One worker of a contender."""
     torch.set_num_threads(1)
-    count = int(size * MIB) // 4 // TENSORS
-    step: Callable[[], Any]
+    rank, tensors = 0, 1 if name == "gloo" else tensors
+    count = int(size * MIB) // 4 // tensors
+    model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(tensors)])
+    optimizer: Any = OPTIMIZERS[inner]([*model.parameters()])
+    step: Callable[[], Any] = optimizer.step
     if name in OURS:
-        rank = of_run()
-        model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(TENSORS)])
-        optimizer = DistributedOptimizer(OPTIMIZERS[inner]([*model.parameters()]), model)
-        for parameter in model:
-            parameter.grad = torch.full((count,), 1.0 + rank)
+        rank, optimizer = of_run(), DistributedOptimizer(optimizer, model)
         step = optimizer.step
-    else:
+    elif name == "gloo":
         distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
-        rank = distributed.get_rank()
-        model = nn.ParameterList([nn.Parameter(torch.zeros(count * TENSORS))])
-        step = partial(reduced, model[0], OPTIMIZERS[inner]([*model.parameters()]))
+        rank, step = distributed.get_rank(), partial(reduced, model[0], optimizer)
+    if backward:
+        step = partial(trained, [*model], step)
+    for parameter in model:
+        parameter.grad = torch.full((count,), 1.0 + rank)
     for turn in range(rounds + 1):
         wait_for(folder / f"go {name} {turn}")
-        if name not in OURS:
-            model[0].grad = torch.full((count * TENSORS,), 1.0 + rank)
+        if name == "gloo":
+            model[0].grad = torch.full((count,), 1.0 + rank)
             distributed.barrier()
         times = []
         for _ in range(steps if turn else WARM_UP):
@@ -221,10 +239,9 @@ def worker(name: str, inner: str, size: float, folder: Path, steps: int, rounds:
             last = model[0].detach().numpy()[:250].copy()
     else:
         last = model[0].detach().numpy()[:250].copy()
-        distributed.barrier()
     if not rank:
         np.save(folder / f"{name}.npy", last)
-    if name not in OURS:
+    if name == "gloo":
         distributed.barrier()
         os._exit(0)  # gloo's threads may abort a process that ends by itself
 

@@ -38,6 +38,9 @@ from narrows.ps.store.reduction import PART_VALUES, Mean
 from narrows.ps.store.store import HEAP, ArrayAllocator
 
 LAYERWISE = {"LAMB": LAMB, "LARS": LARS}  # the other classes are in torch.optim
+# A part of so many chunks steps all of them in one call of torch for each operation (foreach), to the same bits. These classes
+# round otherwise there.
+MANY, ROUND_OTHERWISE = 64, ("ASGD", "NAdam", "RAdam")
 MADE_MAX = 16  # parts whose state is made before their freed memory goes back to the system
 
 
@@ -119,6 +122,7 @@ class OptimizerPart:
     def __init__(self, chunks: list[Chunk], arrays: ArrayAllocator) -> None:
         self.chunks, self.arrays = chunks, arrays
         self.low, self.high = chunks[0].low, chunks[-1].high
+        self.sizes = [chunk.high - chunk.low for chunk in chunks]
         self.groups = sorted({chunk.piece.group for chunk in chunks})
         self.drop()
 
@@ -158,11 +162,15 @@ class OptimizerPart:
             ours = [group for group in self.groups if kinds[group] is kind]
             for target, group in zip(optimizer.param_groups, ours, strict=True):
                 target.update(groups[group])
+                if len(self.chunks) >= MANY and "foreach" in target and kind.__name__ not in ROUND_OTHERWISE:
+                    target["foreach"] = True
         stepped = [chunk for chunk in self.chunks if chunk.piece.tensor not in absent]
         if stepped:
-            values = torch.from_numpy(gradient(self.low, self.high))
+            whole = torch.from_numpy(gradient(self.low, self.high))
+            parts = dict(zip(map(id, self.chunks), whole.split(self.sizes), strict=True))
             for chunk in stepped:
-                chunk.parameter.grad = values[chunk.low - self.low : chunk.high - self.low].view(chunk.shape)
+                values = parts[id(chunk)]
+                chunk.parameter.grad = values if len(chunk.shape) == 1 else values.view(chunk.shape)
             for optimizer in self.optimizers.values():
                 optimizer.step()
             for chunk in stepped:

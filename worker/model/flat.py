@@ -13,7 +13,8 @@ How it works
 3. `read_keys`, `write_keys` and `read_gradients` copy ranges of keys. Values are converted to and from float32.
 4. `hold` may move all parameters into one tensor, so that a copy of keys is one copy (`memory`).
 5. `writing` keeps torch's version counters right, so that `overwritten` finds only what the script has changed.
-6. A parameter that FSDP2 has placed on a mesh of one process is whole here, inside a DTensor: `local_part`. FSDP then
+6. Small tensors are copied many at a time (`alike`): a call of torch for each of 10,000 takes longer than the step.
+7. A parameter that FSDP2 has placed on a mesh of one process is whole here, inside a DTensor: `local_part`. FSDP then
    computes on copies, and drops them when parameters are written (`reshard`).
 
 `FlatSpace` is what a whole model and a slice of it (model_slices.py) have in common.
@@ -32,6 +33,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
@@ -41,6 +43,8 @@ from narrows.protocols.config.model_spec import DTYPES, TRAINED, ModelSpec, Tens
 from narrows.protocols.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
+DENSE = (torch.Tensor, torch.nn.Parameter)  # classes without a part elsewhere
+MANY, SMALL = 16, 1 << 14  # so many tensors of so few values in the mean are copied together
 SPARSE_ROWS, SPARSE_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 Array: TypeAlias = (
     Any  # float32[count] where a worker's arrays live (device_placement.py): NumPy's, or torch's on a device
@@ -148,7 +152,17 @@ class FlatSpace:
         if held is not None:
             held.copy_(as_tensor(values))
             return
-        for tensor, low, high in self.within(begin, begin + len(values)):
+        cuts = list(self.within(begin, begin + len(values)))
+        whole = [
+            tensor for tensor, low, high in cuts if (low, high) == (self.offsets[tensor], self.offsets[tensor + 1])
+        ]
+        targets = [self.parameters[tensor] for tensor in whole]
+        if alike(targets):
+            low, high = self.offsets[whole[0]], self.offsets[whole[-1] + 1]
+            parts = _unflatten_dense_tensors(as_tensor(values)[low - begin : high - begin], targets)
+            torch._foreach_copy_(targets, parts)
+            cuts = [cut for cut in cuts if not whole[0] <= cut[0] <= whole[-1]]
+        for tensor, low, high in cuts:
             parameter, at = self.parameters[tensor], self.offsets[tensor]
             part = values[low - begin : high - begin]
             if _plain(parameter) and isinstance(part, np.ndarray):
@@ -225,8 +239,13 @@ class FlatSpace:
     @torch.no_grad()
     def read_gradients(self, begin: int, out: Array) -> None:
         """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros for tensors without a gradient."""
-        whole = as_tensor(out)
-        for tensor, low, high in self.within(begin, begin + len(out)):
+        whole, cuts = as_tensor(out), list(self.within(begin, begin + len(out)))
+        gradients = [self.parameters[tensor].grad for tensor, _, _ in cuts]
+        if alike(gradients):
+            first = begin - self.offsets[cuts[0][0]]
+            whole.copy_(_flatten_dense_tensors(gradients)[first : first + len(out)])
+            return
+        for tensor, low, high in cuts:
             target = whole[low - begin : high - begin]
             gradient = self.parameters[tensor].grad
             if gradient is None:
@@ -368,9 +387,23 @@ def as_tensor(values: Array) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
+def alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if these are many small dense tensors of one real dtype on one device, so that one call copies all."""
+    if len(tensors) < MANY or (first := tensors[0]) is None or first.is_complex():
+        return False
+    dtype, device, count = first.dtype, first.get_device(), 0
+    for each in tensors:
+        if each is None or type(each) not in DENSE or each.is_sparse:
+            return False
+        if each.dtype is not dtype or each.get_device() != device:
+            return False
+        count += each.numel()
+    return count <= SMALL * len(tensors)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor; of a DTensor, as FSDP2 makes them, the part that this process has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor if type(tensor) in DENSE else tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

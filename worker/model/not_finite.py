@@ -5,7 +5,7 @@ The main thread owns it.
 How it works
 1. `SkippedSteps.look` checks the gradients of a step before the script's optimizer steps, or before they are pushed. So
    no NaN reaches weights, the optimizer's state, a residual, a peer or a server, in any mode and with any SPEC.
-2. `first_not_finite` computes one norm over all gradients, fused by torch, and the host waits for it once. The norm of
+2. `first_not_finite` computes the norms of all gradients, fused by torch, and the host waits for them once. The norm of
    finite values beyond 1e19 overflows too; so if the norm is not finite, each tensor is checked. A GradScaler has
    checked the gradients already, and its result is used.
 3. All ranks of a group skip the same steps (`ModelSlice.tallied`).
@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
-from narrows.worker.model.flat import FlatModel, local_part
+from narrows.worker.model.flat import FlatModel, alike, local_part
 
 FLOAT_BYTES = 4
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -43,6 +44,8 @@ def first_not_finite(gradients: Named) -> str:
     The host waits for the device once if all are finite.
     """
     values = [each for _, gradient in gradients if (each := plain(gradient)).numel()]
+    if alike(values) and values[0].is_cpu:  # else a norm of each would take longer than their sum
+        values = [_flatten_dense_tensors(values)]
     half = [each for each in values if each.element_size() < FLOAT_BYTES]  # their norms would overflow early
     full = [each for each in values if each.element_size() >= FLOAT_BYTES]
     norms = [*(torch._foreach_norm(half, 2, dtype=torch.float32) if half else ())]

@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
+@cache
+def _arguments(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """Return the names of the arguments of an optimizer's constructor."""
+    return frozenset(inspect.signature(kind.__init__).parameters)
+
+
 def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     """Pack the hyper-parameters of each parameter group.
 
@@ -64,7 +71,7 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     groups = []
     kinds = [(type(each), group) for each in each_of(optimizer) for group in each.param_groups]
     for kind, group in kinds:
-        known = inspect.signature(kind.__init__).parameters
+        known = _arguments(kind)
         values: dict[str, Any] = {}
         for name, value in group.items():
             if name == "params" or name not in known:

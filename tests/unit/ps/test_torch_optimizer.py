@@ -150,9 +150,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("many", [1, 64], ids=["all in one call", "one by one"])
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
-def test_chunks_step_as_whole_tensors_do_to_the_bit(kind: str) -> None:
+def test_chunks_step_as_whole_tensors_do_to_the_bit(kind: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the weights lie elsewhere from one step to the next, and after a load in the middle."""
+    monkeypatch.setattr("narrows.ps.store.torch_optimizer.MANY", many)
     count, plan, arrays = 7, ModelSpec(PLAN.tensors, kind, PLAN.groups), ManyArrays()
     begun = np.linspace(-1, 1, PLAN.size, dtype=np.float32)
     for loads in (False, True):

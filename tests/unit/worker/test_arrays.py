@@ -13,7 +13,8 @@ from narrows.compression.buffers import ChunkedUpdate
 from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.worker.model.arrays import InPlaceArrays, WorkerArrays
 from narrows.worker.model.device_placement import device_home
-from narrows.worker.model.flat import FlatModel
+from narrows.worker.model.flat import MANY, FlatModel, alike
+from narrows.worker.model.not_finite import first_not_finite
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,55 @@ def test_a_state_is_folded_beside_the_script_unless_the_script_computes_on_it(sh
     with mock.patch.object(home, "aside", side_effect=home.aside) as aside:
         replica.absorb([Piece(RAW, 0, 9, np.ones(9, np.float32).tobytes())], add=False)
     assert aside.called is not shared and held.pulled.tolist() == [1.0] * 9
+
+
+class Small(torch.nn.Module):
+    """Many small tensors. `odd`: one of them is a bf16 one, and one has no gradient."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        sizes = [(1 + i % 5, 2) for i in range(3 * MANY)]
+        self.each = torch.nn.ParameterList([torch.randn(*size, generator=generator) for size in sizes])
+        for parameter in self.each:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        if odd:
+            self.each[20] = torch.nn.Parameter(torch.randn(3, generator=generator).bfloat16())
+            self.each[30].grad = None
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_many_small_tensors_are_copied_as_one_by_one(odd: bool) -> None:
+    """Gradients, parameters and the check for NaN; also for keys that begin and end within a tensor."""
+    model = Small(odd)
+    flat = FlatModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in flat.parameters]
+    whole = torch.cat([each.float().flatten() for each in zeros]).numpy()
+    assert alike([p.grad for p in flat.parameters]) is not odd
+    rng = np.random.default_rng(0)
+    for begin, end in ((0, flat.size), (3, flat.size - 1), (7, 12), (flat.offsets[5], flat.offsets[40])):
+        out = np.full(end - begin, np.nan, np.float32)
+        flat.read_gradients(begin, out)
+        assert out.tobytes() == whole[begin:end].tobytes()
+        before, versions = flat.copy(), [p._version for p in flat.parameters]
+        flat.written()
+        flat.write_keys(begin, values := rng.standard_normal(end - begin).astype(np.float32))
+        before[begin:end] = values
+        rounded = slice(flat.offsets[20], flat.offsets[21]) if odd else slice(0, 0)
+        before[rounded] = torch.from_numpy(before[rounded]).bfloat16().float().numpy()
+        assert flat.copy().tobytes() == before.tobytes() and not flat.overwritten()
+        inside = [tensor for tensor, *_ in flat.within(begin, end)]
+        assert all(
+            (p._version > was) is (i in inside)
+            for i, (p, was) in enumerate(zip(flat.parameters, versions, strict=True))
+        )
+    named = [(name, p.grad) for name, p in zip(flat.names, flat.parameters, strict=True) if p.grad is not None]
+    assert not first_not_finite(named)
+    assert named[40][1] is not None
+    named[40][1][0, 1] = torch.inf
+    assert first_not_finite(named) == named[40][0]
+    named[40][1][0, 1] = 3e38  # its square is none of float32
+    assert not first_not_finite(named)
 
 
 class Mixed(torch.nn.Module):
