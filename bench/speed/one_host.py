@@ -11,7 +11,8 @@ Rules
 - "journal" and "no journal": ps-serve and its workers. A step is `optimizer.step()`: the gradient leaves p.grad, the server
   folds and steps its optimizer, and the state is written into the parameters.
 - "gloo": all_reduce of one flat gradient, the division, and a step of torch's optimizer.
-- "torch": one process, without any exchange. Where it is a contender, a step of all has a backward pass: of the sum of all values.
+- "torch": one process, without any exchange. Where it is a contender, all steps have a backward pass: of the sum of all
+  values.
 - Every process has one thread for arithmetic. The parameters of all contenders are equal at the end, or the run fails.
 """
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -132,14 +132,16 @@ class FlatSpace:
         """Name the tensor that has this key."""
         return self.names[bisect_right(self.offsets, key) - 1]
 
+    def touched(self, begin: int, end: int) -> range:
+        """Return the tensors that may have keys in [begin, end)."""
+        return range(bisect_right(self.offsets, begin) - 1, min(bisect_left(self.offsets, end), len(self.parameters)))
+
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tensor, low, high) for each tensor with keys in [begin, end): its keys there are [low, high)."""
-        tensor = bisect_right(self.offsets, begin) - 1
-        while tensor < len(self.parameters) and self.offsets[tensor] < end:
+        for tensor in self.touched(begin, end):
             low, high = max(begin, self.offsets[tensor]), min(end, self.offsets[tensor + 1])
             if low < high:
                 yield tensor, low, high
-            tensor += 1
 
     @torch.no_grad()
     def write_keys(self, begin: int, values: Array) -> None:
@@ -152,16 +154,15 @@ class FlatSpace:
         if held is not None:
             held.copy_(as_tensor(values))
             return
-        cuts = list(self.within(begin, begin + len(values)))
-        whole = [
-            tensor for tensor, low, high in cuts if (low, high) == (self.offsets[tensor], self.offsets[tensor + 1])
-        ]
-        targets = [self.parameters[tensor] for tensor in whole]
-        if alike(targets):
-            low, high = self.offsets[whole[0]], self.offsets[whole[-1] + 1]
-            parts = _unflatten_dense_tensors(as_tensor(values)[low - begin : high - begin], targets)
-            torch._foreach_copy_(targets, parts)
-            cuts = [cut for cut in cuts if not whole[0] <= cut[0] <= whole[-1]]
+        end = begin + len(values)
+        first, last = bisect_left(self.offsets, begin), bisect_right(self.offsets, end) - 1
+        whole = self.parameters[first:last]  # all their keys are here
+        if alike(whole):
+            low, high = self.offsets[first], self.offsets[last]
+            torch._foreach_copy_(whole, _unflatten_dense_tensors(as_tensor(values)[low - begin : high - begin], whole))
+            cuts = [*self.within(begin, low), *self.within(high, end)]
+        else:
+            cuts = [*self.within(begin, end)]
         for tensor, low, high in cuts:
             parameter, at = self.parameters[tensor], self.offsets[tensor]
             part = values[low - begin : high - begin]
@@ -239,13 +240,13 @@ class FlatSpace:
     @torch.no_grad()
     def read_gradients(self, begin: int, out: Array) -> None:
         """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros for tensors without a gradient."""
-        whole, cuts = as_tensor(out), list(self.within(begin, begin + len(out)))
-        gradients = [self.parameters[tensor].grad for tensor, _, _ in cuts]
+        whole, tensors = as_tensor(out), self.touched(begin, begin + len(out))
+        gradients = [parameter.grad for parameter in self.parameters[tensors.start : tensors.stop]]
         if alike(gradients):
-            first = begin - self.offsets[cuts[0][0]]
+            first = begin - self.offsets[tensors.start]
             whole.copy_(_flatten_dense_tensors(gradients)[first : first + len(out)])
             return
-        for tensor, low, high in cuts:
+        for tensor, low, high in self.within(begin, begin + len(out)):
             target = whole[low - begin : high - begin]
             gradient = self.parameters[tensor].grad
             if gradient is None:
@@ -356,12 +357,8 @@ def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
     increased, so that a backward pass through overwritten values raises an error. `overwritten` does not count the
     write.
     """
-    tensors = (
-        [tensor for tensor, _, _ in flat.within(begin, end)]
-        if (begin, end) != flat.keys
-        else range(len(flat.parameters))
-    )
-    parameters = [flat.parameters[tensor] for tensor in tensors]
+    tensors = flat.touched(begin, end) if (begin, end) != flat.keys else range(len(flat.parameters))
+    parameters = flat.parameters[tensors.start : tensors.stop]
     before = [parameter._version for parameter in parameters]
     try:
         yield

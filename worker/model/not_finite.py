@@ -43,9 +43,11 @@ def first_not_finite(gradients: Named) -> str:
 
     The host waits for the device once if all are finite.
     """
-    values = [each for _, gradient in gradients if (each := plain(gradient)).numel()]
-    if alike(values) and values[0].is_cpu:  # else a norm of each would take longer than their sum
+    values = [gradient for _, gradient in gradients]
+    if alike(values) and values[0].is_cpu:  # a norm of each would take longer than the sum of all
         values = [_flatten_dense_tensors(values)]
+    else:
+        values = [each for gradient in values if (each := plain(gradient)).numel()]
     half = [each for each in values if each.element_size() < FLOAT_BYTES]  # their norms would overflow early
     full = [each for each in values if each.element_size() >= FLOAT_BYTES]
     norms = [*(torch._foreach_norm(half, 2, dtype=torch.float32) if half else ())]
