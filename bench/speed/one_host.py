@@ -189,7 +189,7 @@ def trained(parameters: list[nn.Parameter], step: Callable[[], Any]) -> None:
     """A step after the backward pass of the sum of all values."""
     for parameter in parameters:
         parameter.grad = None
-    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
     step()
 
 

@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _arguments(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
+def _arguments(kind: Any) -> frozenset[str]:
     """Return the names of the arguments of an optimizer's constructor."""
     return frozenset(inspect.signature(kind.__init__).parameters)
 
