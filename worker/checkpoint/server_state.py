@@ -144,14 +144,16 @@ class ServerOptimizerState:
             for cut in parts(begin, end)
         ]
         flat = self.engine.slice or self.engine.flat
-        values: dict[str, FloatArray] = {name: flat.zeros() for *_, name in asks}
+        values: dict[str, FloatArray] = {name: np.zeros(flat.size, np.float32) for *_, name in asks}
         if self._all(asks, values, flat.begin) is None:
             return None
         known = [row for each in rows.values() for row in each]
         if self.engine.group is not None:
             known = [row for each in self.engine.group.told(pack(known)) for row in unpack_rows(each, tensors)]
         names = sorted({name for _, name, value in known if value is None})
-        whole = {name: flat.whole(values.pop(name) if name in values else flat.zeros()) for name in names}
+        whole = {
+            name: flat.whole(values.pop(name) if name in values else np.zeros(flat.size, np.float32)) for name in names
+        }
         specs = self.engine.flat.specs
         offsets = [0, *accumulate(spec.key_count for spec in specs)]
         states = put_together(known, lambda tensor, name: whole[name][offsets[tensor] : offsets[tensor + 1]], specs)

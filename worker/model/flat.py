@@ -205,10 +205,6 @@ class FlatSpace:
         flat: FloatArray = gradient.detach().view(-1).numpy()
         return flat[begin - self.offsets[tensor] : end - self.offsets[tensor]]
 
-    def zeros(self) -> FloatArray:
-        """float32[size]."""
-        return np.zeros(self.size, np.float32)
-
     def copy(self) -> FloatArray:
         """A copy of the parameters, float32[size]."""
         out = np.empty(self.size, np.float32)

@@ -69,7 +69,9 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     scheduler adds, are left out. Raises UsageError with the name of a hyper-parameter that is not a plain value.
     """
     groups = []
-    kinds = [(type(each), group) for each in each_of(optimizer) for group in each.param_groups]
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (type(each), group) for each in each_of(optimizer) for group in each.param_groups
+    ]
     for kind, group in kinds:
         known = _arguments(kind)
         values: dict[str, Any] = {}
