@@ -57,7 +57,7 @@ ORDER = ("contenders", "loss", "speed", "faults", "planning", "gpu")  # of the s
 ROWS = (
     ("PyTorch DDP over gloo", "ddp", "adamw"),
     ("torchft 0.2.0, DiLoCo, 50 local steps", "torchft diloco H=50", "adamw"),
-    ("Narrows, local, 20 local steps, `--outer iso`, `int8`", "local H=20 iso int8", "adamw"),
+    ("Narrows, local, H = 20, `--outer iso`, `int8`", "local H=20 iso int8", "adamw"),
     ("Narrows, ssp, s = 2, `topk:0.11+sign`", "ssp topk:0.11+sign staleness 2", "adamw"),
     ("Narrows, ssp, s = 2, `cycle:0.15+sign`", "ssp cycle:0.15+sign staleness 2", "adamw"),
     ("Narrows, ssp, s = 2, `topk:0.11+sign`, Muon", "ssp topk:0.11+sign staleness 2", "muon"),
