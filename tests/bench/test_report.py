@@ -169,7 +169,7 @@ def test_the_pages_have_what_the_lines_say(house: Path) -> None:
                             "GPU %: 50, 1,000 Mbit/s", "models, start, end"]  # fmt: skip
     assert table["PyTorch DDP over gloo"] == ["0.004", "1,234", "-", "-", "1.800", "-", "0.086, 1.3", "-"]
     # A step of a busy machine is not taken, and neither is a loss of 40 steps.
-    assert table["Narrows, local, 20 local steps, `--outer iso`, `int8`"] == [
+    assert table["Narrows, local, H = 20, `--outer iso`, `int8`"] == [
         *("0.002, beta1 0.8", "-", "-", "-", "2.000", "-", "0.5, - (H = 48, `2bit`)", "-"),
     ]
     assert table["torchft 0.2.0, DiLoCo, 50 local steps"] == ["-"] * 8
