@@ -135,7 +135,10 @@ def _rows(delay: int | None) -> list[MeasuredLoss]:
 
 
 def _between(rows: Sequence[MeasuredLoss], size: float) -> list[float]:
-    """Return the losses of a code for each of COUNTS, by its bytes; beyond the ends those of the end."""
+    """Return the losses of a code for each of COUNTS, interpolated by its bytes.
+
+    A code with more bytes than any row has the losses of the densest row, one with fewer those of the sparsest.
+    """
     sizes, table = [math.log(bytes_of(row.compress)) for row in rows], zip(*(row.losses for row in rows), strict=True)
     return [float(np.interp(math.log(size), sizes, column)) for column in table]
 

@@ -39,7 +39,7 @@ from narrows.ps.journal.event_file import EventFile
 from narrows.ps.server.server import Server
 from narrows.ps.store.store import HEAP, ArrayAllocator, HeapArrays
 
-ALIASED = type(HostReplica)  # of the type arguments in an instance, which no code reads
+ALIASED = type(HostReplica)  # Python keeps the type arguments in each instance of a generic class; no code reads them
 OURS: tuple[str, ...] = ("narrows.protocols.", "narrows.compression.", "narrows.ps.")
 IMPURE = (
     "narrows.protocols.runtime.",

@@ -139,13 +139,13 @@ def test_the_link_decides(mbit: float, specs: Sequence[str]) -> None:
     (1_000, ("int4", "fp16", "dense")),
     (100_000, ("dense", "dense", "dense")),
 ])  # fmt: skip
-def test_two_workers_choose_as_the_clock_does_where_codes_lose_nothing(mbit: float, specs: Sequence[str]) -> None:
-    """The same links. Cycles lose 1.8 and 3.9 % with two workers: without delay a denser rung then costs less on two links."""
+def test_two_workers_choose_denser_rungs_on_some_links(mbit: float, specs: Sequence[str]) -> None:
+    """The same links. With two workers the rungs lose 0.6 to 5.8 %, so without delay a denser one costs less on three."""
     for window, spec in enumerate(specs, 1):
         assert Link(mbit * MBIT, window=window, workers=2).train(20).auto.up == spec
 
 
-# The cheapest of seconds x steps, worked out apart from the code: without delay and with a clock of it.
+# The densest rung within 5 % of the least seconds x steps: without delay, and with a clock of it.
 @pytest.mark.parametrize(("mbit", "workers", "specs"), [
     (60, 1, ("cycle:0.25/0.24+sign", "topk:0.27+sign")),
     (40, 4, ("topk:0.11+sign", "topk:0.27+sign")),
