@@ -122,7 +122,18 @@ class Session:
         Raises:
             LocalProtocolError: a push more than `mode.window`.
         """
-        return [Send(self.shard, self._prepared(message, now_ns)) for message in messages]
+        prepared = list[m.Message]()
+        for message in messages:
+            each, last = self._prepared(message, now_ns), prepared[-1] if prepared else None
+            if isinstance(each, m.Follow) and isinstance(last, m.Push) and self._joins(each):
+                prepared[-1] = replace(last, follow=(each.clock, each.have, each.credit))
+            else:
+                prepared.append(each)
+        return [Send(self.shard, each) for each in prepared]
+
+    def _joins(self, follow: m.Follow) -> bool:
+        """True if a Follow goes within the push before it. Without a barrier a shard may answer it before it has the push."""
+        return self.mode.barrier and not follow.lost and not follow.coding
 
     def _prepared(self, message: m.Message, now_ns: int) -> m.Message:
         prepare = PREPARE.get(type(message))

@@ -8,7 +8,8 @@ How it works
 3. Where the sync mode has a barrier, the shard answers `PushAck` HELD: the child need not send again. Once the
    coordinator closes the clock, the shard folds all updates of the clock and sends each child a second `PushAck`:
    FOLDED, with the weight.
-4. A child without an answer sends the same parts again, under the same clock. A shard folds the update of a worker and
+4. At a barrier, a child that asks for a state right after a push says so in the push's last part (`follow`).
+5. A child without an answer sends the same parts again, under the same clock. A shard folds the update of a worker and
    a clock once.
 
 Only FOLDED is a promise. A shard drops a held update if its worker dies before every shard has its piece.
@@ -19,7 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from narrows.protocols.messages.base import Buffer, Message
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.messages.base import Buffer, Ints, Message
+from narrows.protocols.messages.state import Follow
 
 PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames of 2 MiB
 
@@ -50,6 +53,15 @@ class Push(Message):
     codec: int
     payload: Buffer
     steps: int = 0  # local steps of the update, also those that were skipped (--local-seconds); else 0
+    follow: Ints = ()  # in the last part, clock, have and credit of a `Follow` that would come next; (): none would
+
+    def asks(self) -> Follow | None:
+        """Return the `Follow` that this push stands for, if any. Raises RemoteProtocolError: `follow` is none."""
+        if not self.follow:
+            return None
+        if len(self.follow) != 3:
+            raise RemoteProtocolError(f"a push with {len(self.follow)} numbers in place of a Follow's three")
+        return Follow(self.worker, self.epoch, *self.follow)
 
 
 @dataclass(frozen=True, slots=True)

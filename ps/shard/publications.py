@@ -238,8 +238,8 @@ class Publications:
             self.children[who] = PublicationChild(m.Follow(*who, -1, -1, 0), RetryTimer(self.timing.request))
         return self.children[who]
 
-    def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:
-        """Take a Follow. Raises RemoteProtocolError if its numbers cannot be right; then nothing has changed."""
+    def check(self, seat: PushSequence, follow: m.Follow) -> None:
+        """Raise RemoteProtocolError if the numbers of a Follow cannot be right."""
         if follow.coding and follow.coding not in self.codings:
             raise RemoteProtocolError(
                 f"worker {seat.worker} asks for states coded with {follow.coding[:60]!r}; --compress-down is "
@@ -249,6 +249,9 @@ class Publications:
             raise RemoteProtocolError(
                 f"worker {seat.worker} has publication {follow.have} and takes {follow.credit} more: none has come so far"
             )
+
+    def follow(self, seat: PushSequence, follow: m.Follow, now_ns: int) -> None:
+        """Take a Follow that `check` has passed."""
         child = self.child(seat)
         # another process has the seat now, without what the earlier one was sent
         if child.peer not in (b"", seat.peer):

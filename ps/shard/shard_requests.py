@@ -57,6 +57,7 @@ class ShardRequests:
             others = self.assembler.seats.values() if whole and ledger.sources else ()
             return [effect for each in others for effect in self.serve(each, ledger, now_ns)], whole
         if isinstance(message, m.Follow):
+            self.publications.check(seat, message)
             self.publications.follow(seat, message, now_ns)
             return self.serve(seat, ledger, now_ns), False
         if isinstance(message, m.RowsRequest):
@@ -105,11 +106,26 @@ class ShardRequests:
 
     def _push(self, seat: PushSequence, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Take one part of a push, and accept each update that is complete with it."""
-        model_shard, began = self.model_shard, seat.clock
-        if push.clock < began:
-            return [self._ack(seat, push.clock, now_ns)], False
-        if not ledger.started:
-            return [], False
+        began, asks = seat.clock, push.asks()
+        if asks is not None:
+            self.publications.check(seat, asks)
+        filed = push.clock >= began and ledger.started
+        if filed:
+            self._file(seat, push)
+        effects: list[ServerEffect] = [] if push.clock >= began else [self._ack(seat, push.clock, now_ns)]
+        if asks is not None:
+            self.publications.follow(seat, asks, now_ns)
+        while filed and (update := self.assembler.next(seat)):
+            clock, made = seat.clock, self.store.publication
+            logs = self.model_shard.accept(seat, update)
+            effects += [self._ack(seat, clock, now_ns), *logs]
+            for each in self.assembler.seats.values() if self.store.publication != made else ():
+                effects += self.serve(each, ledger, now_ns)
+        effects += self.serve(seat, ledger, now_ns) if asks is not None else self._rows(seat, now_ns)
+        return effects, seat.clock != began
+
+    def _file(self, seat: PushSequence, push: m.Push) -> None:
+        """Check one part of a push that is not accepted yet, and file it. Raises RemoteProtocolError."""
         if (squared := check_part(push, self.store.whole)) == math.inf:
             push, squared = replace(push, codec=codecs.VOID, payload=b""), 0.0
         if push.codec == codecs.ROWS:
@@ -120,15 +136,7 @@ class ShardRequests:
                 self.store.optimizer.check(hyper)
             if rates:
                 self.store.tables.check_rates(rates)
-        self.assembler.add(seat, push, model_shard.turn(push.clock), squared)
-        effects: list[ServerEffect] = []
-        while update := self.assembler.next(seat):
-            clock, made = seat.clock, self.store.publication
-            logs = model_shard.accept(seat, update)
-            effects += [self._ack(seat, clock, now_ns), *logs]
-            for each in self.assembler.seats.values() if self.store.publication != made else ():
-                effects += self.serve(each, ledger, now_ns)
-        return [*effects, *self._rows(seat, now_ns)], seat.clock != began
+        self.assembler.add(seat, push, self.model_shard.turn(push.clock), squared)
 
     def _ask(self, seat: PushSequence, ask: m.RowsRequest) -> None:
         """Keep a request for rows until it may be answered; beyond ASKS_MAX drop it, for the worker repeats it."""

@@ -110,12 +110,12 @@ class Checker:
             self.ends[pull.worker, pull.epoch] = pull.clock
 
     def heard(self, process: Process, message: m.Message) -> None:
-        if isinstance(message, m.Follow):
-            who = (process.index, message.worker, message.epoch)
+        follow = message.asks() if isinstance(message, m.Push) else message
+        if isinstance(follow, m.Follow):
+            who = (process.index, follow.worker, follow.epoch)
             before = self.follows.get(who)
-            if before is None or (message.clock >= before.clock and message.have >= before.have):
-                self.follows[who] = message
-
+            if before is None or (follow.clock >= before.clock and follow.have >= before.have):
+                self.follows[who] = follow
         elif isinstance(message, m.RowsRequest):
             self.asks[process.index, message.worker, message.epoch, message.request] = message.clock
 

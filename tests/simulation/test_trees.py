@@ -249,7 +249,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_worker_joins_a_cluster_that_has_finished() -> None:
-    """A worker of seed 32 comes back while its cluster waits for the last model. The root closed without the update that the
+    """A worker of seed 340 comes back while its cluster waits for the last model. The root closed without the update that the
     cluster pushed for it."""
     refused: list[str] = []
 
@@ -257,7 +257,7 @@ def test_no_worker_joins_a_cluster_that_has_finished() -> None:
         if isinstance(message, m.Refuse):
             refused.append(message.text)
 
-    tree = Tree(fault_case(32), trace=trace).run()
+    tree = Tree(fault_case(340), trace=trace).run()
     assert tree.sim.struck["worker restarted"] and WAITING in refused
     assert len(tree.root.checker.last_models) == tree.root.settings.shards
 

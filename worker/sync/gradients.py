@@ -228,7 +228,7 @@ class GradientStep(UpdateStep):
         hyper = pack([hyper_of(self.engine.inner), absent])
         for shard, cuts in enumerate(overlap.cuts):
             (piece,) = raw_pieces(gradient[slice(*cuts[0])], cuts[0][0], cuts[:1])
-            self.shards.send_part(shard, 0, len(cuts), piece, hyper, counts)
+            self.shards.send_part(shard, 0, len(cuts), piece, hyper, counts, last=True)
         self.shards.pushed()
 
     def _landed(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray) -> None:
@@ -257,9 +257,9 @@ class GradientStep(UpdateStep):
                     gradient = self.arrays.gradients(cut, clock)
                 with trace.encode:
                     (piece,) = self.arrays.home.raw_pieces(gradient, cut[0], [cut])
-                self.shards.send_part(shard, part, count, piece, hyper)
+                self.shards.send_part(shard, part, count, piece, hyper, last=part == count - 1)
             for part, piece in enumerate(more, len(cuts)):
-                self.shards.send_part(shard, part, count, piece)
+                self.shards.send_part(shard, part, count, piece, last=part == count - 1)
         self.shards.pushed()
 
     def flush(self, last: bool) -> SharedWeights:

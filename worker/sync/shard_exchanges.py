@@ -86,6 +86,7 @@ class ShardExchanges:
         self.place = 0  # this worker's epoch at the server; it changes with each rejoin and each move of keys
         self.samples = 1 if group is None else group.size  # the weight of a push by default
         self.samples_pending = 0  # the weight of the next push; 0: the default
+        self._last: dict[int, list[m.Push]] = {}  # by shard, the part of the present update that waits for `pushed`
         self.steps: dict[int, int] = {}  # by clock, local steps of own updates (`note_steps`)
 
     @property
@@ -332,7 +333,14 @@ class ShardExchanges:
         return encoded
 
     def send_part(
-        self, shard: int, index: int, count: int, piece: CodedPiece, hyper: bytes = b"", counts: bool = True
+        self,
+        shard: int,
+        index: int,
+        count: int,
+        piece: CodedPiece,
+        hyper: bytes = b"",
+        counts: bool = True,
+        last: bool = False,
     ) -> None:
         """Send one part of the update of the present clock. Under overlap autograd's threads call it.
 
@@ -344,15 +352,19 @@ class ShardExchanges:
             hyper: packed hyper-parameters; b"": none.
             counts: False gives the update weight 0, so that the shard ignores its values. The shard reads it from the
                 first part only.
+            last: all other parts for the shard were sent. It waits for `pushed`, so that it carries the Follow.
         """
         samples = (self.samples_pending or self.samples) if counts else 0
-        self.link.send(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
+        parts = [self._with(shard).part(index, count, piece, samples, hyper)]
+        if last:
+            self._last[shard] = parts
+        else:
+            self.link.send(shard, parts)
 
     def pushed(self) -> None:
-        """End the present clock, once `send_part` has sent all parts."""
-        coding = self._next_coding()
-        for shard, exchange in self._each:
-            self.link.send(shard, exchange.pushed(coding))
+        """End the present clock, once `send_part` has got all parts."""
+        coding, last, self._last = self._next_coding(), self._last, {}
+        self.link.send_each({shard: [*last.get(shard, ()), *exchange.pushed(coding)] for shard, exchange in self._each})
         self._said()
 
     def handed_over(self) -> None:
