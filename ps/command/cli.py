@@ -48,6 +48,9 @@ from narrows.ps.command.serve import checked, serve
 @click.option("--journal/--no-journal", default=True, show_default=True,
               help="keep each shard's events in memory, so that a killed shard goes on where it was; without, it goes back "
               "to its newest checkpoint")  # fmt: skip
+@click.option("--shared-memory/--no-shared-memory", default=True, show_default=True,
+              help="large messages between this server and workers of the same machine and user lie in shared memory; without, "
+              "they go through a Unix socket")  # fmt: skip
 @click.option("--replicas", type=click.IntRange(0, 1), default=0, show_default=True,
               help="number of standbys that may copy this server: ps-serve --standby on another machine")  # fmt: skip
 @click.option("--standby", default="", metavar="ADDR",
@@ -92,6 +95,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
             "resume",
             *stage_servers.OF_EACH,
             "journal",
+            "shared_memory",
             "ready_file",
             *stage_servers.OF_ROOT,
         )

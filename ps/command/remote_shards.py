@@ -296,6 +296,7 @@ def join(
     flags: dict[str, Any],
     more: list[str],
     journal: bool,
+    shared_memory: bool,
     ready_file: str,
     local: Callable[[str], bool],
     digest: int,
@@ -309,6 +310,7 @@ def join(
         flags: the flags of a run that the user has given; only `shards` is allowed.
         more: names of further flags that the user has given and that are not allowed.
         journal: shards keep journals.
+        shared_memory: the value of --shared-memory.
         ready_file: the value of --ready-file, "" for none.
         local: returns True for a loopback host.
         digest: the digest of the plan.json that started this command, 0 without.
@@ -348,6 +350,7 @@ def join(
             keys=os.path.abspath(keys) if keys else "",
             host=guest.known_as,
             seals=encryption_cost.rate() if keys else 0.0,
+            shared_memory=shared_memory,
         )
         guest.listen()
         return guest.watch()

@@ -123,6 +123,7 @@ def serve(
     steps: int,
     fresh_run: bool,
     journal: bool,
+    shared_memory: bool,
     replicas: int,
     standby: str,
     join: str,
@@ -151,6 +152,7 @@ def serve(
             given(flags),
             [flag for flag, value in named.items() if value],
             journal,
+            shared_memory,
             ready_file,
             is_loopback,
             digest,
@@ -198,6 +200,7 @@ def serve(
             parent_key=os.path.abspath(parent_key) if parent_key else "",
             seals=encryption_cost.rate() if keys else 0.0,
             replicas=replicas,
+            shared_memory=shared_memory,
         )
         if standby:
             cluster.follow(standby, original)

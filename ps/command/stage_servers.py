@@ -46,7 +46,15 @@ OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of the root's 
 
 
 def serve(
-    plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **more: Any
+    plan: str,
+    host: str,
+    keys: str,
+    checkpoint_dir: str,
+    resume: bool,
+    journal: bool,
+    shared_memory: bool,
+    ready_file: str,
+    **more: Any,
 ) -> int:
     """Run the servers of this host.
 
@@ -57,6 +65,7 @@ def serve(
         checkpoint_dir: the folder in which each server has a folder of checkpoints.
         resume: resume from the newest clock that all stages have a checkpoint of.
         journal: shards keep journals.
+        shared_memory: the value of --shared-memory.
         ready_file: each server writes this file with its name appended; "" for none.
         more: the flags of OF_EACH and of OF_ROOT.
 
@@ -88,6 +97,7 @@ def serve(
     def words(server: ServerStart) -> list[str]:
         name = server.name.replace(" ", "-")
         more = ["--journal" if journal else "--no-journal"]
+        more += [] if shared_memory else ["--no-shared-memory"]
         if server.children:  # the checkpoints of remote shards are with the server that they join
             folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
             more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume, *each]

@@ -52,6 +52,7 @@ class ServerConfig:
         host: of a remote shard, the host at which members reach it; else "".
         watched: a console or dashboard shows the members' summaries.
         away: (shard, host) of each remote shard.
+        shared_memory: large frames between this process and others of this machine lie in shared memory.
         journal: the descriptors of the journal's files, None without a journal.
 
     Raises:
@@ -80,6 +81,7 @@ class ServerConfig:
     host: str = ""
     watched: bool = False
     away: tuple[tuple[int, str], ...] = ()
+    shared_memory: bool = True
     journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

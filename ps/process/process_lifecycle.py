@@ -33,6 +33,7 @@ def run(config: ServerConfig, ready: Callable[..., None]) -> None:
         curve=access_control.curve,
         connections=access_control.connections,
         faulted=access_control.faulted,
+        shares=config.shared_memory,
     )
     with contextlib.closing(made) as sockets:
         number = sockets.listen(config.bind)

@@ -57,6 +57,7 @@ from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.key_files import refusal
 from narrows.protocols.runtime.network.loop import Loop
+from narrows.protocols.runtime.network.shared_memory import owned
 from narrows.protocols.runtime.network.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.checkpoints.checkpoint_writer import WrittenCheckpoint
@@ -155,10 +156,9 @@ class ServerRunner:
             RemoteProtocolError: the message is one that no peer may send.
         """
         self.began_ns = time.monotonic_ns()
-        if self.journal is not None:
-            noted = self.journal.note(event, frames)
-            if noted is not frames:
-                event, frames = replace(event, message=decode(noted)), noted
+        noted = owned(self.journal.note(event, frames) if self.journal is not None else frames)
+        if noted is not frames:
+            event, frames = replace(event, message=decode(noted)), noted
         self._at_once(self.original.note(event, frames))
         return self.server.happen(event)
 

@@ -11,7 +11,9 @@ How it works
 2. `receive` polls all sockets, the monitors of dialled connections, and the file descriptors of `watch`. Each message
    stays in its queue until the caller asks for it.
 3. `control=True` sends over a connection of its own, so that a heartbeat never waits behind a large push.
-4. A monitor thread sees connections come and end (curve_auth.py, connections.py). `cut` gets an end one turn later: by
+4. To a process of the same machine and user a large frame goes as a reference: a third frame, after an empty second one
+   (shared_memory.py).
+5. A monitor thread sees connections come and end (curve_auth.py, connections.py). `cut` gets an end one turn later: by
    then the peer's last messages were read.
 
 Rules
@@ -52,11 +54,12 @@ from narrows.protocols.runtime.network.curve_auth import (
     ListenerMonitor,
 )
 from narrows.protocols.runtime.network.hosts import is_ipv6
+from narrows.protocols.runtime.network.shared_memory import SharedMemory, Turn
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # four states of the largest shard; a slower peer loses messages
 UNREAD_MESSAGES_MAX = 64  # of one peer; further messages stay with the peer until these are read
-FRAMES_MAX = 2  # of a message; further frames are thrown away, and the connection is ended
+FRAMES_MAX = 3  # of a message; further frames are thrown away, and the connection is ended
 THROWN_MAX = 8192  # frames thrown away in a row: some 20 ms
 BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
 SILENT_MS = 60_000  # a peer that takes nothing of what it is sent for this time is cut off
@@ -89,7 +92,7 @@ class Receipt:
     """What became of a message."""
 
     dropped: str = ""  # why the message was not sent; "": it was
-    _tracker: zmq.MessageTracker | None = None
+    _tracker: zmq.MessageTracker | Turn | None = None
 
     @property
     def lent(self) -> bool:
@@ -169,6 +172,7 @@ class Sockets:
         cut: gets a peer whose connection has ended: one that was dialled, and with `connections` also one that dialled.
         connections: limits the connections of peers that dial this process; None: no limit.
         faulted: gets a sentence about the first library error of each kind.
+        shares: large frames between processes of this machine and user lie in shared memory (shared_memory.py).
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class Sockets:
         cut: Callable[[Peer], None] = lambda peer: None,
         connections: Connections | None = None,
         faulted: Callable[[str], None] = lambda text: None,
+        shares: bool = True,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
         self.cut, self.connections = cut, connections
@@ -200,6 +205,7 @@ class Sockets:
         self._awake.setblocking(False)
         self._waker.setblocking(False)
         self.watch(self._awake.fileno(), self._wake_up)
+        self.memory = SharedMemory(self.watch, self.unwatch, shares)
 
     def report_to(
         self,
@@ -267,6 +273,7 @@ class Sockets:
             raise UsageError(f"cannot listen on {address}: {why}") from None
         host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
         if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
+            self.memory.listen(local_endpoint(int(port)))
             try:
                 router.bind(local_endpoint(int(port)))
             except zmq.ZMQError as error:  # any process of this machine may have taken the name
@@ -278,7 +285,7 @@ class Sockets:
         """Dial an address with a DEALER of its own: a socket with several connects would send to each in turn."""
         dealer = self._open(key, zmq.DEALER)
         if name := self.known_as(key[0]):
-            dealer.setsockopt(zmq.ROUTING_ID, name + os.urandom(8))
+            dealer.setsockopt(zmq.ROUTING_ID, name := name + os.urandom(8))
         if self.curve is not None and (there := self.curve.dials(key[0])):
             keys.dials(dealer, *there)
         try:
@@ -288,11 +295,14 @@ class Sockets:
         except zmq.ZMQError:
             self._close(self._opened.pop(key))
             raise
+        if name and not key[1]:
+            self.memory.dial(key[0], name)
         return dealer
 
     def hang_up(self, address: str) -> None:
         for key in [key for key in self._opened if key[0] == address]:
             self._close(self._opened.pop(key))
+        self.memory.forget(address)
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
         key, head = ((to, control), frames[:1]) if isinstance(to, str) else (ROUTER, [to, frames[0]])
@@ -301,6 +311,14 @@ class Sockets:
         except zmq.ZMQError:
             return NOWHERE
         try:
+            link = self.memory.link(to, frames[1]) if len(frames) == 2 else None
+            if link is not None and not control and (reference := link.put(frames[1], key is ROUTER)) is not None:
+                try:
+                    target.send_multipart([*head, b"", reference], zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    link.unsend()
+                    raise
+                return Receipt("", link.pool.present) if key is ROUTER else SENT
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
                 target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
                 return Receipt("", target.send(frames[1], zmq.NOBLOCK, copy=False, track=True))
@@ -335,6 +353,8 @@ class Sockets:
                 for why in found:
                     self.failed(each.address, why, "")
                 anew, cut = each.changed()
+                if anew or cut:
+                    (self.memory.dial if anew else self.memory.drop)(each.address)
                 if anew:
                     self.linked(each.address)
                 if cut:
@@ -351,6 +371,7 @@ class Sockets:
     def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
         if self._strangers is not None and self._strangers.faults.broken is not None:
             raise self._strangers.faults.broken
+        self.memory.turn()
         ready = self._ready(limit_ms)
         while self._refused:
             why, public = self._refused.popleft()
@@ -376,6 +397,7 @@ class Sockets:
                 left -= 1
                 if message is not None:
                     yield message
+                    self.memory.turn()
 
     def _tell_gone(self) -> None:
         """Report ended connections to `cut` one turn later: by then the peers' last messages are read."""
@@ -384,17 +406,23 @@ class Sockets:
             if (
                 isinstance(peer, str) or self.connections is None or peer not in self.connections.named
             ):  # a peer in `named` has connected again
+                self.memory.drop(peer)
                 self.cut(peer)
 
     def _message(self, source: Socket, key: tuple[str, bool]) -> tuple[Peer, list[Buffer]] | None:
-        """Return the sender and frames of the next message; None if its connection was ended meanwhile."""
+        """Return the sender and frames of the next message; None if its connection, or its link, was ended meanwhile."""
         frames = self._frames(source, key == ROUTER)
         first = frames.pop(0) if key == ROUTER else None
         if first is not None and not self._reads(first):
             return None
         # Without CURVE a peer may claim any name: only the routing id counts there.
         peer = key[0] if first is None else DiallerId.of(first) if self._door is not None else first.bytes
-        return peer, [frame.buffer for frame in frames]
+        buffers: list[Buffer] = [frame.buffer for frame in frames]
+        if len(buffers) == FRAMES_MAX and (link := self.memory.links.get(peer)) is not None:
+            if (found := link.open(buffers.pop())) is None:
+                return None  # of an earlier link: the sender repeats what it has in the message
+            buffers[1] = found
+        return peer, buffers
 
     def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:
         """Return the frames of the next message, at most FRAMES_MAX + 1 of them.
@@ -459,6 +487,7 @@ class Sockets:
     def close(self) -> None:
         if self._strangers is not None:
             self._strangers.close()
+        self.memory.close()
         for opened in self._opened.values():
             self._close(opened)
         if self._door is not None:

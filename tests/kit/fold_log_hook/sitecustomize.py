@@ -16,6 +16,7 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols.member import heartbeat_summary, metrics
 from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.runtime.network import shared_memory
 from narrows.ps.journal.array_segment import ArraySegment
 from narrows.ps.journal.journal import Journal
 from narrows.ps.shard.model_shard import ModelShard
@@ -88,6 +89,7 @@ def _packed(rows: Any, packed: Any = heartbeat_summary.packed) -> Any:
 
 
 ArraySegment.least = 1  # so that arrays of small models lie in it
+shared_memory.LEAST_BYTES = 1  # so that their frames do
 for where, name, what in (
     (metrics, "packed", _packed),
     (ModelShard, "go_on", _go_on),
