@@ -327,7 +327,7 @@ class RunSession(LoaderFacts):
                 edges = [
                     all_ - max(0, by - at) for all_, by, at in zip((up, down), self._bytes, self._begun, strict=True)
                 ]
-                _tell("bytes", up=up, down=down, edges=edges, dropped=self.link.drops.counts)
+                _tell("bytes", up=up, down=down, edges=edges, dropped=self.link.drops.counts, ways=[*self.link.ways])
         finally:
             self.keep()
             self.link.close()

@@ -25,6 +25,7 @@ LEVELS_MAX = 8  # of clusters below clusters
 NAME_MAX = 255  # characters of a host, or of a summary of settings
 MEASURE_MAX = float(CLOCK_MAX)  # of a float figure: the sum over all members of a run stays finite
 LOSS_MAX = 1e300  # the greatest magnitude of a loss: a mean of losses stays finite
+WAYS = ("", "TCP", "Unix socket", "shared memory")  # of the large messages between a member and a shard; "": not known
 STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the staleness buckets, in clocks; one more bucket has all beyond 64
 
 
@@ -62,6 +63,7 @@ class Summary:
     scratch_bytes: int = 0  # scratch memory of kernels on the GPU
     # Of the member's host; of a cluster: what its server leaves of it for what its parent's mode needs. 0: not known.
     memory_bytes: int = 0
+    way: int = 0  # index in WAYS, of the slowest of the member's links to shards
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """Return `stale` with one more step of this staleness."""

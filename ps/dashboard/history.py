@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import STALE, WAYS, Summary, SummaryRow
 from narrows.ps.dashboard.event_texts import sentence
 from narrows.ps.dashboard.member_timeline import TIMES, MemberTimeline
 from narrows.ps.dashboard.time_buckets import CELL_S, CELLS
@@ -379,6 +379,7 @@ class RunHistory:
             "samples_rate": lane.rate("samples", self.seconds),
             "round_trip_seconds": newest["round_trip_seconds"],
             "rate": [newest["rate_up"], newest["rate_down"]],
+            "way": dict(enumerate(WAYS)).get(newest.get("way", 0), ""),
             "busy": [round(share, 4) for share in lane.busy],
             "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],

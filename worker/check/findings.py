@@ -369,6 +369,8 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
     if ways:
         parts = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
         lines.append(f"a push       {parts}; {_bytes(coded['dense'][0])} as fp32")
+    if links := sorted({way for worker in workers for way in worker.done.get("ways", ()) if way}):
+        lines.append(f"the link     {', '.join(links)}, to a server on this machine")
     lines += _memory(workers, model["trainable"], settings)
     seconds = _compute_s(workers)
     if seconds is not None:

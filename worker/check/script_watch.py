@@ -212,6 +212,7 @@ class ScriptWatch:
             done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
             done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
             done |= {"kept_values": sum(map(_kept, self.parts)), "rounded": self._rounded()}
+            done["ways"] = sorted(set(engine.link.ways)) if (engine := getattr(self.wrapper, "_engine", None)) else []
             self._report("done", encoded=self._encoded(), **done)
             raise CheckedScript(0)
         self.lost_s, self.loss = 0.0, None

@@ -69,6 +69,7 @@ class WorkerRecord:
             self.up[local_rank], self.down[local_rank] = before[0] + event["up"], before[1] + event["down"]
             self.edges = [here + more for here, more in zip(self.edges, event["edges"], strict=True)]
             self.dropped.update(event["dropped"])
+            self.note("links", local_rank=local_rank, ways=event["ways"])
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
             self.note(kind, local_rank=local_rank, **event)

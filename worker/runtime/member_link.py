@@ -113,6 +113,7 @@ class LinkCommands:
 
     run_clock = 0  # the run's clock, as the server has sent it last
     waits = ""  # a clause that says for which members the run waits; "": none
+    ways: Sequence[str] = ()  # by shard, how its large messages go, of WAYS
 
     def call(self, command: Command) -> None:
         raise NotImplementedError
@@ -234,6 +235,10 @@ class MemberLink(LinkEvents, LinkCommands):
     @property
     def waits(self) -> str:  # type: ignore[override]
         return self.member.waits
+
+    @property
+    def ways(self) -> Sequence[str]:  # type: ignore[override]
+        return [self._sockets.way(each) for each in self._shards]
 
     def call(self, command: Command) -> None:
         """Have the I/O thread run `command` and carry out its effects. Raises NotAWorkerError in a child process."""

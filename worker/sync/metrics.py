@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from narrows.compression.home import HOST
-from narrows.protocols.member.heartbeat_summary import STALE, Summary, SummaryRow
+from narrows.protocols.member.heartbeat_summary import STALE, WAYS, Summary, SummaryRow
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.runtime.trace import PARTS
 
@@ -109,6 +109,7 @@ class WorkerMetrics:
             wait_seconds=waited,
             bytes_up=self.link.bytes_up,
             bytes_down=self.link.bytes_down,
+            way=min(map(WAYS.index, self.link.ways), default=0),
             staleness=self.staleness,
             stale=tuple(self.stale),
             held_back=self.merging.get("held_back", 0.0),

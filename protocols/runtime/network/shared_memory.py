@@ -332,6 +332,7 @@ class SharedMemory:
     links: dict[Peer, SharedLink] = field(default_factory=dict)  # by peer
     lines: dict[int, Line] = field(default_factory=dict)  # by descriptor
     names: dict[str, bytes] = field(default_factory=dict)  # address -> the routing id under which it is dialled
+    met: set[Peer] = field(default_factory=set)  # addresses with which there is a link, or was one
     listening: socket.socket | None = None
     _pool: FramePool | None = None
 
@@ -389,6 +390,7 @@ class SharedMemory:
     def forget(self, address: str) -> None:
         """End the link to an address that is dialled no longer."""
         self.names.pop(address, None)
+        self.met.discard(address)
         self.drop(address)
 
     def close(self) -> None:
@@ -456,6 +458,7 @@ class SharedMemory:
         if line.dialled:  # answer
             line.link.meet(files)
             self.links[line.peer] = line.link
+            self.met.add(line.peer)
             line.socket.send(HELLO.pack(MAGIC, number))
         line.link.begin()
 

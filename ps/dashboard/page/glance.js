@@ -109,6 +109,7 @@ function showMember(member, frame) {
   row.firstChild.dataset.how = member.how;
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
     member.skipped && `${member.skipped} steps skipped: gradient not finite`,
+    member.way && `link: ${member.way}`,
     member.gpu[0] && gpu(...member.gpu),
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);

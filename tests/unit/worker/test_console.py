@@ -71,7 +71,7 @@ def test_the_last_line_says_what_start_and_end_cost() -> None:
         recording.take(worker, {"event": "model", "parameters": 1_000_000, "clock": 0})
         recording.take(worker, {"event": "step", "clock": 1, "push_bytes": 100_000, "pull_bytes": 200_000})
         edges = [up - 100_000, down - 200_000]
-        recording.take(worker, {"event": "bytes", "up": up, "down": down, "edges": edges, "dropped": {}})
+        recording.take(worker, {"event": "bytes", "up": up, "down": down, "edges": edges, "dropped": {}, "ways": []})
     line = recording.done([0, 0])
     assert line.endswith("up 12.20 MB, down 16.40 MB, of which start and end 12.00 and 16.00 (3.0 and 4.0 models)")
 
