@@ -125,6 +125,23 @@ def parts(begin: int, end: int, values_max: int = FRAME_VALUES) -> Iterator[tupl
         yield start, min(end, start + values_max)
 
 
+def parts_of_tensors(begin: int, end: int, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut [begin, end) as `parts` does, but within large tensors, so that each such part is in one tensor's memory.
+
+    Args:
+        begin, end: the range.
+        offsets: the first key of each tensor, and the end of the last.
+    """
+    cut = begin
+    for border in (*offsets[bisect_right(offsets, begin) : bisect_left(offsets, end)], end):
+        while border - cut > FRAME_VALUES:
+            yield cut, cut + FRAME_VALUES
+            cut += FRAME_VALUES
+        if border - cut >= FRAME_VALUES // 4 or border == end:  # smaller tensors go together
+            yield cut, border
+            cut = border
+
+
 def covers(pieces: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
     """True if `pieces`, (begin, end) each, in any order, cover [begin, end) exactly once."""
     at = begin

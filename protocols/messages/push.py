@@ -24,7 +24,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages.base import Buffer, Ints, Message
 from narrows.protocols.messages.state import Follow
 
-PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames of 2 MiB
+PARTS_MAX = 1 << 14  # messages of one push or state: 64 GiB of fp32 in frames of 4 MiB
 
 
 class HandOver(IntEnum):

@@ -358,7 +358,7 @@ def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
     peers, asked = GossipPeers(0, LEASE_NS), 0
     peers.roster(m.Roster(0, 1, True, ((0, 2, 0, 1), (1, 1, 1, 0)), ("0", "1")), 0)
     peers.adopt(1, 0)
-    for second in range(60):
+    for second in range(100):
         peers.receive(m.GossipEnded(1, 0), second * NS)
         asked += sum(
             isinstance(effect, SendToPeer) and isinstance(effect.message, m.ModelRequest)

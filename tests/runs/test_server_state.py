@@ -19,7 +19,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config import key_ranges
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.wire import pack
+from narrows.protocols.wire import FRAME_VALUES, pack
 from narrows.worker import DistributedOptimizer, saved_state
 from narrows.worker.checkpoint import server_state
 from narrows.worker.sync import gradients
@@ -215,7 +215,7 @@ def test_a_shard_refuses_what_is_none_of_its_keys() -> None:
                 refused(started, low, high, "workers push updates")
             else:
                 for begin, end in bad_asks(low, high):
-                    refused(started, begin, end, "are not 524288 of this shard")
+                    refused(started, begin, end, f"are not {FRAME_VALUES} of this shard")
 
 
 @pytest.mark.parametrize(

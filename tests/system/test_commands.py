@@ -530,7 +530,7 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
     kinds = [event.pop("event") for event in events]
     assert kinds[0] == "start" and kinds[-1] == "done" and set(kinds[1:-1]) == {"member", "step", "links"}
     assert [event["ways"] for event in events if "ways" in event] == [["shared memory"] * 2] * 2
-    events, kinds = zip(*((e, k) for e, k in zip(events, kinds, strict=True) if k != "links"), strict=True)
+    events, kinds = [event for event in events if "ways" not in event], [kind for kind in kinds if kind != "links"]
 
     start, *between, done = events
     versions = start.pop("versions")

@@ -35,7 +35,7 @@ from narrows.worker.model.model_slices import ModelCut, placed
 from narrows.worker.model.optimizers import each_of
 from narrows.worker.runtime.launcher_pipe import say
 
-AHEAD = 16  # requests in flight: 32 MiB of answers at most
+AHEAD = 16  # requests in flight: 64 MiB of answers at most
 TRIES = 3  # attempts to get all parts of one clock
 
 State = dict[str, torch.Tensor]  # the state of one tensor, by name

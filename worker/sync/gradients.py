@@ -31,7 +31,7 @@ import torch
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import effects as e
-from narrows.protocols.config.key_ranges import TENSORS, Keys, parts
+from narrows.protocols.config.key_ranges import TENSORS, Keys, parts_of_tensors
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
@@ -250,7 +250,7 @@ class GradientStep(UpdateStep):
             self.send("gradient", keys, values, hyper=hyper, rows=rows)
             return
         for shard, ours, more in zip(self.shards.ours, keys, rows, strict=True):
-            cuts = list(parts(*ours))
+            cuts = list(parts_of_tensors(*ours, self.engine.flat.offsets))
             count = len(cuts) + len(more)
             for part, cut in enumerate(cuts):  # each part leaves as soon as it is read
                 with trace.difference:

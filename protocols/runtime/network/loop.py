@@ -67,13 +67,16 @@ class Loop:
         self.port, self.wait_ms, self.tick_ns = port, wait_ms, tick_ms * NS // 1000
         self.on_message, self.on_tick, self.on_turn = on_message, on_tick, on_turn
         self._commands: deque[Command] = deque()
+        self._woken = False  # a call has woken the loop, which has not looked at the commands since
         self._stopped = False
         self._due_ns = -1  # time of the next tick; -1: the loop has not begun
 
     def call(self, command: Command) -> None:
-        """Have the thread of the loop run `command` at once."""
+        """Have the thread of the loop run `command` at once. Only the first of several calls has to wake it."""
         self._commands.append(command)
-        self.port.wake()
+        if not self._woken:
+            self._woken = True
+            self.port.wake()
 
     def call_later(self, command: Command) -> None:
         """Have the thread of the loop run `command` in its next turn, without waking the loop."""
@@ -107,6 +110,7 @@ class Loop:
                 while commands:
                     commands.popleft()()
                 on_message(peer, frames)
+            self._woken = False  # before the commands: a later call wakes the loop again
             while commands:
                 commands.popleft()()
             self.on_turn()

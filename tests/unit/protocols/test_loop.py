@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -104,6 +105,37 @@ def test_an_error_of_a_callback_ends_the_loop() -> None:
     with pytest.raises(ZeroDivisionError):
         loop.run(script.time)
     assert script.trace == [WAIT_MS]
+
+
+def test_calls_before_the_loop_looks_wake_it_once() -> None:
+    script = Script([], [])
+    loop, ran = script.loop(), list[int]()
+    for number in range(5):
+        loop.call(lambda number=number: ran.append(number))  # type: ignore[misc]
+    assert script.woken == 1
+    loop.run(script.time, script.left)
+    assert ran == [0, 1, 2, 3, 4]
+    loop.call(loop.stop)
+    assert script.woken == 2  # the loop may wait again
+
+
+def test_no_call_of_another_thread_is_left_behind() -> None:
+    sockets, count, ran = Sockets(), 3000, list[int]()
+    loop = Loop(sockets, lambda peer, frames: None, lambda now_ns: None, wait_ms=60_000)
+    thread = threading.Thread(target=loop.run, args=(lambda: 0,), daemon=True)
+    try:
+        thread.start()
+        for number in range(count):
+            loop.call(lambda number=number: ran.append(number))  # type: ignore[misc]
+            if number % 100 == 0:
+                until = time.monotonic() + 10
+                while len(ran) <= number:
+                    assert time.monotonic() < until, "a command waits for the next message"
+        loop.stop()
+        thread.join(10)
+        assert ran == list(range(count))
+    finally:
+        sockets.close()
 
 
 def test_another_thread_ends_the_wait() -> None:

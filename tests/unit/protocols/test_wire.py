@@ -11,7 +11,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgpack
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from kit.seed import SEED
 
 from narrows.protocols import messages as m
+from narrows.protocols.config import key_ranges
 from narrows.protocols.config.key_ranges import covers, parts, split
 from narrows.protocols.config.model_spec import (
     EXTENTS_MAX,
@@ -594,6 +595,23 @@ def test_parts_cover_a_range_in_order_and_none_is_larger_than_asked(begin: int, 
     assert cuts == sorted(cuts) and all(high - low <= values_max for low, high in cuts)
     assert len(cuts) == max(1, -(-size // values_max)), "an empty range is one empty part: it still carries a header"
     assert covers(cuts, begin, begin + size)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.data())
+def test_parts_of_tensors_are_within_large_tensors(sizes: list[int], data: st.DataObject) -> None:
+    """With frames of 8 values: a part of 2 to 8 values does not cross the border of a tensor of 2 or more."""
+    offsets = [3, *(3 + end for end in accumulate(sizes))]
+    begin = data.draw(st.integers(3, offsets[-1]))
+    end = data.draw(st.integers(begin, offsets[-1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_ranges, "FRAME_VALUES", 8)
+        cuts = list(key_ranges.parts_of_tensors(begin, end, offsets))
+    assert covers(cuts, begin, end) and cuts == sorted(cuts) and all(high - low <= 8 for low, high in cuts)
+    assert (begin, end) == (cuts[0][0], cuts[-1][1])
+    for low, high in cuts:
+        for border in (each for each in offsets if low < each < high):
+            before = max([low, *(each for each in offsets if each < border)])
+            assert border - before < 2, "a part crosses the border behind a tensor that would fill a part"
 
 
 def test_a_frame_holds_what_it_is_named_for() -> None:

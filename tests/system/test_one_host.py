@@ -1,0 +1,119 @@
+"""Real commands on one host: what goes through shared memory, that it changes no result, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from kit.processes import GONE_S, LIMIT_S, descendants, finished, started, until
+from safetensors.torch import load_file
+
+from narrows.protocols.runtime.network.shared_memory import available
+
+pytestmark = pytest.mark.skipif(not available(), reason="the system has no shared memory")
+
+# A model of two frames for each of two shards; %s is done before each step.
+SCRIPT = """
+import os, random, sys, threading, torch
+from narrows.worker import DistributedOptimizer, rank, step_count
+
+torch.manual_seed(0)
+model = torch.nn.Linear(512, 512)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+inputs = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank()))
+while step_count() < int(sys.argv[1]):
+    %s
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+"""
+# A thread that writes to all frames that this worker has sent, as long as it runs.
+SCRIBBLES = """
+    if rank() == 1 and step_count() == 5:
+        pool = optimizer._session.link._sockets.memory.pool
+        def scribble():
+            while True:
+                at = random.randrange(max(1, pool.end - 4096))
+                pool.values[at:at + 4096] = random.randrange(256)
+        threading.Thread(target=scribble, daemon=True).start()
+"""
+
+
+def script(folder: Path, each: str = "pass") -> str:
+    path = folder / "script.py"
+    path.write_text(SCRIPT % each)
+    return str(path)
+
+
+def ways(record: Path) -> list[list[str]]:
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    return [event["ways"] for event in events if event["event"] == "links"]
+
+
+@pytest.mark.parametrize("flags", ["--sync bsp", "--sync bsp --push update", "--sync local --local-steps 2"])
+def test_shared_memory_changes_no_bit_of_the_model(tmp_path: Path, flags: str) -> None:
+    models = []
+    for shared, way in (("1", "shared memory"), ("0", "Unix socket")):
+        folder, record = tmp_path / shared, tmp_path / f"{shared}.jsonl"
+        words = f"-n 2 --shards 2 {flags} --checkpoint-dir {folder} --record {record} {script(tmp_path)} 20"
+        code, _, err = finished("ps-worker", *words.split(), env={"NARROWS_SHARED_MEMORY": shared})
+        assert code == 0, err
+        assert ways(record) == [[way] * 2] * 2
+        models.append(load_file(folder / "model.safetensors"))
+    assert models[0].keys() == models[1].keys()
+    assert all(models[0][name].equal(values) for name, values in models[1].items())
+
+
+@pytest.mark.parametrize("flags", ["--sync bsp", "--sync ssp --staleness 1 --compress topk:0.5+int8", "--sync async"])
+def test_a_worker_that_scribbles_over_its_frames_spoils_its_own_share_alone(tmp_path: Path, flags: str) -> None:
+    """Its payloads may be anything by the time that the shard copies them. The shard takes them, leaves them out or refuses
+    them; it does not die, and the other worker comes to its end."""
+    folder, record = tmp_path / "kept", tmp_path / "run.jsonl"
+    words = (
+        f"-n 2 --shards 2 {flags} --checkpoint-dir {folder} --record {record} {script(tmp_path, SCRIBBLES.strip())} 60"
+    )
+    code, _, err = finished("ps-worker", *words.split())
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    assert events[-1]["exit_codes"].count(0) >= 1, err
+    assert not any(event.get("what") == "restart" for event in events), err  # no shard was lost
+    model = load_file(folder / "model.safetensors")
+    assert all(values.isfinite().all() for values in model.values())
+
+
+def holders() -> set[int]:
+    """Processes that hold memory of this module's runs: it is that of all runs on this machine."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and "memfd:narrows-" in Path(f"/proc/{entry}/maps").read_text():
+                found.add(int(entry))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_left_of_processes_that_were_killed(tmp_path: Path, seed: int) -> None:
+    """One process of the command is killed at a time of its own, then ps-worker itself with its server."""
+    rng = random.Random(seed)
+    words = f"-n 2 --shards 2 --sync bsp --checkpoint-dir none {script(tmp_path)} 100000"
+    with started("ps-worker", *words.split()) as command:
+        until(lambda: holders() & set(descendants(command.process.pid)), command)
+        time.sleep(rng.uniform(0, 0.5))
+        everyone = set(descendants(command.process.pid))
+        struck = rng.choice(sorted(everyone & holders()))
+        os.kill(struck, signal.SIGKILL)
+        time.sleep(rng.uniform(0, 1))
+        everyone |= set(descendants(command.process.pid))
+        for each in (command.process.pid, *everyone):
+            try:
+                os.kill(each, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    until(lambda: not holders() & everyone, "no process that maps frames", GONE_S)
+    assert LIMIT_S > GONE_S
