@@ -77,7 +77,7 @@ def test_a_worker_that_scribbles_over_its_frames_spoils_its_own_share_alone(tmp_
     words = (
         f"-n 2 --shards 2 {flags} --checkpoint-dir {folder} --record {record} {script(tmp_path, SCRIBBLES.strip())} 60"
     )
-    code, _, err = finished("ps-worker", *words.split())
+    _, _, err = finished("ps-worker", *words.split())
     events = [json.loads(line) for line in record.read_text().splitlines()]
     assert events[-1]["exit_codes"].count(0) >= 1, err
     assert not any(event.get("what") == "restart" for event in events), err  # no shard was lost
