@@ -121,7 +121,10 @@ class ShardRequests:
             effects += [self._ack(seat, clock, now_ns), *logs]
             for each in self.assembler.seats.values() if self.store.publication != made else ():
                 effects += self.serve(each, ledger, now_ns)
-        effects += self.serve(seat, ledger, now_ns) if asks is not None else self._rows(seat, now_ns)
+        if asks is not None:
+            effects += self.serve(seat, ledger, now_ns)
+        elif filed:
+            effects += self._rows(seat, now_ns)
         return effects, seat.clock != began
 
     def _file(self, seat: PushSequence, push: m.Push) -> None:

@@ -1,4 +1,4 @@
-"""Large frames between two processes of one machine: they lie in shared memory, and a message has a reference in their place.
+"""Shared memory for large frames between two processes of one machine. A ZeroMQ message then carries a reference to its frame.
 
 How it works
 
@@ -71,7 +71,7 @@ def available() -> bool:
 
 
 def door(endpoint: str) -> str:
-    """Return the Unix socket, an abstract name, beside the endpoint ipc://@NAME."""
+    """Return the abstract name of the Unix socket on which a process that listens at ipc://@NAME hands over its memory."""
     return f"\0{endpoint.removeprefix('ipc://@')}-memory"
 
 
@@ -122,7 +122,7 @@ class FrameRange:
 
 @dataclass(slots=True)
 class Turn:
-    """A turn of the owner's loop, in which no buffer changes that was sent to several peers."""
+    """One turn of the loop that owns the pool. A buffer that was sent to several peers must not change before `done`."""
 
     done: bool = False
 
@@ -144,7 +144,7 @@ class FramePool:
         self.present = Turn()
 
     def put(self, frame: Buffer, again: bool) -> FrameRange | None:
-        """Copy a frame into the pool, and count one more holder of it. None: there is no room.
+        """Copy a frame into the pool, and count a further holder of its range. Return None if the pool has no room.
 
         Args:
             frame: the frame.
@@ -195,7 +195,7 @@ class FramePool:
         return found
 
     def trim(self, now_s: float) -> None:
-        """Give back the pages of ranges that were free since the last time, TRIM_S ago."""
+        """Return pages to the system: those of ranges that no frame has taken since the previous call, TRIM_S ago."""
         if now_s - self.trimmed_s < TRIM_S:
             return
         self.trimmed_s = now_s
@@ -209,7 +209,7 @@ class FramePool:
 
 
 class SharedLink:
-    """The frames between this process and one peer.
+    """Sends frames to one peer and opens those that come from it.
 
     Args:
         number: of the link, which both sides know.

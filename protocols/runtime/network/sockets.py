@@ -40,7 +40,7 @@ import zmq.utils.garbage  # its exit handler, for zero-copy sends, must be regis
 
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
-from narrows.protocols.member.heartbeat_summary import WAYS
+from narrows.protocols.member.heartbeat_summary import SHARED_MEMORY, TCP, UNIX_SOCKET, UNKNOWN
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime.network import curve_auth as keys
 from narrows.protocols.runtime.network.connections import Connections
@@ -308,8 +308,10 @@ class Sockets:
     def way(self, address: str) -> str:
         """Return how large messages to an address that was dialled go, one of WAYS."""
         if (address, False) not in self._opened:
-            return WAYS[0]
-        return WAYS[3 if address in self.memory.met else 2 if address.startswith("ipc:") else 1]
+            return UNKNOWN
+        if address in self.memory.met:
+            return SHARED_MEMORY
+        return UNIX_SOCKET if address.startswith("ipc:") else TCP
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
         key, head = ((to, control), frames[:1]) if isinstance(to, str) else (ROUTER, [to, frames[0]])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from simulation.actors import PLANS, PlainSGD
 
 from narrows.compression.codecs import raw_pieces
@@ -18,8 +19,9 @@ from narrows.protocols.effects import NS, Send, WriteCheckpoint
 from narrows.protocols.wire import pack
 from narrows.ps.shard.model_shard import NEXT, STAGES, ClockStage, ModelShard, ShardResources
 from narrows.ps.shard.publications import PublicationChild, SentPublication
-from narrows.ps.shard.push_assembler import PushAssembler
+from narrows.ps.shard.push_assembler import PushAssembler, PushSequence
 from narrows.ps.shard.shard import UNDECIDED
+from narrows.ps.shard.shard_requests import ShardRequests
 from narrows.ps.store.changes import OuterStep, SetFirstWeights
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
@@ -118,3 +120,23 @@ def test_a_child_gets_no_weights_between_a_fold_and_its_publication() -> None:
     planned.publish()
     (sent,) = planned.publications.serve(seat, 0)
     assert isinstance(sent, Send) and isinstance(sent.message, m.State) and sent.message.publication == 2
+
+
+def test_a_push_before_the_run_has_begun_lets_no_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that was accepted before: a shard answers it with its ack alone."""
+    planned = planned_of(sync="bsp")
+    service, seat, answered = ShardRequests(planned), planned.assembler.seats[0], list[int]()
+
+    def rows(seat: PushSequence, now_ns: int) -> list[Send]:
+        answered.append(now_ns)
+        return []
+
+    monkeypatch.setattr(service, "_rows", rows)
+    (piece,) = raw_pieces(np.ones(7, np.float32), 0, [(0, 7)])
+    early = m.Push(0, 5, 0, 0, 1, 0, 7, 1, HYPER, piece.codec, piece.payload)
+    assert service.handle(seat, early, replace(ledger_of(0), started=False), 1) == ([], False)
+    assert not answered and not seat.partial
+    effects, news = service.handle(seat, early, ledger_of(0), 2)
+    assert news and answered == [2] and len(effects) == 1
+    effects, news = service.handle(seat, early, ledger_of(0), 3)
+    assert not news and answered == [2] and len(effects) == 1
