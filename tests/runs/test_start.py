@@ -308,14 +308,14 @@ def test_a_worker_whose_lease_ends_comes_back_in_the_plan_of_the_run(at: int, sh
                 if worker == 1 and number == at and not expired:
                     expired.append(number)
                     started.expire(1)
-                coordinator, by_s = cluster.servers[0].coordinator, time.monotonic() + 20
-                while worker == 0 and number == START + 3 and time.monotonic() < by_s:
-                    if coordinator is not None and len(coordinator.declared) == 2:
-                        break
-                    time.sleep(0.01)  # else the run may be over before the other one is back
+                elif worker == 1 and expired:
+                    back.set()
+                if worker == 0 and number == START + 3:
+                    back.wait(20)  # else the run may be over before the other one is back
 
             return traced(worker, at=expire)
 
+        back = threading.Event()
         expired: list[int] = []
         ends = started.together(script)
     assert expired == [at] and np.array_equal(*ends)
