@@ -22,6 +22,7 @@ from narrows.protocols.messages.state import CREDIT_MAX
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
 EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the machine
+LENT_RATIO = 4.0  # the same of the frames in workers' shared memory that past events name
 # What glibc keeps of messages and scratch that come and go between other arrays, as bench/speed/memory.py measures it:
 FREED_HERE = 0.3  # of a worker, in models
 FREED_RAW = 0.6  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it

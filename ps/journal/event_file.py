@@ -8,15 +8,17 @@ How it works
     event: | bytes of the description | description: the event, and the length of each frame | ... | frame | ... | frame |
 
 1. `append` writes an event. It returns the frames for the machine: a frame of `least` bytes or more as a view of the
-   file. So a payload that waits in the machine is in memory once, and not as the network's and as the journal's.
+   file. So a payload that waits in the machine is in memory once, and not as the network's and as the journal's. A frame
+   in the kept pool of a peer (frame_pools.py) may be lent instead: the event then names its place.
 2. `restart` begins the events anew. They follow the last frame that the machine still holds.
-3. `place` finds a view again, so the journal writes an offset in its place; `view` makes the view of an offset.
+3. `place` finds a view again, so the journal writes where it is in its place; `view` makes the view of a place.
 
 Rules
 - `append` writes the first word of an event last. An event without it does not count.
 - Each frame begins at a multiple of ALIGNMENT. NumPy copies float32 values that begin elsewhere before it computes with them.
 - An event with a large frame is copied into the mapped file: a write(2) to a memfd takes three times as long. A page that the
   system lacks would end the process there, so `append` has the system allocate the pages first.
+- A lent frame stays with the event that names it, at most until `restart`. Its peer sends no other frame there meanwhile.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
 - `restart` gives back the pages before the first event, but those of held frames. Behind it stay as many pages as both
   the last events and those before them took: first weights come once. A machine that was written before may name frames
@@ -31,7 +33,7 @@ import os
 import struct
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -39,12 +41,16 @@ from typing import Any
 import numpy as np
 
 from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.network.shared_memory import FrameHold, of_peer
 from narrows.protocols.wire import pack, unpack
+from narrows.ps.journal.frame_pools import FramePools
 from narrows.ps.replication.events import MachineEvent
 
 HEAD = struct.Struct("<QQ")  # serial number of the machine that the events follow, and the offset of the first event
 RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
+OWN = 0  # stands for the file in place of the number of a pool
 LEAST_BYTES = 1 << 18  # of a frame that the machine reads in the file
+LENT_BYTES_MAX = 1 << 29  # of the frames of one pool that events name; further ones are copied
 WINDOW_BYTES = 1 << 32  # of addresses that are mapped at once
 PAGE = mmap.ALLOCATIONGRANULARITY
 ALIGNMENT = 64  # bytes: a cache line
@@ -61,9 +67,11 @@ class EventFile:
     Args:
         file: descriptor of the file; what it has is kept.
         maps: False: no frame is read in the file. The file is no memory, or the system gives no pages back.
+        pools: the kept pools of peers; None: there are none.
     """
 
-    def __init__(self, file: int, maps: bool = True) -> None:
+    def __init__(self, file: int, maps: bool = True, pools: FramePools | None = None) -> None:
+        self.pools = pools
         self.file, self.least = os.dup(file), LEAST_BYTES if maps else sys.maxsize  # views may outlive the journal
         weakref.finalize(self, os.close, self.file)
         found = os.pread(file, HEAD.size, 0)
@@ -77,6 +85,9 @@ class EventFile:
         self.before = 0  # bytes of the events before the last `restart`
         self.gone: deque[int] = deque()  # numbers of views that nothing refers to, as finalizers have noted them
         self.numbers = count()
+        self.lent: dict[int, int] = {}  # number of a lent frame that the machine holds -> its bytes
+        self.holds: list[FrameHold | None] = []  # of the lent frames
+        self.lent_of: Counter[int] = Counter()  # number of a pool -> bytes of its lent frames
         self.dropped = False
 
     @property
@@ -85,26 +96,37 @@ class EventFile:
         self._settle()
         return self.end - self.begin - self.waiting
 
-    def append(self, event: MachineEvent, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    @property
+    def past_lent_bytes(self) -> int:
+        """Bytes of the lent frames of the events, but for those that the machine holds."""
+        self._settle()
+        return self.lent_of.total() - sum(self.lent.values())
+
+    def append(self, event: MachineEvent, frames: Sequence[Buffer], lends: bool = False) -> Sequence[Buffer]:
         """Write an event.
 
         Args:
             event: the event.
             frames: the frames of its message, as received.
+            lends: a frame in the kept pool of a peer may stay there. The peer may change it: replay may see other bytes.
 
         Returns:
-            The same frames; the large ones are views of the file.
+            The same frames; the large ones are views of the file, but for lent ones.
 
         Raises:
             OSError: the system has no memory for it.
         """
-        about = pack([event.described(), [len(f) for f in frames]])
-        begin, large = self.end + RECORD.size, any(len(frame) >= self.least for frame in frames)
-        parts, places, at = list[Buffer]([about]), list[int](), begin + len(about)
-        for frame in frames:
-            places.append(at + _padding(at))
-            parts += [bytes(_padding(at)), frame]
-            at = places[-1] + len(frame)
+        lent = [self._lendable(frame) if lends else None for frame in frames]
+        lengths = [[*place, len(frame)] if place else len(frame) for frame, place in zip(frames, lent, strict=True)]
+        about = pack([event.described(), lengths])
+        begin, large = self.end + RECORD.size, False
+        parts, ends, at = list[Buffer]([about]), list[int](), begin + len(about)
+        for frame, place in zip(frames, lent, strict=True):
+            if place is None:
+                parts += [bytes(_padding(at)), frame]
+                at += _padding(at) + len(frame)
+                large |= len(frame) >= self.least
+            ends.append(at)
         parts.append(RECORD.pack(0))
         size = at + RECORD.size - begin
         first = RECORD.pack(len(about))
@@ -113,6 +135,7 @@ class EventFile:
                 raise OSError(f"{written} of {size} bytes were written")
             os.pwrite(self.file, first, self.end)
             self.end = at
+            self._lend(frames, lent)
             return frames
         room, start = self._room(self.end, RECORD.size + size)
         put = start + RECORD.size
@@ -121,8 +144,26 @@ class EventFile:
             put += len(part)
         room[start : start + RECORD.size] = first
         self.end = at
-        pairs = zip(places, frames, strict=True)
-        return [self.view(place, len(frame)) if len(frame) >= self.least else frame for place, frame in pairs]
+        self._lend(frames, lent)
+        return [
+            frame if place is not None or len(frame) < self.least else self.view(OWN, end - len(frame), len(frame))
+            for frame, place, end in zip(frames, lent, ends, strict=True)
+        ]
+
+    def _lendable(self, frame: Buffer) -> tuple[int, int] | None:
+        """Return where a frame can stay; None: it must be copied."""
+        place = self.pools.place(frame) if self.pools is not None else None
+        return place if place is not None and self.lent_of[place[0]] + len(frame) <= LENT_BYTES_MAX else None
+
+    def _lend(self, frames: Sequence[Buffer], places: Sequence[tuple[int, int] | None]) -> None:
+        """Hold the frames that have a place."""
+        for frame, place in zip(frames, places, strict=True):
+            if place is not None and (array := of_peer(frame)) is not None:
+                number = next(self.numbers)
+                self.lent[number] = len(frame)
+                self.lent_of[place[0]] += len(frame)
+                self.holds.append(array.hold)
+                weakref.finalize(array, self._release, number).atexit = False
 
     def _room(self, offset: int, size: int) -> tuple[mmap.mmap, int]:
         """Return a mapping with the bytes [offset, offset + size), which have pages, and the place of the first one there.
@@ -150,8 +191,12 @@ class EventFile:
             about, lengths = described
             at, frames = self.end + RECORD.size + length, list[Buffer]()
             for each in lengths:
+                if not isinstance(each, int):
+                    number, offset, length = each
+                    frames.append(self.view(number, offset, length))
+                    continue
                 at += _padding(at)
-                frames.append(self.view(at, each) if each >= self.least else os.pread(self.file, each, at))
+                frames.append(self.view(OWN, at, each) if each >= self.least else os.pread(self.file, each, at))
                 at += each
             yield MachineEvent.of(about, frames)
             self.end = at
@@ -174,11 +219,19 @@ class EventFile:
         os.pwrite(self.file, HEAD.pack(serial, self.begin), 0)
         self.serial, self.end = serial, self.begin
         self._give_back(self.begin)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """No event names a lent frame any more: the machine alone may hold it."""
+        self.lent, self.holds, self.lent_of = {}, [], Counter()
+        if self.pools is not None:
+            self.pools.forget()
 
     def drop(self) -> None:
         """Remove all events, and every page as soon as no frame is held there."""
         self.dropped = True
         self._settle()
+        self._take_back()
         with contextlib.suppress(OSError):
             os.pwrite(self.file, HEAD.pack(0, HEAD.size), 0)
             if not self.held:
@@ -187,12 +240,14 @@ class EventFile:
 
     # Views.
 
-    def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes at an offset, uint8[length], where they are.
+    def view(self, pool: int, offset: int, length: int) -> memoryview:
+        """Return the bytes at an offset of the file (`pool` OWN), or of a peer's pool, uint8[length], where they are.
 
         Raises:
-            ValueError: the file has no such bytes.
+            ValueError: there are no such bytes.
         """
+        if pool != OWN and self.pools is not None:
+            return self.pools.view(pool, offset, length)
         if not 0 <= offset <= offset + length <= os.fstat(self.file).st_size:
             raise ValueError(f"{length} bytes at {offset} are beyond the events")
         first, _, window, _ = self._window(offset, length)
@@ -204,15 +259,20 @@ class EventFile:
         weakref.finalize(array, self._release, number).atexit = False
         return array.data
 
-    def place(self, view: Buffer) -> int:
-        """Return the offset of the bytes of a view that `view` has made, or of a part of it; -1 for other bytes."""
+    def place(self, view: Buffer) -> tuple[int, int] | None:
+        """Return the pool and the offset of the bytes of a view that `view` has made, or of a part of it.
+
+        None for bytes that are elsewhere.
+        """
         if not isinstance(view, memoryview) or not view.nbytes or not view.c_contiguous:
-            return -1
+            return None
+        if self.pools is not None and of_peer(view) is not None:
+            return self.pools.place(view)
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         for first, size, _, begin in self.windows:
             if begin <= address < begin + size:
-                return first + int(address) - begin
-        return -1
+                return OWN, first + int(address) - begin
+        return None
 
     def _release(self, number: int) -> None:
         self.gone.append(number)
@@ -222,7 +282,9 @@ class EventFile:
     def _settle(self) -> None:
         """Forget the views that nothing refers to."""
         while self.gone:
-            low, high = self.held.pop(self.gone.popleft())
+            number = self.gone.popleft()
+            self.lent.pop(number, 0)
+            low, high = self.held.pop(number, (0, 0))
             self.waiting -= high - low if low >= self.begin else 0
 
     def _window(self, offset: int, length: int) -> tuple[int, int, mmap.mmap, int]:

@@ -6,14 +6,16 @@ How it works
     file "machine 1": | serial 8 | the machine but for its large arrays |           the newest
     files "live", "copy": the large arrays (array_segment.py)
     file "events": the events since then (event_file.py); serial 8
+    a pair of sockets: the pools of peers, where frames lie that events name (frame_pools.py)
 
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
    seen of this machine. The machine reads large payloads in the journal.
 2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
    newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
    when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when past
-   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN. It waits for the next fold of a clock, up
-   to twice these limits, for then the fewest pushes wait in the machine. Payloads that wait are no past.
+   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN, or their lent frames LENT_RATIO of them,
+   and at least LENT_BYTES_MIN. It waits for the next fold of a clock, up to twice these limits, for then the fewest pushes
+   wait in the machine. Payloads that wait are no past.
 3. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
@@ -38,12 +40,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from narrows.protocols.config.memory import EVENTS_RATIO
+from narrows.protocols.config.memory import EVENTS_RATIO, LENT_RATIO
 from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProcess
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.ps.journal.array_segment import ArraySegment
 from narrows.ps.journal.event_file import EventFile
+from narrows.ps.journal.frame_pools import FramePools, sockets
 from narrows.ps.journal.machine_pickling import freeze, thaw
 from narrows.ps.replication.events import MachineEvent
 from narrows.ps.server.server import Server
@@ -54,14 +57,15 @@ HEAD = struct.Struct("<QQB")
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
 BYTES_MIN = 1 << 25  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
-MACHINES, EVENTS, COPY, LIVE = slice(2), 2, 3, 4  # indices of the files
+LENT_BYTES_MIN = 1 << 27  # of lent frames, or LENT_RATIO of the machine's if that is more
+MACHINES, EVENTS, COPY, LIVE, POOLS = slice(2), 2, 3, 4, slice(5, 7)  # indices of the files
 NAMES = ("machine-0", "machine-1", "events", "copy", "live")
 
 
 def files() -> tuple[int, ...]:
     """Make files without a name, and return their descriptors. Raises OSError."""
     if hasattr(os, "memfd_create"):
-        return tuple(os.memfd_create(f"narrows-{name}") for name in NAMES)
+        return (*(os.memfd_create(f"narrows-{name}") for name in NAMES), *sockets())
     made = []
     for _ in NAMES[:COPY]:
         with tempfile.TemporaryFile() as file:
@@ -124,7 +128,8 @@ class Journal:
         heads = [self._head(file) for file in files[MACHINES]]
         self.turn = int(heads[1] > heads[0])  # index of the newest machine's file
         self.serial, self.size, self.live = heads[self.turn]  # of the machine in it; serial 0: there is none
-        self.event_file = EventFile(files[EVENTS], self.segment is not None)
+        self.pools = FramePools(files[POOLS]) if self.segment is not None and files[POOLS] else None
+        self.event_file = EventFile(files[EVENTS], self.segment is not None, self.pools)
         self.spent_ns = self.copy_ns = 0  # time of handling the events; time of writing their machine
         self.clock = -1  # the machine's min clock, as `due` has seen it last
         self.failure = ""  # why there is no journal any more, "": there is one
@@ -152,8 +157,14 @@ class Journal:
             clock: the min clock of the machine after its newest event; -1: it has no weights.
         """
         times, self.clock = 1 if clock != self.clock else 2, clock
-        longest_ns, most = max(REPLAY_NS, COPY_TIMES * self.copy_ns), max(BYTES_MIN, EVENTS_RATIO * self.nbytes)
-        return not self.failure and (self.spent_ns >= times * longest_ns or self.event_file.past_bytes >= times * most)
+        if self.failure:
+            return False
+        nbytes, events = self.nbytes, self.event_file
+        return (
+            self.spent_ns >= times * max(REPLAY_NS, COPY_TIMES * self.copy_ns)
+            or events.past_bytes >= times * max(BYTES_MIN, EVENTS_RATIO * nbytes)
+            or events.past_lent_bytes >= times * max(LENT_BYTES_MIN, LENT_RATIO * nbytes)
+        )
 
     def spend(self, took_ns: int) -> None:
         """Count the time that handling an event took: a replay takes as long."""
@@ -188,18 +199,19 @@ class Journal:
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
         self.live = 0
 
-    def note(self, event: MachineEvent, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    def note(self, event: MachineEvent, frames: Sequence[Buffer], lends: bool = False) -> Sequence[Buffer]:
         """Write an event.
 
         Args:
             event: the event.
             frames: the frames of its message, as received.
+            lends: a frame in a peer's memory may stay there; see `EventFile.append`.
 
         Returns:
             The same frames; the journal has the large ones, and the machine should read them there.
         """
         try:
-            return frames if self.failure else self.event_file.append(event, frames)
+            return frames if self.failure else self.event_file.append(event, frames, lends)
         except OSError as error:
             self.give_up(error)
             return frames

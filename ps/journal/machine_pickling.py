@@ -6,7 +6,7 @@ to a table of what a machine may contain.
 - Classes: those of the packages in `OURS`, which do no I/O (tests/test_layout.py), and those in `STANDARD`.
 - Functions: those in `FUNCTIONS`, by name. A value coding, whose kernels are compiled functions, is found by its SPEC.
 - Arrays: dtype, shape and bytes. So none of NumPy's own reconstructors is admitted. The journal writes the offset of an
-  array in its segment in the place of the bytes, and that of a payload in its events.
+  array in its segment in the place of the bytes, and where a payload of its events is.
 - What belongs to the runner is not written, but a call in its place: the machine gets the allocator of its arrays, and `lent`,
   from the process that reads it.
 - Bound methods: the object and the name of the method, if the class of the object is admitted.
@@ -120,7 +120,7 @@ def _placed(offset: int, count: int) -> npt.NDArray[Any]:
     raise pickle.UnpicklingError("only a journal has arrays by their place")
 
 
-def _logged(offset: int, length: int) -> memoryview:
+def _logged(pool: int, offset: int, length: int) -> memoryview:
     """Stands for `EventFile.view`, as `_placed` for `ArraySegment.at`."""
     raise pickle.UnpicklingError("only a journal has payloads by their place")
 
@@ -174,8 +174,12 @@ class _Pickler(pickle.Pickler):
             return _array, (found.dtype.str, found.shape, pickle.PickleBuffer(values))
         if isinstance(found, np.generic):
             return _value, (found.dtype.str, found.tobytes())
-        if isinstance(found, memoryview) and self.events is not None and (offset := self.events.place(found)) >= 0:
-            return _logged, (offset, found.nbytes)
+        if (
+            isinstance(found, memoryview)
+            and self.events is not None
+            and (place := self.events.place(found)) is not None
+        ):
+            return _logged, (*place, found.nbytes)
         if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
             return bytes, (bytes(found),)
         if isinstance(found, Sectioned):

@@ -20,7 +20,7 @@ from typing import Any
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError
 
-JOURNAL = tuple(f"NARROWS_JOURNAL_{file}" for file in range(5))  # environment variables: descriptors of its files
+JOURNAL = tuple(f"NARROWS_JOURNAL_{file}" for file in range(7))  # environment variables: descriptors of its files
 OF_PRIMARY = ("secret", "parent_timeout", "first_epoch", "replicas")  # fields that a standby takes from its primary
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 

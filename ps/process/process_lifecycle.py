@@ -45,6 +45,8 @@ def run(config: ServerConfig, ready: Callable[..., None]) -> None:
                 return emit("done", dropped={}, refused=access_control.totals())
         runner = ServerRunner(config, sockets, number, access_control, follower)
         sockets.report_to(runner.cut, runner.linked, runner.shut_out)
+        if runner.journal is not None and runner.journal.pools is not None:
+            sockets.memory.keep_pools(runner.journal.pools.keep)
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
         ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else config.parent)

@@ -156,7 +156,10 @@ class ServerRunner:
             RemoteProtocolError: the message is one that no peer may send.
         """
         self.began_ns = time.monotonic_ns()
-        noted = owned(self.journal.note(event, frames) if self.journal is not None else frames)
+        # A standby would see other bytes than this machine if a peer changed a frame in its memory.
+        lends = self.server.shard.reads_anything(event.message) and not self.original.holds
+        noted = self.journal.note(event, frames, lends) if self.journal is not None else frames
+        noted = noted if lends else owned(noted)
         if noted is not frames:
             event, frames = replace(event, message=decode(noted)), noted
         self._at_once(self.original.note(event, frames))

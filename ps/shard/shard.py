@@ -28,8 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.config.model_spec import ModelSpec
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import LoadCheckpoint, Log, MemberEffect, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
@@ -256,6 +258,16 @@ class Shard:
         return (self.min_clock, upward.ready, self.at_rest, upward.finishes, upward.ended, self.trouble)
 
     # Messages of members.
+
+    def reads_anything(self, message: m.Message | None) -> bool:
+        """Return whether the payload of a message may lie in its sender's memory, and change while this shard has it.
+
+        Raw values of a mean may: any bytes are values, and the fold leaves out those that are not finite (reduction.py).
+        """
+        if not isinstance(message, m.Push) or message.codec != codecs.RAW:
+            return False
+        compares = self.settings.robust or self.settings.max_update_norm != -1
+        return self.mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER) and not compares
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Return the effects of a member's message.

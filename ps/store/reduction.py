@@ -13,11 +13,15 @@ Rules
 - The sum is in the order of the terms, in float32, weight times value then added: bit for bit repeatable, whatever the
   parts are.
 - Each update has all keys that are asked for.
+- The values of a raw update may lie in its sender's memory, and change after they were measured (`PushedUpdate.length`).
+  So a sum that is longer than its updates were is made again of copies: a piece that is longer than its update was, or
+  not finite, adds nothing. What else a sender changes spoils its own share alone.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from narrows.compression import codecs
-from narrows.compression.codecs import PieceLike
+from narrows.compression.codecs import Piece, PieceLike
 from narrows.ps.store.changes import FloatArray, Terms
 
 # Values of a part that is summed, then used: 1 MiB, so that an optimizer's arrays of it stay in the CPU's cache.
@@ -35,7 +39,9 @@ AT_ONCE = 1 << 14  # keys whose values are ranked together, so that these stay i
 # Gives the mean at keys [low, high), counted from the shard's first key: float32[high - low]. The caller may change the
 # array, which is valid until the next call. Each key is asked for once.
 Mean = Callable[[int, int], FloatArray]
-Row = tuple[float, Sequence[PieceLike], Sequence[int]]  # weight, pieces in the order of keys, first key of each
+# Weight, pieces in the order of keys, first key of each, and the length of the update as it was measured.
+Row = tuple[float, Sequence[PieceLike], Sequence[int], float]
+TOLERANCE = 1.01  # of a length, which is measured in float32
 
 
 def parts_of(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -46,12 +52,17 @@ def parts_of(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def _at(row: Row, low: int, high: int) -> Iterator[PieceLike]:
     """Yield what the pieces of a row have of keys [low, high)."""
-    _, pieces, begins = row
+    _, pieces, begins, _ = row
     for piece in pieces[max(0, bisect_right(begins, low) - 1) :]:
         if piece.begin >= high:
             return
         inside = low <= piece.begin and piece.end <= high
         yield piece if inside else codecs.cut(piece, max(low, piece.begin), min(high, piece.end))
+
+
+def _square(length: float) -> float:
+    """Return the square of a length, and not infinity: nothing that is not finite is shorter."""
+    return min(length * length, sys.float_info.max)
 
 
 class WeightedMean:
@@ -72,12 +83,12 @@ class WeightedMean:
         for weight, update in terms:
             keyed = [piece for piece in update if piece.codec != codecs.ROWS and piece.begin < piece.end]
             keyed.sort(key=lambda piece: piece.begin)
-            rows.append((weight, keyed, [piece.begin for piece in keyed]))
-        if all(piece.codec in codecs.CUT for _, pieces, _ in rows for piece in pieces):
+            rows.append((weight, keyed, [piece.begin for piece in keyed], getattr(update, "length", 0.0) or math.inf))
+        if all(piece.codec in codecs.CUT for _, pieces, *_ in rows for piece in pieces):
             return lambda low, high: self._summed(rows, low, high)
         if self.total is None:
             self.total = np.empty(self.size, np.float32)
-        _, pieces, begins = rows[0]
+        _, pieces, begins, _ = rows[0]
         total, low, high = self.total, begins[0] - self.begin, pieces[-1].end - self.begin
         self._sum(rows, low, total[low:high])
         return lambda low, high: total[low:high]
@@ -91,7 +102,24 @@ class WeightedMean:
             self.part = np.empty(high - low, np.float32)
         out = self.part[: high - low]
         self._sum(rows, low, out)
+        longest = TOLERANCE * sum(abs(weight) * length for weight, *_, length in rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not np.dot(out, out) <= _square(longest):
+                self._sum([self._measured(row, low, high) for row in rows], low, out)
         return out
+
+    def _measured(self, row: Row, low: int, high: int) -> Row:
+        """Return copies of the pieces of a row at keys [low, high), without the values of those that have changed."""
+        weight, _, _, length = row
+        pieces = list[PieceLike]()
+        for piece in _at(row, self.begin + low, self.begin + high):
+            values = np.frombuffer(bytes(piece.payload), np.float32)
+            squared = np.square(values, dtype=np.float64).sum()
+            sound = piece.codec == codecs.RAW and squared <= _square(TOLERANCE * length)
+            pieces.append(
+                Piece(codecs.RAW if sound else codecs.VOID, piece.begin, piece.end, values.view(np.uint8).data)
+            )
+        return weight, pieces, [piece.begin for piece in pieces], length
 
     def _sum(self, rows: Sequence[Row], low: int, out: FloatArray) -> None:
         """Set `out` to the sum at keys [low, low + out.size)."""

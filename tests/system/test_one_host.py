@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from kit.processes import GONE_S, LIMIT_S, descendants, finished, started, until
+from kit.processes import GONE_S, LIMIT_S, Server, descendants, finished, serving, started, until
 from safetensors.torch import load_file
 
 from narrows.protocols.runtime.network.shared_memory import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="the system has no shared memory")
 
+FRAME_BYTES = 1 << 19  # of the raw values of a shard, which its first weights are too
 # A model of two frames for each of two shards; %s is done before each step.
 SCRIPT = """
 import os, random, sys, threading, torch
@@ -35,9 +37,11 @@ while step_count() < int(sys.argv[1]):
 # A thread that writes to all frames that this worker has sent, as long as it runs.
 SCRIBBLES = """
     if rank() == 1 and step_count() == 5:
-        pool = optimizer._session.link._sockets.memory.pool
+        memory = optimizer._session.link._sockets.memory
+        pools = [line.link.pool for line in memory.lines.values()]
         def scribble():
             while True:
+                pool = random.choice(pools)
                 at = random.randrange(max(1, pool.end - 4096))
                 pool.values[at:at + 4096] = random.randrange(256)
         threading.Thread(target=scribble, daemon=True).start()
@@ -83,6 +87,46 @@ def test_a_worker_that_scribbles_over_its_frames_spoils_its_own_share_alone(tmp_
     assert not any(event.get("what") == "restart" for event in events), err  # no shard was lost
     model = load_file(folder / "model.safetensors")
     assert all(values.isfinite().all() for values in model.values())
+
+
+def event_bytes(server: Server) -> list[int]:
+    """The bytes of memory that the events of each shard's journal take."""
+    found = []
+    for shard in server.pids[1:]:
+        for entry in Path(f"/proc/{shard}/fd").iterdir():
+            if "memfd:narrows-events" in os.readlink(entry):
+                found.append(512 * entry.stat().st_blocks)
+                break
+    return found
+
+
+@pytest.mark.parametrize("kills", [(), (0, 1, 0, 1), (0, "worker")], ids=len)
+def test_a_shard_that_is_killed_folds_what_lies_in_the_workers_memory(
+    tmp_path: Path, kills: tuple[object, ...]
+) -> None:
+    """Pushes stay there: the events only name them. The next process reads them again, also when the worker is gone."""
+    path, folder = script(tmp_path, "import time; time.sleep(0.02)"), tmp_path / "kept"
+    flags = f"--sync bsp --shards 2 --workers 2 --lease 2 --checkpoint-dir {folder}"
+    with (
+        serving(*flags.split()) as server,
+        started("ps-worker", "--server", server.address, "-n", "2", path, "150") as command,
+    ):
+        until(lambda: re.search(r"clock [1-9]\d", command.err) or command.process.poll() is not None, command)
+        assert max(event_bytes(server)) < 4 * FRAME_BYTES, "those of one clock, and there were many"
+        for each in kills:
+            if each == "worker":
+                os.kill(min(holders() & set(descendants(command.process.pid))), signal.SIGKILL)
+            server.kill_shard(each if isinstance(each, int) else 1)
+            time.sleep(0.2)
+        code, ended, said = command.wait(), server.command.wait(), server.command.out
+        assert ended == 0 and code == ("worker" in kills), f"{command} {server.command}"
+        assert said.count("goes on where it was") == len(kills) and "goes back" not in said and "lost" not in said, said
+    if "worker" not in kills:
+        alone = tmp_path / "alone"
+        code, _, err = finished("ps-worker", *f"-n 2 --shards 2 --sync bsp --checkpoint-dir {alone} {path} 150".split())
+        assert code == 0, err
+        models = [load_file(each / "model.safetensors") for each in (folder, alone)]
+        assert all(models[0][name].equal(values) for name, values in models[1].items())
 
 
 def holders() -> set[int]:

@@ -12,9 +12,11 @@ How it works
 1. `SharedMemory.listen` opens a Unix socket beside that of ZeroMQ. `dial` connects to it. Both sides hand their memfds over
    (SCM_RIGHTS): hello, answer, ready. Until then, and whenever there is no link, frames go through ZeroMQ.
 2. `put` copies a frame into the pool and takes a ticket. A frame that goes to several peers in one turn is copied once.
+   A process that dials has a pool for each link. One that listens has one pool for all that dialled it.
 3. `open` returns a view. Once nothing refers to it (a queue, a shard that waits for other parts, a standby's stream), the
    receiver writes the frame's sequence number into its table of returned tickets.
-4. The Unix socket stays open. Its end is the end of the link: all frames of the link are free, and its references are void.
+4. The Unix socket stays open. Its end is the end of the link: its references are void. A pool of one link ends with it.
+   So no frame changes that the receiver's journal names: the process that replaces the receiver may read it there.
 
 Rules
 - Only processes of one user share memory (SO_PEERCRED), and only where the system has memfd_create(2).
@@ -49,7 +51,7 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.hosts import peer_uid
 
 LEAST_BYTES = 1 << 16  # of a frame in shared memory
-POOL_BYTES = 1 << 30  # of a process's frames; pages are taken as frames are
+POOL_BYTES = 1 << 30  # of a pool; pages are taken as frames are
 TICKETS = 1 << 12  # frames of one link that its receiver may hold
 TABLE_BYTES = 8 * TICKETS
 LINKS_MAX = 4096  # of one process
@@ -90,13 +92,65 @@ def _mapped(file: int, size: int) -> mmap.mmap:
     return mmap.mmap(file, size, prot=mmap.PROT_READ)
 
 
+class FrameHold:
+    """Holds a frame: the sender may use its range again once nothing refers to this object."""
+
+    __slots__ = ("__weakref__",)
+
+
 class PeerBytes(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of a frame in a peer's memory, uint8[bytes]."""
+    """The bytes of a frame in a peer's memory, uint8[bytes].
+
+    Attributes:
+        pool: the peer's pool.
+        hold: what holds the frame; None: the link has ended, and no frame of the pool changes.
+    """
+
+    pool: PeerPool
+    hold: FrameHold | None
+
+    def belongs(self, pool: PeerPool, hold: FrameHold | None) -> None:
+        """Note the pool and the hold."""
+        self.pool, self.hold = pool, hold
+
+
+class PeerPool:
+    """A peer's pool, mapped for reading.
+
+    Args:
+        file: its descriptor; the caller closes it.
+        number: names the pool in this process and in one that replaces it; no peer knows it.
+
+    Raises:
+        OSError, ValueError: it is no pool.
+    """
+
+    def __init__(self, file: int, number: int) -> None:
+        self.number = number
+        self.memory = _mapped(file, POOL_BYTES)
+        self.address: int = np.frombuffer(self.memory, np.uint8, 1).__array_interface__["data"][0]
+
+    def offset(self, frame: Buffer) -> int:
+        """Return the offset of bytes that lie in the pool."""
+        address: int = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
+        return address - self.address
+
+    def view(self, offset: int, size: int, hold: FrameHold | None = None) -> memoryview:
+        """Return the bytes [offset, offset + size), which lie in the pool, without a copy."""
+        array = np.frombuffer(self.memory, np.uint8, size, offset).view(PeerBytes)
+        array.belongs(self, hold)
+        return array.data
+
+
+def of_peer(frame: Buffer) -> PeerBytes | None:
+    """Return the frame of a peer's memory that these bytes are, or are a part of; None: they are of this process."""
+    found = frame.obj if isinstance(frame, memoryview) else None
+    return found if isinstance(found, PeerBytes) else None
 
 
 def owned(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     """Return frames that no peer can change: those in a peer's memory are copied."""
-    if any(isinstance(frame, memoryview) and isinstance(frame.obj, PeerBytes) for frame in frames):
+    if any(of_peer(frame) is not None for frame in frames):
         return [bytes(frame) for frame in frames]
     return frames
 
@@ -128,7 +182,7 @@ class Turn:
 
 
 class FramePool:
-    """The frames that this process sends, in one memfd."""
+    """Frames that this process sends, in one memfd."""
 
     def __init__(self) -> None:
         self.file = _file("narrows-frames", POOL_BYTES)
@@ -140,7 +194,6 @@ class FramePool:
         self.end = 0  # offset of the first byte that no range has
         self.free: dict[int, list[FrameRange]] = {}  # by room
         self.fresh: dict[tuple[int, int], tuple[Buffer, FrameRange]] = {}  # (address, bytes) -> frames of this turn
-        self.trimmed_s = 0.0  # time of the last `trim`
         self.present = Turn()
 
     def put(self, frame: Buffer, again: bool) -> FrameRange | None:
@@ -194,11 +247,8 @@ class FramePool:
             found.pages = size
         return found
 
-    def trim(self, now_s: float) -> None:
+    def trim(self) -> None:
         """Return pages to the system: those of ranges that no frame has taken since the previous call, TRIM_S ago."""
-        if now_s - self.trimmed_s < TRIM_S:
-            return
-        self.trimmed_s = now_s
         for free in self.free.values():
             for found in free:
                 if found.idle and found.pages:
@@ -222,7 +272,7 @@ class SharedLink:
         self.table = _file("narrows-returned", TABLE_BYTES)
         self.own: Table = np.frombuffer(mmap.mmap(self.table, TABLE_BYTES), np.uint64)  # what this process has returned
         self.theirs: Table | None = None  # what the peer has returned
-        self.memory: mmap.mmap | None = None  # the peer's pool
+        self.peer_pool: PeerPool | None = None
         self.sequence = 0  # of the newest frame sent
         self.tickets = deque(range(TICKETS))  # free ones
         self.sent: deque[tuple[int, int, FrameRange]] = deque()  # ticket, sequence and range, oldest first
@@ -236,7 +286,7 @@ class SharedLink:
     def meet(self, files: list[int]) -> None:
         """Take the peer's descriptors. Raises OSError or ValueError if they are not what they should be."""
         memory, table = files
-        self.memory = _mapped(memory, POOL_BYTES)
+        self.peer_pool = PeerPool(memory, int.from_bytes(os.urandom(8), "little"))
         self.theirs = np.frombuffer(_mapped(table, TABLE_BYTES), np.uint64)
 
     def begin(self) -> None:
@@ -291,14 +341,14 @@ class SharedLink:
 
     def open(self, reference: Buffer) -> memoryview | None:
         """Return a view of the frame that a reference names; None: it names none."""
-        if self.memory is None or len(reference) != REFERENCE.size:
+        if self.peer_pool is None or len(reference) != REFERENCE.size:
             return None
         number, ticket, sequence, offset, size = REFERENCE.unpack(reference)
         if number != self.number or ticket >= TICKETS or not 0 < size <= POOL_BYTES - offset:
             return None
-        array = np.frombuffer(self.memory, np.uint8, size, offset).view(PeerBytes)
-        weakref.finalize(array, self._return, ticket, sequence).atexit = False
-        return array.data
+        hold = FrameHold()
+        weakref.finalize(hold, self._return, ticket, sequence).atexit = False
+        return self.peer_pool.view(offset, size, hold)
 
     def _return(self, ticket: int, sequence: int) -> None:
         if os.getpid() == self.process:  # a fork has views of its own, and the parent may read the frame still
@@ -324,16 +374,19 @@ class SharedMemory:
         watch: watches a descriptor.
         unwatch: ends that.
         on: False: there is no link, and all frames go through ZeroMQ.
+        keep: gets the pool of each peer that dials, and its descriptor, which it may duplicate.
     """
 
     watch: Callable[[int, Callable[[], object]], None]
     unwatch: Callable[[int], None]
     on: bool = True
+    keep: Callable[[PeerPool, int], None] = lambda pool, file: None
     links: dict[Peer, SharedLink] = field(default_factory=dict)  # by peer
     lines: dict[int, Line] = field(default_factory=dict)  # by descriptor
     names: dict[str, bytes] = field(default_factory=dict)  # address -> the routing id under which it is dialled
     met: set[Peer] = field(default_factory=set)  # addresses with which there is a link, or was one
     listening: socket.socket | None = None
+    trimmed_s: float = 0.0  # time of the last `trim` of the pools
     _pool: FramePool | None = None
 
     def __post_init__(self) -> None:
@@ -341,10 +394,14 @@ class SharedMemory:
 
     @property
     def pool(self) -> FramePool:
-        """The pool of this process. Raises OSError: the system has no memory for it."""
+        """The pool of all links that were not dialled. Raises OSError: the system has no memory for it."""
         if self._pool is None:
             self._pool = FramePool()
         return self._pool
+
+    def keep_pools(self, keep: Callable[[PeerPool, int], None]) -> None:
+        """Have this function keep the pools of peers that dial from now on."""
+        self.keep = keep
 
     # The links.
 
@@ -375,7 +432,7 @@ class SharedMemory:
             made.connect(door(address))
             if peer_uid(made) != os.getuid():
                 raise OSError("another user listens")
-            link = SharedLink(int.from_bytes(os.urandom(8), "little"), self.pool)
+            link = SharedLink(int.from_bytes(os.urandom(8), "little"), FramePool())
             socket.send_fds(made, [HELLO.pack(MAGIC, link.number) + name], link.files)
         except OSError:  # no door, or none of this user: frames go through ZeroMQ
             made.close()
@@ -448,6 +505,8 @@ class SharedMemory:
             line.link.meet(files)
             if not (name := said[HELLO.size :]):
                 raise ValueError("a peer without a name")
+            assert line.link.peer_pool is not None
+            self.keep(line.link.peer_pool, files[0])
             self.drop(name)
             line.peer = name
             socket.send_fds(line.socket, [HELLO.pack(MAGIC, number)], line.link.files)
@@ -471,7 +530,10 @@ class SharedMemory:
 
     def turn(self) -> None:
         """Begin another turn of the owner's loop."""
-        if self._pool is not None:
-            if self._pool.fresh:
-                self._pool.turn()
-            self._pool.trim(time.monotonic())
+        if self._pool is not None and self._pool.fresh:
+            self._pool.turn()
+        if (now_s := time.monotonic()) - self.trimmed_s >= TRIM_S:
+            self.trimmed_s = now_s
+            dialled = (line.link.pool for line in self.lines.values() if line.dialled and line.link is not None)
+            for pool in (*dialled, *([self._pool] if self._pool is not None else ())):
+                pool.trim()

@@ -28,7 +28,6 @@ from narrows.protocols.runtime.network.shared_memory import (
     REFERENCE,
     TABLE_BYTES,
     TICKETS,
-    TRIM_S,
     FramePool,
     PeerBytes,
     SharedLink,
@@ -375,12 +374,11 @@ def test_ranges_that_no_frame_takes_give_their_pages_back() -> None:
     for each in ranges:
         assert each is not None
         pool.give_back(each)
-    pool.trim(TRIM_S)
+    pool.trim()
     assert taken() == 8 * LEAST_BYTES  # they were in use a moment ago
     kept = pool.put(frame(1), again=False)
-    pool.trim(2 * TRIM_S - 1)
     assert taken() == 8 * LEAST_BYTES
-    pool.trim(2 * TRIM_S)
+    pool.trim()
     assert taken() == LEAST_BYTES and kept is not None
     assert set(pool.values[kept.offset : kept.offset + LEAST_BYTES].view(np.float32)) == {1}
     again = [pool.put(frame(value), again=False) for value in range(7)]

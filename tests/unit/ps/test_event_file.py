@@ -13,7 +13,7 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.wire import decode, encode
-from narrows.ps.journal.event_file import ALIGNMENT, HEAD, PAGE, EventFile
+from narrows.ps.journal.event_file import ALIGNMENT, HEAD, OWN, PAGE, EventFile
 from narrows.ps.replication.events import EventKind, MachineEvent
 
 LARGE = 1 << 18  # bytes of a frame that is read in the file
@@ -35,6 +35,12 @@ def frames(number: int, size: int = LARGE) -> list[m.Buffer]:
     return list(encode(message))
 
 
+def placed(events: EventFile, frame: m.Buffer) -> tuple[int, int]:
+    place = events.place(frame)
+    assert place is not None
+    return place
+
+
 def kept_pages(file: int) -> int:
     return os.fstat(file).st_blocks * 512
 
@@ -43,12 +49,14 @@ def test_a_large_frame_is_a_view_of_the_file(file: int) -> None:
     events = EventFile(file)
     noted = events.append(event(1), frames(1))
     assert isinstance(noted[1], memoryview) and noted[1].readonly and noted[1] == frames(1)[1]
-    assert noted[0] == frames(1)[0] and not events.place(memoryview(b"elsewhere")) >= 0
-    assert bytes(events.view(events.place(noted[1][100:200]), 100)) == bytes([1]) * 100, "a part of it has a place too"
+    assert noted[0] == frames(1)[0] and events.place(memoryview(b"elsewhere")) is None
+    assert bytes(events.view(*placed(events, noted[1][100:200]), 100)) == bytes([1]) * 100, (
+        "a part of it has a place too"
+    )
     small = frames(2, LARGE - 1)
     assert events.append(event(2), small) is small
     with pytest.raises(ValueError, match="beyond the events"):
-        events.view(os.fstat(file).st_size, 1)
+        events.view(OWN, os.fstat(file).st_size, 1)
 
 
 def test_without_maps_no_frame_is_read_in_the_file(file: int) -> None:
@@ -110,7 +118,7 @@ def test_a_large_frame_begins_at_a_cache_line(file: int) -> None:
     events.restart(1)
     for number, size in enumerate((3, LARGE, 5, LARGE + 4, LARGE)):
         for frame in events.append(event(number), frames(number, size)):
-            assert len(frame) < LARGE or events.place(frame) % ALIGNMENT == 0
+            assert len(frame) < LARGE or placed(events, frame)[1] % ALIGNMENT == 0
     found = [each.message for each in EventFile(file).events()]
     assert [len(message.payload) for message in found if isinstance(message, m.Push)] == [3, LARGE, 5, LARGE + 4, LARGE]
 
@@ -148,10 +156,10 @@ def test_the_next_process_reads_events_behind_held_frames(file: int) -> None:
     found = list(again.events())
     assert again.serial == 2 and [each.now_ns for each in found] == [2, 3] and again.end == events.end
     assert [each.message for each in found] == [decode(frames(2)), decode(frames(3, 10))]
-    assert again.view(events.place(held), LARGE) == held, "a machine that names the frame finds it"
+    assert again.view(*placed(events, held), LARGE) == held, "a machine that names the frame finds it"
     del found
     gc.collect()
-    still = again.view(events.place(held), LARGE)
+    still = again.view(*placed(events, held), LARGE)
     EventFile(file)
     again.end = again.begin  # as of a process that was killed before it read the events
     again.restart(3)

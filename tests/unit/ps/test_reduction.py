@@ -11,7 +11,7 @@ import pytest
 from narrows.compression import codecs, ladder
 from narrows.compression.codecs import Piece
 from narrows.ps.store import reduction
-from narrows.ps.store.changes import FloatArray, LoadArrays, OuterStep, SetFirstWeights, Terms
+from narrows.ps.store.changes import FloatArray, LoadArrays, OuterStep, PushedUpdate, SetFirstWeights, Terms
 from narrows.ps.store.reduction import WeightedMean
 from narrows.ps.store.spectrum import equal_spectrum
 from narrows.ps.store.store import Store
@@ -53,6 +53,41 @@ def test_the_mean_of_parts_is_that_of_all_keys_to_the_bit(kind: str, edges: list
         found = np.concatenate([part(*at).copy() for at in itertools.pairwise(edges)])
         assert found.tobytes() == wanted.tobytes()
     assert (mean.total is None) == (kind != "coded"), "raw updates need no array of all keys"
+
+
+def pushed(values: FloatArray) -> PushedUpdate:
+    """The update of these values in two parts, as an assembler hands it over: measured."""
+    middle = BEGIN + SIZE // 2
+    update = PushedUpdate(codecs.raw_pieces(values, BEGIN, [(BEGIN, middle), (middle, BEGIN + SIZE)]))  # type: ignore[arg-type]
+    update.length = float(np.linalg.norm(values))
+    return update
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e3])
+def test_what_a_sender_changes_spoils_its_own_share_alone(value: float) -> None:
+    """A value that is not finite, or makes an update longer than it was measured, takes its piece out of the part."""
+    rows = [np.linspace(1, 2, SIZE, dtype=np.float32) * scale for scale in (1, -2, 3)]
+    terms = tuple((0.25, pushed(row)) for row in rows)
+    rows[1][SIZE // 2 + 5] = value  # after it was measured
+    part, half = WeightedMean(BEGIN, SIZE).of(terms), SIZE // 2
+    found = np.concatenate([part(0, half).copy(), part(half, SIZE).copy()])
+    both, others = (np.float32(0.25) * np.sum(each, axis=0) for each in (rows, rows[::2]))
+    assert np.allclose(found[:half], both[:half], rtol=1e-6, atol=0)
+    assert np.allclose(found[half:], others[half:], rtol=1e-6, atol=0)
+
+
+def test_what_a_sender_changes_within_its_length_is_folded() -> None:
+    rows = [np.linspace(1, 2, SIZE, dtype=np.float32) * scale for scale in (1, -2)]
+    terms = tuple((0.5, pushed(row)) for row in rows)
+    rows[1][3] = 0
+    assert WeightedMean(BEGIN, SIZE).of(terms)(0, SIZE)[3] == np.float32(0.5) * rows[0][3]
+
+
+def test_finite_updates_whose_sum_overflows_are_folded() -> None:
+    row = np.full(SIZE, 3e38, np.float32)
+    with np.errstate(over="ignore"):
+        found = WeightedMean(BEGIN, SIZE).of(((1.0, pushed(row)), (1.0, pushed(row))))(0, SIZE)
+    assert np.isposinf(found).all()
 
 
 @pytest.mark.parametrize("kind", ["raw", "coded"])

@@ -20,8 +20,8 @@ FULL = replace(PLAIN, parent_timeout=2.5, done=(0, 3), away=((1, "leipzig"),), w
 def test_a_config_arrives_as_it_was_sent(config: ServerConfig) -> None:
     assert "\n" not in config.encode()
     assert ServerConfig.decode(config.encode(), {}) == config
-    with_journal = ServerConfig.decode(config.encode(), dict(zip(JOURNAL, "56789", strict=True)))
-    assert with_journal == replace(config, journal=(5, 6, 7, 8, 9))
+    with_journal = ServerConfig.decode(config.encode(), dict(zip(JOURNAL, "3456789", strict=True)))
+    assert with_journal == replace(config, journal=(3, 4, 5, 6, 7, 8, 9))
     assert with_journal.encode() == config.encode(), "descriptors are those of one process"
 
 
