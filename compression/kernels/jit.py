@@ -161,6 +161,17 @@ def _float_of(_context: Any, _bits: Any) -> Any:
     return numba.types.float32(numba.types.uint32), generate
 
 
+def _fma(_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FloatType()
+        return builder.call(
+            builder.module.declare_intrinsic("llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3)), arguments
+        )
+
+    float32 = numba.types.float32
+    return float32(float32, float32, float32), generate
+
+
 def _unaligned_word(_context: Any, data: Any, _begin: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, value=arguments[0])
@@ -212,6 +223,8 @@ trailing_zeros = cast(Callable[[np.uint64], np.uint64], intrinsic(_trailing_zero
 one_bits = cast(Callable[[np.uint64], np.uint64], intrinsic(_one_bits))
 bits_of = cast(Callable[[np.float32], np.uint32], intrinsic(_bits_of))
 float_of = cast(Callable[[np.uint32], np.float32], intrinsic(_float_of))
+# fma(a, b, c): a * b + c, rounded once.
+fma = cast(Callable[[np.float32, np.float32, np.float32], np.float32], intrinsic(_fma))
 # unaligned_word(data, begin): the eight bytes of uint8 data from `begin` on, at any address. This is not checked: call
 # `word_at` (kernels/gaps.py), which is where Numba checks bounds.
 unaligned_word = cast(Callable[[Any, int], np.uint64], intrinsic(_unaligned_word))

@@ -32,8 +32,8 @@ from narrows.compression import codecs
 from narrows.compression.codecs import Piece, PieceLike
 from narrows.ps.store.changes import FloatArray, Terms
 
-# Values of a part that is summed, then used: 1 MiB, so that an optimizer's arrays of it stay in the CPU's cache.
-PART_VALUES = 1 << 18
+# Values of a part that is summed, then used: 2 MiB, so that an optimizer's arrays of it stay in the CPU's cache.
+PART_VALUES = 1 << 19
 AT_ONCE = 1 << 14  # keys whose values are ranked together, so that these stay in the cache too
 
 # Gives the mean at keys [low, high), counted from the shard's first key: float32[high - low]. The caller may change the

@@ -10,7 +10,7 @@ How it works
    shard's flat weights. So an elementwise optimizer does to the chunks what it would do to the whole tensor. For an
    optimizer of WHOLE_TENSORS a chunk is the whole tensor, in its shape.
 2. A step goes from part to part. The mean of a part is summed, then its chunks step: so torch's passes over weights,
-   gradient and state find them in the CPU's cache.
+   gradient and state find them in the CPU's cache. Classes in RULES step in one pass, without torch (optimizer_kernels.py).
 3. The state of a piece is one array for each name that torch gives it, such as "exp_avg". The chunks' states are views
    of it. torch makes the state of a chunk in its first step, and it moves to that array at once.
 4. A piece without a gradient in this step is skipped, as in one process.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,10 @@ from narrows.protocols.config.modes import ELEMENTWISE, WHOLE_TENSORS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.layerwise import LAMB, LARS
 from narrows.protocols.wire import unpack
+from narrows.ps.store import optimizer_kernels
 from narrows.ps.store.changes import FloatArray
 from narrows.ps.store.hyperparameter_vote import IMPLEMENTATION
+from narrows.ps.store.optimizer_kernels import RULES, StepRule
 from narrows.ps.store.reduction import PART_VALUES, Mean
 from narrows.ps.store.store import HEAP, ArrayAllocator
 
@@ -47,6 +49,7 @@ MADE_MAX = 16  # parts whose state is made before their freed memory goes back t
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     """Make one optimizer, so that torch's imports, which take seconds without a heartbeat, are done before joining."""
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    optimizer_kernels.warm_up()
 
 
 def _give_back() -> None:
@@ -88,6 +91,7 @@ class TensorPiece:
         state: its state by name, float32[high - low]; a number that holds for all keys has no axis.
         loaded: the state that its chunks begin with, {} if torch makes it.
         live: torch's state of its first chunk, {} before the first step: there the numbers are the newest.
+        begun: a step with a class of RULES has used the state before.
     """
 
     group: int
@@ -97,6 +101,22 @@ class TensorPiece:
     state: dict[str, FloatArray] = field(default_factory=dict)
     loaded: dict[str, FloatArray] = field(default_factory=dict)
     live: dict[str, Any] = field(default_factory=dict)
+    begun: bool = False
+
+    def prepare(self, rule: StepRule, arrays: ArrayAllocator) -> None:
+        """Make the state that a step by this rule needs and the piece lacks."""
+        self.begun = all(name in self.state for name in rule.names)
+        for name in rule.names if not self.begun else ():
+            if name not in self.state:
+                self.state[name] = arrays.empty(self.high - self.low)
+                self.state[name].fill(0)
+        if rule.counts and "step" not in self.state:
+            self.state["step"] = np.zeros((), np.float32)
+
+    def count(self, rule: StepRule) -> None:
+        """Note that a step by this rule is done."""
+        if rule.counts:
+            self.state["step"] += 1
 
     def values(self) -> Iterator[tuple[str, FloatArray]]:
         """Yield the name and value of each state, without copies."""
@@ -117,13 +137,20 @@ class Chunk:
 
 
 class OptimizerPart:
-    """Neighbouring chunks, which step together. `arrays`: the allocator of their state."""
+    """Neighbouring chunks, which step together.
 
-    def __init__(self, chunks: list[Chunk], arrays: ArrayAllocator) -> None:
-        self.chunks, self.arrays = chunks, arrays
+    Args:
+        chunks: in the order of keys.
+        arrays: the allocator of their state.
+        ruled: the parameter groups that step by a rule of RULES.
+    """
+
+    def __init__(self, chunks: list[Chunk], arrays: ArrayAllocator, ruled: Collection[int]) -> None:
+        self.arrays = arrays
         self.low, self.high = chunks[0].low, chunks[-1].high
-        self.sizes = [chunk.high - chunk.low for chunk in chunks]
-        self.groups = sorted({chunk.piece.group for chunk in chunks})
+        self.ruled = [chunk for chunk in chunks if chunk.piece.group in ruled]
+        self.chunks = [chunk for chunk in chunks if chunk.piece.group not in ruled]  # those that torch steps
+        self.groups = sorted({chunk.piece.group for chunk in self.chunks})
         self.drop()
 
     def drop(self) -> None:
@@ -154,9 +181,31 @@ class OptimizerPart:
             if chunk.low == piece.low:
                 piece.live = state
 
-    def step(self, kinds: list[Any], gradient: Mean, groups: list[dict[str, Any]], absent: set[int]) -> bool:
-        """Step the chunks of all tensors but the absent ones. `kinds`: the class of each group. True if state is new."""
-        if not self.optimizers:  # of absent tensors too: Adagrad makes their state here, on all shards alike
+    def step(
+        self,
+        kinds: list[Any],
+        rules: dict[int, StepRule],
+        weights: FloatArray,
+        gradient: Mean,
+        groups: list[dict[str, Any]],
+        absent: set[int],
+    ) -> bool:
+        """Step the chunks of all tensors but the absent ones.
+
+        Args:
+            kinds: the class of each group.
+            rules: the rule of each group that has one.
+            weights: of the shard.
+            gradient: the mean.
+            groups: the hyper-parameters of each group.
+            absent: the tensors without a gradient.
+
+        Returns:
+            True if torch has made new state.
+        """
+        if (
+            self.chunks and not self.optimizers
+        ):  # of absent tensors too: Adagrad makes their state here, on all shards alike
             self._build(kinds, groups)
         for kind, optimizer in self.optimizers.items():
             ours = [group for group in self.groups if kinds[group] is kind]
@@ -164,14 +213,16 @@ class OptimizerPart:
                 target.update(groups[group])
                 if len(self.chunks) >= MANY and "foreach" in target and kind.__name__ not in ROUND_OTHERWISE:
                     target["foreach"] = True
-        stepped = [chunk for chunk in self.chunks if chunk.piece.tensor not in absent]
-        if stepped:
-            whole = torch.from_numpy(gradient(self.low, self.high))
-            parts = dict(zip(map(id, self.chunks), whole.split(self.sizes), strict=True))
+        ruled, stepped = (
+            [chunk for chunk in chunks if chunk.piece.tensor not in absent] for chunks in (self.ruled, self.chunks)
+        )
+        if ruled or stepped:
+            values = gradient(self.low, self.high)
+            self._step_ruled(ruled, rules, weights, values)
+            whole = torch.from_numpy(values)
             for chunk in stepped:
-                values = parts[id(chunk)]
-                chunk.parameter.grad = values if len(chunk.shape) == 1 else values.view(chunk.shape)
-            for optimizer in self.optimizers.values():
+                chunk.parameter.grad = whole[chunk.low - self.low : chunk.high - self.low].view(chunk.shape)
+            for optimizer in self.optimizers.values() if stepped else ():
                 optimizer.step()
             for chunk in stepped:
                 chunk.parameter.grad = None
@@ -182,6 +233,21 @@ class OptimizerPart:
             self._move(chunk, self.optimizers[kinds[chunk.piece.group]].state[chunk.parameter])
         self.entries = entries
         return True
+
+    def _step_ruled(
+        self, chunks: list[Chunk], rules: dict[int, StepRule], weights: FloatArray, gradient: FloatArray
+    ) -> None:
+        """Step chunks by the rules of their groups. Neighbours of one group step together where they have no state."""
+        turn = 0
+        while turn < len(chunks):
+            piece, low, high = chunks[turn].piece, chunks[turn].low, chunks[turn].high
+            rule, turn = rules[piece.group], turn + 1
+            while not (rule.names or rule.counts) and turn < len(chunks):
+                if chunks[turn].low != high or chunks[turn].piece.group != piece.group:
+                    break
+                high, turn = chunks[turn].high, turn + 1
+            at = slice(low - piece.low, high - piece.low)
+            rule.run(piece.state, piece.begun, at, gradient[low - self.low : high - self.low], weights[low:high])
 
     def _move(self, chunk: Chunk, state: dict[str, Any]) -> None:
         """Move the state that torch has made to the arrays of the piece."""
@@ -220,6 +286,7 @@ class TorchOptimizer:
                 raise RemoteProtocolError(f"the server cannot rebuild optimizer {name!r}; use --push update")
         self.made_of, self.arrays = (plan, begin, end), arrays
         self.kinds: list[Any] = [LAYERWISE.get(name) or getattr(torch.optim, name) for name in plan.kinds]
+        self.ruled = {group for group, name in enumerate(plan.kinds) if name in RULES}
         self.parameters = [inspect.signature(kind.__init__).parameters for kind in self.kinds]
         self.checked: bytes | None = None  # the newest hyper-parameters that `check` has accepted
         self.first: list[dict[str, Any]] | None = None  # the first that it has accepted
@@ -239,12 +306,12 @@ class TorchOptimizer:
             for low in range(piece.low, piece.high, most):
                 high = min(piece.high, low + most)
                 if chunks and size + high - low > PART_VALUES:
-                    parts.append(OptimizerPart(chunks, self.arrays))
+                    parts.append(OptimizerPart(chunks, self.arrays, self.ruled))
                     chunks, size = [], 0
                 empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
                 chunks.append(Chunk(piece, low, high, (high - low,) if shape is None else shape, empty))
                 size += high - low
-        return [*parts, OptimizerPart(chunks, self.arrays)] if chunks else parts
+        return [*parts, OptimizerPart(chunks, self.arrays, self.ruled)] if chunks else parts
 
     def _whole(self, piece: TensorPiece) -> tuple[int, ...] | None:
         """Return the shape of a tensor that its optimizer steps as a whole; None: it steps chunks."""
@@ -279,13 +346,24 @@ class TorchOptimizer:
             for part in self.parts:
                 part.show(whole)
             self.base = weights
+        rules = {group: self._rule(group, groups[group]) for group in self.ruled}
+        ruled = [(p, rules[p.group]) for group in self.ruled for p in self.pieces[group] if p.tensor not in missing]
+        for piece, rule in ruled:
+            piece.prepare(rule, self.arrays)
         with torch.no_grad():
             made = 0
             for part in self.parts:
-                made += part.step(self.kinds, gradient, groups, missing)
+                made += part.step(self.kinds, rules, weights, gradient, groups, missing)
                 if made == MADE_MAX or (made and part is self.parts[-1]):
                     _give_back()
                     made = 0
+        for piece, rule in ruled:
+            piece.count(rule)
+
+    def _rule(self, group: int, values: dict[str, Any]) -> StepRule:
+        """Return the rule of a group with these hyper-parameters. What they leave out has torch's default."""
+        defaults = {name: each.default for name, each in self.parameters[group].items()}
+        return RULES[self.kinds[group].__name__](defaults | values)
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that torch refuses. Called before anything is folded."""

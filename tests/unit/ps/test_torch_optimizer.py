@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -144,6 +145,14 @@ def by_torch(kind: str, x: FloatArray, count: int) -> FloatArray:
     return weights.numpy()
 
 
+def equals(kind: str, ours: FloatArray, theirs: FloatArray) -> None:
+    """To the bit, but for the square root of Adam and AdamW, which torch does not round correctly."""
+    if kind in ("Adam", "AdamW"):
+        assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    else:
+        assert ours.tobytes() == theirs.tobytes()
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr("narrows.ps.store.torch_optimizer.PART_VALUES", CHUNK)
@@ -169,7 +178,7 @@ def test_chunks_step_as_whole_tensors_do_to_the_bit(kind: str, many: int, monkey
                 assert {n: v.tobytes() for n, v in optimizer.state().items()} == {
                     n: v.tobytes() for n, v in saved.items()
                 }
-        assert x.tobytes() == by_torch(kind, begun, count).tobytes()
+        equals(kind, x, by_torch(kind, begun, count))
     made = {array.__array_interface__["data"][0]: array.size for array in arrays.made}
     for name, value in optimizer.state().items():
         group, index, _ = name.split(".")
@@ -177,6 +186,81 @@ def test_chunks_step_as_whole_tensors_do_to_the_bit(kind: str, many: int, monkey
         if value.ndim:
             assert made[value.__array_interface__["data"][0]] == value.size == piece.high - piece.low
             assert np.isfinite(value).all(), "no chunk of it is left out"
+
+
+def adam(
+    kind: str, values: dict[str, Any], x: npt.NDArray[np.float64], gradients: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Algorithm 1 of 1412.6980, and algorithm 2 of 1711.05101 for AdamW, as torch states both."""
+    (beta1, beta2), rate, decay = values["betas"], values["lr"], values["weight_decay"]
+    m, v, largest = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
+    for step, g in enumerate(gradients, 1):
+        g = -g if values["maximize"] else g
+        if kind == "AdamW":
+            x = x - rate * decay * x
+        else:
+            g = g + decay * x
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        largest = np.maximum(largest, v)
+        root = np.sqrt((largest if values["amsgrad"] else v) / (1 - beta2**step)) + values["eps"]
+        x = x - rate / (1 - beta1**step) * m / root
+    return x
+
+
+def sgd(
+    values: dict[str, Any], x: npt.NDArray[np.float64], gradients: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """SGD as torch states it."""
+    buffer = None
+    for g in gradients:
+        g = (-g if values["maximize"] else g) + values["weight_decay"] * x
+        if values["momentum"]:
+            buffer = g if buffer is None else values["momentum"] * buffer + (1 - values["dampening"]) * g
+            g = g + values["momentum"] * buffer if values["nesterov"] else buffer
+        x = x - values["lr"] * g
+    return x
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("kind", "given_values"), [
+    *(("SGD", values) for values in (
+        {}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.5, "dampening": 0.3, "maximize": True}, {"maximize": True},
+    )),
+    *((kind, values) for kind in ("Adam", "AdamW") for values in (
+        {}, {"weight_decay": 0.3}, {"amsgrad": True, "eps": 1e-3}, {"maximize": True}, {"betas": (0.3, 0.5)},
+        {"betas": (0.0, 0.9)},
+    )),
+])  # fmt: skip
+def test_one_pass_is_the_definition(kind: str, given_values: dict[str, Any]) -> None:
+    """In float64, and beside torch; and cuts change no bit."""
+    defaults: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.0, "maximize": False}
+    defaults |= (
+        {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        if kind == "SGD"
+        else {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+    )
+    values, rng, size = defaults | given_values, np.random.default_rng(0), 3 * CHUNK + 5
+    gradients, begun = rng.standard_normal((6, size)).astype(np.float32), rng.standard_normal(size).astype(np.float32)
+    wide = begun.astype(np.float64), gradients.astype(np.float64)
+    wanted = sgd(values, *wide) if kind == "SGD" else adam(kind, values, *wide)
+    parameter = torch.nn.Parameter(torch.from_numpy(begun.copy()))
+    theirs = getattr(torch.optim, kind)([parameter], **values)
+    ends = []
+    for begin, end in ((0, size), (CHUNK // 2, size - 1)):
+        plan = ModelSpec((TensorSpec("t", (size,), "float32"),), kind, ((0,),))
+        optimizer, x, hyper = TorchOptimizer(plan, begin, end), begun[begin:end].copy(), pack([{**values}])
+        for gradient in gradients:
+            optimizer.step(x, given(gradient[begin:end]), hyper, (), 1.0)
+        ends.append(x)
+    for gradient in gradients:
+        parameter.grad = torch.from_numpy(gradient.copy())
+        theirs.step()
+    assert np.allclose(ends[0], wanted, rtol=2e-6, atol=2e-6)
+    equals(kind, ends[0], parameter.detach().numpy())
+    assert ends[0][CHUNK // 2 : size - 1].tobytes() == ends[1].tobytes()
+    state = {name: value for name, value in theirs.state[parameter].items() if value is not None}
+    assert {name.split(".")[-1]: value.shape for name, value in optimizer.state().items()}.keys() == state.keys()
 
 
 @pytest.mark.usefixtures("small_chunks")
