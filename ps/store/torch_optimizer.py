@@ -214,7 +214,8 @@ class OptimizerPart:
                 if len(self.chunks) >= MANY and "foreach" in target and kind.__name__ not in ROUND_OTHERWISE:
                     target["foreach"] = True
         ruled, stepped = (
-            [chunk for chunk in chunks if chunk.piece.tensor not in absent] for chunks in (self.ruled, self.chunks)
+            [chunk for chunk in chunks if chunk.piece.tensor not in absent] if absent else chunks
+            for chunks in (self.ruled, self.chunks)
         )
         if ruled or stepped:
             values = gradient(self.low, self.high)
@@ -242,7 +243,7 @@ class OptimizerPart:
         while turn < len(chunks):
             piece, low, high = chunks[turn].piece, chunks[turn].low, chunks[turn].high
             rule, turn = rules[piece.group], turn + 1
-            while not (rule.names or rule.counts) and turn < len(chunks):
+            while not rule.names and turn < len(chunks):
                 if chunks[turn].low != high or chunks[turn].piece.group != piece.group:
                     break
                 high, turn = chunks[turn].high, turn + 1
@@ -347,7 +348,8 @@ class TorchOptimizer:
                 part.show(whole)
             self.base = weights
         rules = {group: self._rule(group, groups[group]) for group in self.ruled}
-        ruled = [(p, rules[p.group]) for group in self.ruled for p in self.pieces[group] if p.tensor not in missing]
+        stateful = [group for group in self.ruled if rules[group].names]
+        ruled = [(p, rules[p.group]) for group in stateful for p in self.pieces[group] if p.tensor not in missing]
         for piece, rule in ruled:
             piece.prepare(rule, self.arrays)
         with torch.no_grad():

@@ -40,7 +40,7 @@ from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.config.key_ranges import CodedPiece, Keys, parts
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.member.exchange import Exchange
-from narrows.worker.model.flat import Array, FlatSpace, FloatArray
+from narrows.worker.model.flat import Array, FlatSpace, FloatArray, alike
 
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 # A model's values of this process's keys: checked pieces, the later ones instead of earlier ones; or float32[size].
@@ -96,7 +96,7 @@ class WorkerArrays:
     ) -> None:
         self.flat, self.direct, self.lends, self.home = flat, direct, direct and lends, home
         self.shared, self.rounds = shared, rounds
-        if home is not HOST:
+        if home is not HOST or alike(flat.parameters):  # a state is then written in one copy, and not in one a tensor
             flat.hold()
         self._allocate()
 

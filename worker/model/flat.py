@@ -28,6 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,7 +44,8 @@ from narrows.protocols.config.model_spec import DTYPES, TRAINED, ModelSpec, Tens
 from narrows.protocols.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
-DENSE = (torch.Tensor, torch.nn.Parameter)  # classes without a part elsewhere
+DENSE = {torch.Tensor, torch.nn.Parameter}  # classes without a part elsewhere
+DTYPE, LAYOUT = attrgetter("dtype"), attrgetter("layout")  # map() calls these in half the time of a loop
 MANY, SMALL = 16, 1 << 14  # so many tensors of so few values in the mean are copied together
 SPARSE_ROWS, SPARSE_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 Array: TypeAlias = (
@@ -380,18 +382,14 @@ def as_tensor(values: Array) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
-def alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+def alike(tensors: Sequence[Any]) -> bool:
     """Return True if these are many small dense tensors of one real dtype on one device, so that one call copies all."""
-    if len(tensors) < MANY or (first := tensors[0]) is None or first.is_complex():
+    if len(tensors) < MANY or not {*map(type, tensors)} <= DENSE:
         return False
-    dtype, device, count = first.dtype, first.get_device(), 0
-    for each in tensors:
-        if each is None or type(each) not in DENSE or each.is_sparse:
-            return False
-        if each.dtype is not dtype or each.get_device() != device:
-            return False
-        count += each.numel()
-    return count <= SMALL * len(tensors)
+    (dtype, *others), layouts = {*map(DTYPE, tensors)}, {*map(LAYOUT, tensors)}
+    if others or dtype.is_complex or layouts != {torch.strided} or len({*map(torch.Tensor.get_device, tensors)}) > 1:
+        return False
+    return sum(map(torch.Tensor.numel, tensors)) <= SMALL * len(tensors)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

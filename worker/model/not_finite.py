@@ -135,7 +135,7 @@ class SkippedSteps:
             if not overflow:
                 return True, value
         each = zip(self.flat.names, self.flat.parameters, strict=True)
-        named = [(repr(name), parameter.grad) for name, parameter in each if parameter.grad is not None]
+        named = [(name, parameter.grad) for name, parameter in each if parameter.grad is not None]
         return self.look([*named, *self.rows.gradients()], "some tensor" if self.quiet else ""), value
 
     def usable(self) -> bool:
@@ -154,7 +154,7 @@ class SkippedSteps:
             gradients: pairs of a tensor's name and its gradient.
             unless: the tensor's name to note if all are finite, because a GradScaler has found an overflow; "": none.
         """
-        self.newest = first_not_finite(gradients) or unless
+        self.newest = repr(name) if (name := first_not_finite(gradients)) else unless
         if self.newest:
             self.rows.drop()
             for _, gradient in gradients if self.hides else ():

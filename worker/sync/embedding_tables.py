@@ -255,7 +255,7 @@ class EmbeddingTables:
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
         """The gradients that were collected since the last push, each with the name of its table."""
         each = zip(self.specs, self.touched, strict=True)
-        return [(repr(spec.name), gradient) for spec, touched in each for _, gradient in touched]
+        return [(spec.name, gradient) for spec, touched in each for _, gradient in touched]
 
     def pending(self) -> list[tuple[int, Numbers]]:
         """For each table its number of rows, and the rows that have a gradient: int64[n], rising."""

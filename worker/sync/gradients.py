@@ -224,7 +224,7 @@ class GradientStep(UpdateStep):
         gradient, absent = overlap.close()
         flat, values = self.engine.flat, torch.from_numpy(gradient)
         cuts_of = zip(flat.names, flat.offsets, flat.offsets[1:], strict=False)
-        counts = self.engine.skips.look([(repr(name), values[begin:end]) for name, begin, end in cuts_of])
+        counts = self.engine.skips.look([(name, values[begin:end]) for name, begin, end in cuts_of])
         hyper = pack([hyper_of(self.engine.inner), absent])
         for shard, cuts in enumerate(overlap.cuts):
             (piece,) = raw_pieces(gradient[slice(*cuts[0])], cuts[0][0], cuts[:1])
