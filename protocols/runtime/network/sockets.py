@@ -55,7 +55,7 @@ from narrows.protocols.runtime.network.curve_auth import (
     ListenerMonitor,
 )
 from narrows.protocols.runtime.network.hosts import is_ipv6
-from narrows.protocols.runtime.network.shared_memory import SharedMemory, Turn
+from narrows.protocols.runtime.network.shared_memory import REFERENCE, SharedMemory, Turn
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # four states of the largest shard; a slower peer loses messages
@@ -427,10 +427,13 @@ class Sockets:
         # Without CURVE a peer may claim any name: only the routing id counts there.
         peer = key[0] if first is None else DiallerId.of(first) if self._door is not None else first.bytes
         buffers: list[Buffer] = [frame.buffer for frame in frames]
-        if len(buffers) == FRAMES_MAX and (link := self.memory.links.get(peer)) is not None:
-            if (found := link.open(buffers.pop())) is None:
+        if len(buffers) == FRAMES_MAX:
+            link = self.memory.links.get(peer)
+            refers = link is not None or (self.memory.on and not buffers[1] and len(buffers[2]) == REFERENCE.size)
+            found = link.open(buffers[2]) if link is not None else None
+            if refers and found is None:
                 return None  # of an earlier link: the sender repeats what it has in the message
-            buffers[1] = found
+            buffers = [buffers[0], found] if found is not None else buffers
         return peer, buffers
 
     def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:

@@ -221,6 +221,14 @@ def test_the_end_of_a_peer_is_the_end_of_its_link(pair: Pair) -> None:
     assert not pair.server.memory.lines
 
 
+def test_a_reference_to_a_link_that_has_ended_here_is_dropped(pair: Pair) -> None:
+    """The peer does not know of the end yet: it dialled anew, or a new link is on its way."""
+    pair.child.memory.drop(pair.address)
+    pair.server.send(pair.peer, [b"", frame(1)])
+    pair.server.send(pair.peer, [b"small"])
+    assert [frames for _, frames in pair.heard(pair.child)] == [[b"small"]]
+
+
 def test_a_server_that_starts_again_has_a_link_again() -> None:
     with closing(dialler()) as child:
         server = Sockets()
@@ -270,9 +278,10 @@ def test_a_reference_to_nothing_is_dropped(pair: Pair, change: Callable[..., tup
 
 def test_three_frames_without_a_link_reach_the_decoder(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.server.memory, "links", {})
-    pair.child._opened[pair.address, False].send_multipart([b"head", b"", b"x" * REFERENCE.size])
-    ((_, frames),) = pair.heard(pair.server)
-    assert len(frames) == 3  # wire.decode refuses it
+    for third in (b"", b"x" * (REFERENCE.size - 1), b"x" * REFERENCE.size):
+        pair.child._opened[pair.address, False].send_multipart([b"head", b"full" if len(third) > 39 else b"", third])
+        ((_, frames),) = pair.heard(pair.server)
+        assert len(frames) == 3  # wire.decode refuses it
 
 
 def files(seals: int = shared_memory.SEALS, sizes: tuple[int, int] = (POOL_BYTES, TABLE_BYTES)) -> list[int]:
