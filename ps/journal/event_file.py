@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.shared_memory import FrameHold, of_peer
 from narrows.protocols.wire import pack, unpack
@@ -181,7 +182,11 @@ class EventFile:
         return window, offset - first
 
     def events(self) -> Iterator[MachineEvent]:
-        """Read each event. `append` then writes behind the last one."""
+        """Read each event. `append` then writes behind the last one.
+
+        Raises:
+            NarrowsError: an event names a frame of a pool that is not there.
+        """
         size = os.fstat(self.file).st_size
         while self.end + RECORD.size <= size:
             (length,) = RECORD.unpack(os.pread(self.file, RECORD.size, self.end))
@@ -193,7 +198,10 @@ class EventFile:
             for each in lengths:
                 if not isinstance(each, int):
                     number, offset, length = each
-                    frames.append(self.view(number, offset, length))
+                    try:
+                        frames.append(self.view(number, offset, length))
+                    except ValueError as error:
+                        raise NarrowsError(f"the journal cannot be read: {error}") from None
                     continue
                 at += _padding(at)
                 frames.append(self.view(OWN, at, each) if each >= self.least else os.pread(self.file, each, at))
@@ -246,7 +254,9 @@ class EventFile:
         Raises:
             ValueError: there are no such bytes.
         """
-        if pool != OWN and self.pools is not None:
+        if pool != OWN:
+            if self.pools is None:
+                raise ValueError("no pool of a peer is kept")
             return self.pools.view(pool, offset, length)
         if not 0 <= offset <= offset + length <= os.fstat(self.file).st_size:
             raise ValueError(f"{length} bytes at {offset} are beyond the events")

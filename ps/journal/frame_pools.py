@@ -90,28 +90,32 @@ class FramePools:
         if all(number in self.pools for number in self.queued):
             return
         self.out.setsockopt(socket.SOL_SOCKET, PEEK_OFFSET, NO_OFFSET)
-        for _ in range(len(self.queued)):
-            with self._next(socket.MSG_PEEK) as (number, file):
-                if number in self.pools and not self._put(number, file):
-                    return
-            with self._next(0):
-                self.queued.pop(0)
+        with contextlib.suppress(OSError):
+            for _ in range(len(self.queued)):
+                with self._next(socket.MSG_PEEK) as (number, file):
+                    if number in self.pools and not self._put(number, file):
+                        return
+                with self._next(0):
+                    self.queued.pop(0)
 
     def _recall(self) -> Iterator[PeerPool]:
-        """Find the pools of the queue."""
-        with contextlib.suppress(BlockingIOError):
-            self.out.setsockopt(socket.SOL_SOCKET, PEEK_OFFSET, 0)
+        """Find the pools of the queue. One that cannot be mapped is left out: `view` does not find it."""
+        self.out.setsockopt(socket.SOL_SOCKET, PEEK_OFFSET, 0)
+        with contextlib.suppress(OSError):
             while True:
                 with self._next(socket.MSG_PEEK) as (number, file):
                     self.queued.append(number)
-                    if number not in self.pools:
-                        self.pools[number] = pool = PeerPool(file, number)
-                        yield pool
+                    with contextlib.suppress(OSError, ValueError):
+                        if number not in self.pools:
+                            self.pools[number] = pool = PeerPool(file, number)
+                            yield pool
 
     @contextlib.contextmanager
     def _next(self, flags: int) -> Iterator[tuple[int, int]]:
-        """Give the number and the descriptor of the next pool of the queue. Raises BlockingIOError if there is none."""
+        """Give the number and the descriptor of the next pool of the queue. Raises OSError if there is none."""
         said, more, _, _ = self.out.recvmsg(NUMBER.size, socket.CMSG_LEN(DESCRIPTOR.size), flags)
+        if not more:
+            raise OSError("this process may have no further descriptor")
         (file,) = DESCRIPTOR.unpack(more[0][2])
         try:
             yield NUMBER.unpack(said)[0], file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.shared_memory import (
     LEAST_BYTES,
@@ -22,7 +24,7 @@ from narrows.protocols.runtime.network.shared_memory import (
     available,
 )
 from narrows.protocols.wire import decode, encode
-from narrows.ps.journal import event_file
+from narrows.ps.journal import event_file, frame_pools
 from narrows.ps.journal.event_file import EventFile
 from narrows.ps.journal.frame_pools import FramePools, sockets
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -146,6 +148,43 @@ def test_a_process_that_is_killed_as_it_forgets_loses_no_pool(struck: int, ends:
         assert np.frombuffer(after.view(number, 0, 4), np.float32)[0] == number
 
 
+def test_a_pool_that_cannot_be_mapped_is_left_out(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    of_peer, _ = sender(7)
+    before = FramePools(ends)
+    pool = PeerPool(of_peer.readable, 5)
+    before.keep(pool, of_peer.readable)
+
+    def full(*words: object) -> None:
+        raise OSError("no addresses left")
+
+    monkeypatch.setattr(frame_pools, "PeerPool", full)
+    after = FramePools(ends)
+    assert after.queued == [5]
+    with pytest.raises(ValueError, match="not kept"):
+        after.view(5, 0, 8)
+    after.forget()
+    assert after.queued == []
+
+
+def test_without_descriptors_nothing_is_lost(ends: tuple[int, ...]) -> None:
+    of_peer, _ = sender(7)
+    before = FramePools(ends)
+    for number in (5, 6):
+        before.keep(PeerPool(of_peer.readable, number), of_peer.readable)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    after = FramePools(ends)
+    last = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
+    try:
+        after.forget()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(last)
+    assert after.queued == [5, 6] and len(FramePools(ends).queued) == 2
+    after.forget()
+    assert after.queued == []
+
+
 def event(number: int) -> MachineEvent:
     return MachineEvent(EventKind.BELOW, number, b"a" * m.NAME_BYTES + b"x")
 
@@ -174,6 +213,13 @@ def test_an_event_names_the_frame_that_it_lends(file: int, ends: tuple[int, ...]
     again = [each.message for each in EventFile(file, pools=FramePools(ends)).events()]
     assert [bytes(each.payload) for each in again if isinstance(each, m.Push)] == [b"\0\0\x40\x40" * COUNT] * 2
     del again
+    others = sockets()
+    with pytest.raises(NarrowsError, match="the journal cannot be read"):
+        [*EventFile(file, pools=FramePools(others)).events()]
+    for each in others:
+        os.close(each)
+    with pytest.raises(NarrowsError, match="the journal cannot be read"):
+        [*EventFile(file).events()]
     events.restart(2)
     assert returned == [1] and events.past_lent_bytes == 0
 
