@@ -22,7 +22,10 @@ from narrows.protocols.messages.state import CREDIT_MAX
 SPARE = 2  # buffers beyond updates in flight: one to fill, and one that the link may still read
 DELTA_BYTES_RATIO = 1.0  # differences that a shard keeps have at most this share of the bytes of the whole state
 EVENTS_RATIO = 0.25  # a journal begins anew once past events have this share of the bytes of the machine
-LENT_RATIO = 4.0  # the same of the frames in workers' shared memory that past events name
+PEER_RATIO = 4.0  # the same of the pushes in workers' shared memory that past events name, or
+PEER_BYTES_MIN = 1 << 27  # so many bytes of them, if that is more
+SHARED_BYTES_MIN = 1 << 16  # of a frame in shared memory
+PEER_BYTES_MAX = 1 << 29  # of the pushes of one worker that a shard's events name; further ones are copied
 # What glibc keeps of messages and scratch that come and go between other arrays, as bench/speed/memory.py measures it:
 FREED_HERE = 0.3  # of a worker, in models
 FREED_RAW = 0.6  # of a server with a journal, over the raw pushes of a clock: each part leaves as the journal has it
@@ -339,6 +342,30 @@ def journal_arrays(saved: float, kept: float, clock: float, raw: bool) -> list[M
         ModelArray("journal's events", most if 0 < clock < most else 0.0, "that are folded, since that copy"),
         ModelArray("freed messages", freed, "that are in the journal; glibc keeps their memory"),
     ]
+
+
+def shared_arrays(mode: Mode, facts: ShardFacts, shards: int, size: int) -> list[ModelArray]:
+    """Return what a worker holds in shared memory at most, beside `worker_arrays`, if it is on the host of its server.
+
+    Args:
+        mode: the resolved mode.
+        facts: the flags and the script's part, of the shards.
+        shards: the number of shards.
+        size: the bytes of the model as float32.
+    """
+    if mode.rule is FoldRule.MIX or size / shards < SHARED_BYTES_MIN:
+        return []
+    saved = sum(row.models for row in machine_arrays(mode, facts) if row.name in SAVED)
+    each = 2 * max(PEER_BYTES_MIN * shards / size, PEER_RATIO * saved) / facts.workers
+    stay = mode.rule in (FoldRule.OPTIMIZER, FoldRule.OUTER) and facts.raw and facts.journal and not facts.standby
+    rows = (
+        (True, ModelArray("pushes", facts.up / mode.fragments, "on their way")),
+        (
+            stay,
+            ModelArray("pushes in the journal", min(each, PEER_BYTES_MAX * shards / size), "which names them there"),
+        ),
+    )
+    return [row for there, row in rows if there]
 
 
 def shard_arrays(mode: Mode, facts: ShardFacts) -> list[ModelArray]:

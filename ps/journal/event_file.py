@@ -9,7 +9,7 @@ How it works
 
 1. `append` writes an event. It returns the frames for the machine: a frame of `least` bytes or more as a view of the
    file. So a payload that waits in the machine is in memory once, and not as the network's and as the journal's. A frame
-   in the kept pool of a peer (frame_pools.py) may be lent instead: the event then names its place.
+   in the kept pool of a peer (frame_pools.py) may stay there: the event then names its place.
 2. `restart` begins the events anew. They follow the last frame that the machine still holds.
 3. `place` finds a view again, so the journal writes where it is in its place; `view` makes the view of a place.
 
@@ -18,7 +18,7 @@ Rules
 - Each frame begins at a multiple of ALIGNMENT. NumPy copies float32 values that begin elsewhere before it computes with them.
 - An event with a large frame is copied into the mapped file: a write(2) to a memfd takes three times as long. A page that the
   system lacks would end the process there, so `append` has the system allocate the pages first.
-- A lent frame stays with the event that names it, at most until `restart`. Its peer sends no other frame there meanwhile.
+- A peer's frame is held as long as an event names it, at most until `restart`. Its peer sends no other frame there.
 - A frame counts as held while an array or a memoryview refers to it. Its bytes never change meanwhile.
 - `restart` gives back the pages before the first event, but those of held frames. Behind it stay as many pages as both
   the last events and those before them took: first weights come once. A machine that was written before may name frames
@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from narrows.protocols.config.memory import PEER_BYTES_MAX
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.shared_memory import FrameHold, of_peer
@@ -51,7 +52,6 @@ HEAD = struct.Struct("<QQ")  # serial number of the machine that the events foll
 RECORD = struct.Struct("<I")  # bytes of the description of an event, 0: no event follows
 OWN = 0  # stands for the file in place of the number of a pool
 LEAST_BYTES = 1 << 18  # of a frame that the machine reads in the file
-LENT_BYTES_MAX = 1 << 29  # of the frames of one pool that events name; further ones are copied
 WINDOW_BYTES = 1 << 32  # of addresses that are mapped at once
 PAGE = mmap.ALLOCATIONGRANULARITY
 ALIGNMENT = 64  # bytes: a cache line
@@ -86,9 +86,9 @@ class EventFile:
         self.before = 0  # bytes of the events before the last `restart`
         self.gone: deque[int] = deque()  # numbers of views that nothing refers to, as finalizers have noted them
         self.numbers = count()
-        self.lent: dict[int, int] = {}  # number of a lent frame that the machine holds -> its bytes
-        self.holds: list[FrameHold | None] = []  # of the lent frames
-        self.lent_of: Counter[int] = Counter()  # number of a pool -> bytes of its lent frames
+        self.peer_held: dict[int, int] = {}  # number of a peer's frame that the machine holds -> its bytes
+        self.holds: list[FrameHold | None] = []  # of the peers' frames that events name
+        self.bytes_of: Counter[int] = Counter()  # number of a pool -> bytes of its frames that events name
         self.dropped = False
 
     @property
@@ -98,31 +98,31 @@ class EventFile:
         return self.end - self.begin - self.waiting
 
     @property
-    def past_lent_bytes(self) -> int:
-        """Bytes of the lent frames of the events, but for those that the machine holds."""
+    def past_peer_bytes(self) -> int:
+        """Bytes of the peers' frames that events name, but for those that the machine holds."""
         self._settle()
-        return self.lent_of.total() - sum(self.lent.values())
+        return self.bytes_of.total() - sum(self.peer_held.values())
 
-    def append(self, event: MachineEvent, frames: Sequence[Buffer], lends: bool = False) -> Sequence[Buffer]:
+    def append(self, event: MachineEvent, frames: Sequence[Buffer], in_place: bool = False) -> Sequence[Buffer]:
         """Write an event.
 
         Args:
             event: the event.
             frames: the frames of its message, as received.
-            lends: a frame in the kept pool of a peer may stay there. The peer may change it: replay may see other bytes.
+            in_place: a frame in the kept pool of a peer may stay there. The peer may change it: replay may see other bytes.
 
         Returns:
-            The same frames; the large ones are views of the file, but for lent ones.
+            The same frames; the large ones are views of the file, but for those that stay in place.
 
         Raises:
             OSError: the system has no memory for it.
         """
-        lent = [self._lendable(frame) if lends else None for frame in frames]
-        lengths = [[*place, len(frame)] if place else len(frame) for frame, place in zip(frames, lent, strict=True)]
+        stay = [self._stays(frame) if in_place else None for frame in frames]
+        lengths = [[*place, len(frame)] if place else len(frame) for frame, place in zip(frames, stay, strict=True)]
         about = pack([event.described(), lengths])
         begin, large = self.end + RECORD.size, False
         parts, ends, at = list[Buffer]([about]), list[int](), begin + len(about)
-        for frame, place in zip(frames, lent, strict=True):
+        for frame, place in zip(frames, stay, strict=True):
             if place is None:
                 parts += [bytes(_padding(at)), frame]
                 at += _padding(at) + len(frame)
@@ -136,7 +136,7 @@ class EventFile:
                 raise OSError(f"{written} of {size} bytes were written")
             os.pwrite(self.file, first, self.end)
             self.end = at
-            self._lend(frames, lent)
+            self._hold(frames, stay)
             return frames
         room, start = self._room(self.end, RECORD.size + size)
         put = start + RECORD.size
@@ -145,24 +145,24 @@ class EventFile:
             put += len(part)
         room[start : start + RECORD.size] = first
         self.end = at
-        self._lend(frames, lent)
+        self._hold(frames, stay)
         return [
             frame if place is not None or len(frame) < self.least else self.view(OWN, end - len(frame), len(frame))
-            for frame, place, end in zip(frames, lent, ends, strict=True)
+            for frame, place, end in zip(frames, stay, ends, strict=True)
         ]
 
-    def _lendable(self, frame: Buffer) -> tuple[int, int] | None:
-        """Return where a frame can stay; None: it must be copied."""
+    def _stays(self, frame: Buffer) -> tuple[int, int] | None:
+        """Return the place where a frame stays; None: it must be copied."""
         place = self.pools.place(frame) if self.pools is not None else None
-        return place if place is not None and self.lent_of[place[0]] + len(frame) <= LENT_BYTES_MAX else None
+        return place if place is not None and self.bytes_of[place[0]] + len(frame) <= PEER_BYTES_MAX else None
 
-    def _lend(self, frames: Sequence[Buffer], places: Sequence[tuple[int, int] | None]) -> None:
+    def _hold(self, frames: Sequence[Buffer], places: Sequence[tuple[int, int] | None]) -> None:
         """Hold the frames that have a place."""
         for frame, place in zip(frames, places, strict=True):
             if place is not None and (array := of_peer(frame)) is not None:
                 number = next(self.numbers)
-                self.lent[number] = len(frame)
-                self.lent_of[place[0]] += len(frame)
+                self.peer_held[number] = len(frame)
+                self.bytes_of[place[0]] += len(frame)
                 self.holds.append(array.hold)
                 weakref.finalize(array, self._release, number).atexit = False
 
@@ -230,8 +230,8 @@ class EventFile:
         self._take_back()
 
     def _take_back(self) -> None:
-        """No event names a lent frame any more: the machine alone may hold it."""
-        self.lent, self.holds, self.lent_of = {}, [], Counter()
+        """Let go of the peers' frames: no event names one any more, and the machine alone may hold it."""
+        self.peer_held, self.holds, self.bytes_of = {}, [], Counter()
         if self.pools is not None:
             self.pools.forget()
 
@@ -293,7 +293,7 @@ class EventFile:
         """Forget the views that nothing refers to."""
         while self.gone:
             number = self.gone.popleft()
-            self.lent.pop(number, 0)
+            self.peer_held.pop(number, 0)
             low, high = self.held.pop(number, (0, 0))
             self.waiting -= high - low if low >= self.begin else 0
 

@@ -11,12 +11,12 @@ How it works
 1. `note` writes an event before the machine handles it. So the journal has the cause of everything that a peer has
    seen of this machine. The machine reads large payloads in the journal.
 2. `begin` writes the machine into the file that has the older one. With the last write, of the head, that machine is the
-   newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew. The runner calls it
-   when `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy (2 % of the work), or when past
-   events take EVENTS_RATIO of the bytes of the machine, and at least BYTES_MIN, or their lent frames LENT_RATIO of them,
-   and at least LENT_BYTES_MIN. It waits for the next fold of a clock, up to twice these limits, for then the fewest pushes
-   wait in the machine. Payloads that wait are no past.
-3. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
+   newest, and its arrays are in "live". `begin` copies them to "copy", and begins the events anew.
+3. The runner calls `begin` when it is `due`: after the longer of REPLAY_NS of handling and COPY_TIMES the time of a copy
+   (2 % of the work), or when past events have too many bytes: EVENTS_RATIO of the machine's and at least BYTES_MIN in the
+   file, or PEER_RATIO and PEER_BYTES_MIN in the memory of peers. Payloads that wait are no past. `due` waits for the next
+   fold of a clock, up to twice these limits, for then the fewest pushes wait in the machine.
+4. A process that was killed leaves the files. The next process reads the newest whole machine (`machine`) and handles
    its events again (`replay`). It sends nothing meanwhile: peers have seen the effects, or will ask for them again.
 
 Rules
@@ -40,7 +40,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from narrows.protocols.config.memory import EVENTS_RATIO, LENT_RATIO
+from narrows.protocols.config.memory import EVENTS_RATIO, PEER_BYTES_MIN, PEER_RATIO
 from narrows.protocols.effects import NS, LoadCheckpoint, ServerEffect, StopProcess
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
@@ -57,7 +57,6 @@ HEAD = struct.Struct("<QQB")
 REPLAY_NS = NS  # handling time that a replay repeats at most, unless COPY_TIMES allows more
 COPY_TIMES = 50  # time from one copy to the next, in times of a copy: copies take 2 % of the work
 BYTES_MIN = 1 << 25  # the events may have so many bytes, or EVENTS_RATIO of the machine's if that is more
-LENT_BYTES_MIN = 1 << 27  # of lent frames, or LENT_RATIO of the machine's if that is more
 MACHINES, EVENTS, COPY, LIVE, POOLS = slice(2), 2, 3, 4, slice(5, 7)  # indices of the files
 NAMES = ("machine-0", "machine-1", "events", "copy", "live")
 
@@ -163,7 +162,7 @@ class Journal:
         return (
             self.spent_ns >= times * max(REPLAY_NS, COPY_TIMES * self.copy_ns)
             or events.past_bytes >= times * max(BYTES_MIN, EVENTS_RATIO * nbytes)
-            or events.past_lent_bytes >= times * max(LENT_BYTES_MIN, LENT_RATIO * nbytes)
+            or events.past_peer_bytes >= times * max(PEER_BYTES_MIN, PEER_RATIO * nbytes)
         )
 
     def spend(self, took_ns: int) -> None:
@@ -199,19 +198,19 @@ class Journal:
         os.pwrite(self.files[MACHINES][self.turn], HEAD.pack(self.serial, self.size, 0), 0)
         self.live = 0
 
-    def note(self, event: MachineEvent, frames: Sequence[Buffer], lends: bool = False) -> Sequence[Buffer]:
+    def note(self, event: MachineEvent, frames: Sequence[Buffer], in_place: bool = False) -> Sequence[Buffer]:
         """Write an event.
 
         Args:
             event: the event.
             frames: the frames of its message, as received.
-            lends: a frame in a peer's memory may stay there; see `EventFile.append`.
+            in_place: a frame in a peer's memory may stay there; see `EventFile.append`.
 
         Returns:
             The same frames; the journal has the large ones, and the machine should read them there.
         """
         try:
-            return frames if self.failure else self.event_file.append(event, frames, lends)
+            return frames if self.failure else self.event_file.append(event, frames, in_place)
         except OSError as error:
             self.give_up(error)
             return frames

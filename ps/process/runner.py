@@ -157,9 +157,9 @@ class ServerRunner:
         """
         self.began_ns = time.monotonic_ns()
         # A standby would see other bytes than this machine if a peer changed a frame in its memory.
-        lends = self.server.shard.reads_anything(event.message) and not self.original.holds
-        noted = self.journal.note(event, frames, lends) if self.journal is not None else frames
-        noted = noted if lends else owned(noted)
+        in_place = self.server.shard.reads_in_place(event.message) and not self.original.holds
+        noted = self.journal.note(event, frames, in_place) if self.journal is not None else frames
+        noted = noted if in_place else owned(noted)
         if noted is not frames:
             event, frames = replace(event, message=decode(noted)), noted
         self._at_once(self.original.note(event, frames))

@@ -259,7 +259,7 @@ class Shard:
 
     # Messages of members.
 
-    def reads_anything(self, message: m.Message | None) -> bool:
+    def reads_in_place(self, message: m.Message | None) -> bool:
         """Return whether the payload of a message may lie in its sender's memory, and change while this shard has it.
 
         Raw values of a mean may: any bytes are values, and the fold leaves out those that are not finite (reduction.py).

@@ -28,7 +28,14 @@ from typing import Any
 
 from narrows.compression import ladder, predict
 from narrows.compression.ladder import Codecs
-from narrows.protocols.config.memory import ArrayFacts, ShardFacts, device_arrays, shard_arrays, worker_arrays
+from narrows.protocols.config.memory import (
+    ArrayFacts,
+    ShardFacts,
+    device_arrays,
+    shard_arrays,
+    shared_arrays,
+    worker_arrays,
+)
 from narrows.protocols.config.settings import Settings
 
 STEPS = 2  # the steps that are watched; equal to STEPS of script_watch.py, which imports torch and so is not imported
@@ -395,9 +402,16 @@ def _memory(workers: Workers, trained: int, settings: Settings) -> list[str]:
     lines = []
     for whose, arrays, more in (
         ("memory       of a worker", worker_arrays(mode, facts), "; and activations"),
+        (
+            "one host     of a worker in shared memory at most",
+            shared_arrays(mode, shards, facts.shards, 4 * trained),
+            "",
+        ),
         ("on a GPU     over the script's own arrays", device_arrays(mode, facts), ""),
         ("servers      together at most", shard_arrays(mode, shards), ""),
     ):
+        if not arrays:
+            continue
         each = ", ".join(f"{array.name} {array.models:.3g}" for array in arrays)
         lines.append(f"{whose} {sum(array.models for array in arrays):.3g} times {_bytes(4 * trained)}: {each}{more}")
     return lines

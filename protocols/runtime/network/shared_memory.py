@@ -47,10 +47,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from narrows.protocols.config.memory import SHARED_BYTES_MIN
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network.hosts import peer_uid
 
-LEAST_BYTES = 1 << 16  # of a frame in shared memory
+LEAST_BYTES = SHARED_BYTES_MIN  # of a frame in shared memory
 POOL_BYTES = 1 << 30  # of a pool; pages are taken as frames are
 TICKETS = 1 << 12  # frames of one link that its receiver may hold
 TABLE_BYTES = 8 * TICKETS

@@ -189,7 +189,7 @@ def event(number: int) -> MachineEvent:
     return MachineEvent(EventKind.BELOW, number, b"a" * m.NAME_BYTES + b"x")
 
 
-def test_an_event_names_the_frame_that_it_lends(file: int, ends: tuple[int, ...]) -> None:
+def test_an_event_names_the_frame_that_stays_in_place(file: int, ends: tuple[int, ...]) -> None:
     of_peer, at = sender(3)
     pools, returned = FramePools(ends), list[int]()
     pool = PeerPool(of_peer.readable, 9)
@@ -204,12 +204,12 @@ def test_an_event_names_the_frame_that_it_lends(file: int, ends: tuple[int, ...]
     events = EventFile(file, pools=pools)
     events.restart(1)
     copied = events.append(event(1), sent)
-    assert events.past_lent_bytes == 0 and events.past_bytes > LEAST_BYTES  # nobody said that it may stay
-    noted = events.append(event(2), sent, lends=True)
+    assert events.past_peer_bytes == 0 and events.past_bytes > LEAST_BYTES  # nobody said that it may stay
+    noted = events.append(event(2), sent, in_place=True)
     assert noted[1] is sent[1] and isinstance(memoryview(noted[1]).obj, PeerBytes)
-    assert events.past_lent_bytes == 0 and events.end < 2 * LEAST_BYTES  # the machine holds it
+    assert events.past_peer_bytes == 0 and events.end < 2 * LEAST_BYTES  # the machine holds it
     del sent, copied, noted, frame
-    assert events.past_lent_bytes == LEAST_BYTES and not returned
+    assert events.past_peer_bytes == LEAST_BYTES and not returned
     again = [each.message for each in EventFile(file, pools=FramePools(ends)).events()]
     assert [bytes(each.payload) for each in again if isinstance(each, m.Push)] == [b"\0\0\x40\x40" * COUNT] * 2
     del again
@@ -221,13 +221,13 @@ def test_an_event_names_the_frame_that_it_lends(file: int, ends: tuple[int, ...]
     with pytest.raises(NarrowsError, match="the journal cannot be read"):
         [*EventFile(file).events()]
     events.restart(2)
-    assert returned == [1] and events.past_lent_bytes == 0
+    assert returned == [1] and events.past_peer_bytes == 0
 
 
 def test_the_events_hold_so_much_of_a_pool_and_no_more(
     file: int, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_file, "LENT_BYTES_MAX", 2 * LEAST_BYTES)
+    monkeypatch.setattr(event_file, "PEER_BYTES_MAX", 2 * LEAST_BYTES)
     of_peer, at = sender(3)
     pools = FramePools(ends)
     pool = PeerPool(of_peer.readable, 9)
@@ -235,6 +235,6 @@ def test_the_events_hold_so_much_of_a_pool_and_no_more(
     events = EventFile(file, pools=pools)
     for turn in range(4):
         frames = [*encode(m.Push(0, 0, turn, 0, 1, 0, COUNT, 1, b"", 0, pool.view(at, LEAST_BYTES, FrameHold())))]
-        noted = events.append(event(turn), frames, lends=True)
+        noted = events.append(event(turn), frames, in_place=True)
         assert decode(noted) == decode(frames)
-    assert events.past_lent_bytes == 2 * LEAST_BYTES and 2 * LEAST_BYTES < events.past_bytes < 3 * LEAST_BYTES
+    assert events.past_peer_bytes == 2 * LEAST_BYTES and 2 * LEAST_BYTES < events.past_bytes < 3 * LEAST_BYTES

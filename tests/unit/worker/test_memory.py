@@ -18,7 +18,15 @@ from narrows.compression.device.host import HostKernels
 from narrows.compression.home import HOST
 from narrows.compression.ladder import Codecs
 from narrows.protocols import messages as m
-from narrows.protocols.config.memory import FREED_HERE, ArrayFacts, crossing, device_arrays, worker_arrays
+from narrows.protocols.config.memory import (
+    FREED_HERE,
+    ArrayFacts,
+    ShardFacts,
+    crossing,
+    device_arrays,
+    shared_arrays,
+    worker_arrays,
+)
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.outer_momentum import outer
@@ -100,6 +108,26 @@ def test_only_parts_that_cross_a_border_of_tensors_are_copied() -> None:
     assert taken == {"parameters": 1, "gradients": 1, "raw updates": 0.25, "freed messages": FREED_HERE}
     private = {array.name: array.models for array in worker_arrays(mode, facts._replace(private=True))}
     assert private["raw updates"] == 1, "noise changes what is sent"
+
+
+@pytest.mark.parametrize(("flags", "mib", "wanted"), [
+    ({"sync": "bsp", "workers": 2}, 40, [1, 2 * 4 * 3 / 2]),  # AdamW: three arrays of the model
+    ({"sync": "bsp", "workers": 4}, 8, [1, 2 * 128 / 8 / 4]),
+    ({"sync": "bsp", "workers": 2}, 1000, [1, 0.512]),  # as many as one worker may have there
+    ({"sync": "bsp", "workers": 2, "push": "update"}, 100, [1]),
+    ({"sync": "ssp", "compress": "topk:0.05+int8"}, 100, [0.0223]),
+    ({"sync": "gossip"}, 100, []),
+    ({"sync": "bsp", "workers": 2}, 1 / 32, []),  # a smaller frame goes through the socket
+])  # fmt: skip
+def test_a_worker_beside_its_server_has_pushes_in_shared_memory(
+    flags: dict[str, Any], mib: float, wanted: list[float]
+) -> None:
+    settings = Settings(**flags).validated()
+    facts = ShardFacts.of(settings, Codecs.of(settings.compress, settings.compress_down), 2.0)
+    found = [row.models for row in shared_arrays(settings.mode(), facts, 1, int(mib * (1 << 20)))]
+    assert found == pytest.approx(wanted, rel=1e-2)
+    bare = shared_arrays(settings.mode(), facts._replace(journal=False), 1, int(mib * (1 << 20)))
+    assert [row.models for row in bare] == pytest.approx(wanted[:1], rel=1e-2)
 
 
 def test_bf16_and_clipping_take_arrays_of_their_own() -> None:
