@@ -28,7 +28,7 @@ from narrows.worker import DistributedOptimizer, rank, sampler
 torch.manual_seed(3)
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-inner = torch.optim.AdamW({parameters}, lr=0.1)
+inner = torch.optim.{kind}({parameters}, lr=0.1)
 optimizer = DistributedOptimizer(inner, model)
 torch.manual_seed(rank())
 try:
@@ -44,6 +44,7 @@ finally:
     print("finally")
 """
 GOOD = {
+    "kind": "AdamW",
     "parameters": "model.parameters()",
     "sampler": "sampler=sampler(data, 4)",
     "loss": "(model(x) - y).square().mean()",
@@ -80,6 +81,18 @@ def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]])
     rows = [line.split("  ")[0] for line in lines if line.startswith("--sync")]
     assert rows[0] == "--sync ssp --compress topk:0.5+int8" and rows[1] == "--sync bsp" and len(rows) == 5
     assert lines.count("finally") == 2 and "swallowed" not in lines
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("AdamW", 2), ("RMSprop", 1), ("SGD", 0)])
+def test_the_optimizers_state_counts_where_the_servers_step(
+    kind: str, kept: int, check: Callable[..., tuple[int, list[str], str]]
+) -> None:
+    """The worker's own optimizer has none then."""
+    code, lines, err = check("--sync", "bsp", kind=kind)
+    (servers,) = told(lines, "servers")
+    assert code == 0, err
+    assert (f"optimizer's state {kept}," in servers) == (kept > 0) and ("optimizer's state" in servers) == (kept > 0)
+    assert not any("optimizer's state" in line for line in told(lines, "memory"))
 
 
 def test_a_broken_script_is_told_why(check: Callable[..., tuple[int, list[str], str]]) -> None:

@@ -15,6 +15,8 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import os
 import time
@@ -39,6 +41,7 @@ STEPS = 2  # steps that are watched
 BESIDE_MAX = 100  # steps of other optimizers after which the script ends, though the wrapper has made too few
 HEAD = 4096  # the largest number of values of each gradient that are compared
 SAMPLE = 1 << 24  # the largest number of values of an update that are encoded; costs are scaled to the model's size
+STAND_IN = 4  # rows and columns of the parameter of a stand-in
 ENCODED = 3  # how often an update is encoded; the fastest time counts
 
 Tell = Callable[..., None]
@@ -316,9 +319,31 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of values that an optimizer keeps, without those of its counters."""
+    """Return the number of values that an optimizer keeps, without those of its counters.
+
+    Where the servers step it has no state here. Then a stand-in with the hyper-parameters of each group takes a step.
+    """
+    if optimizer.state:
+        return _state_values(optimizer)
+    sizes = [(group, sum(p.numel() for p in group["params"])) for group in optimizer.param_groups]
+    return sum(size * _kept_by_stand_in(type(optimizer), group) // STAND_IN**2 for group, size in sizes)
+
+
+def _state_values(optimizer: torch.optim.Optimizer) -> int:
     each = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.numel() for value in each if isinstance(value, torch.Tensor) and value.ndim)
+
+
+def _kept_by_stand_in(kind: Any, group: dict[str, Any]) -> int:
+    """Return the number of values that an optimizer keeps of a parameter of shape (STAND_IN, STAND_IN)."""
+    stand_in = torch.ones(STAND_IN, STAND_IN, requires_grad=True)
+    stand_in.grad = torch.ones_like(stand_in)
+    known = inspect.signature(kind.__init__).parameters
+    with contextlib.suppress(Exception):  # a class of the script's own may want anything
+        made = kind([stand_in], **{name: value for name, value in group.items() if name in known and name != "params"})
+        getattr(kind.step, "__wrapped__", kind.step)(made)  # without the hooks, which watch the script's optimizers
+        return _state_values(made)
+    return 0
 
 
 def _sample(flat: FlatModel) -> FloatArray:
