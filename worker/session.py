@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -44,7 +45,7 @@ from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS
-from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.errors import NarrowsError, ServerLostError, UsageError
 from narrows.protocols.runtime.cli import output
 from narrows.protocols.runtime.network.hosts import memory_bytes
 from narrows.protocols.runtime.network.key_files import SecretKeyFile, member_key
@@ -92,6 +93,7 @@ SECOND_AFTER = (
     "again for the next training, with the ps-serve of another run or with none"
 )
 
+DYING_S = 0.5  # a worker whose server was stopped waits so long for the end of its ps-worker, which may be the cause
 LAST_S = 5.0  # a process that ends because another process of its group has ended lets that one end first, for so long
 
 
@@ -347,7 +349,7 @@ _forwarding = LoggerForwarding()
 shares_asked = 0  # calls of rank() and world_size() so far, also by datasets that cut themselves
 watch = ScriptWatch.of_environment(_tell)  # None unless ps-worker --check runs this script
 _failed = _stopped = False
-_orphaned = threading.Event()  # set once the ps-worker that started this process has ended
+_launcher_fd = -1  # a pipe that ends with the ps-worker that started this process; -1: none did
 
 
 def current() -> Session:
@@ -416,21 +418,30 @@ def _watch_launcher(address: str, token: str, key: SecretKeyFile | None, parent_
     this script.
     """
 
+    global _launcher_fd
+
     def watch() -> None:
         os.read(parent_fd, 1)  # ps-worker writes nothing: the read returns when ps-worker ends
-        _orphaned.set()
         tell_left(address, token, key)
         _end_group()
 
     if parent_fd >= 0:
+        _launcher_fd = parent_fd
         atexit.register(only_here(_end_group))  # the script may end before the thread sees it
         threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
 
 
-def _end_group() -> None:
-    """Kill the process group if its ps-worker has died: no other process ends what this script has started."""
-    if _orphaned.is_set():
-        os.killpg(os.getpid(), signal.SIGKILL)
+def _end_group(within_s: float = 0.0) -> None:
+    """Kill the process group if its ps-worker has died: no other process ends what this script has started.
+
+    Args:
+        within_s: ps-worker may be dying, and counts as dead if it is within this time.
+    """
+    ended = select.poll()
+    if _launcher_fd >= 0:
+        ended.register(_launcher_fd, select.POLLIN)
+        if ended.poll(1000 * within_s):
+            os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _end(error: NarrowsError) -> NoReturn:
@@ -443,7 +454,9 @@ def _end(error: NarrowsError) -> NoReturn:
         launcher_pipe.say_here(str(error))
     _tell("error", code=error.exit_code, text=str(error))
     output.end()
-    _end_group()
+    # A ps-worker that is killed lets go of its server's stdin first, and of this process a moment later: the server
+    # may stop this process in between.
+    _end_group(DYING_S if isinstance(error, ServerLostError) else 0.0)
     os._exit(error.exit_code)
 
 

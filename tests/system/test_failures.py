@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +112,33 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
         assert command.wait(GONE_S) == code, command
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
         assert said in command.err and "Traceback" not in command.err
+
+
+STOPPED = """
+import subprocess, sys
+from narrows.protocols.errors import ServerLostError
+from narrows.worker import session
+session._launcher_fd = int(sys.argv[1])
+print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+sys.stdin.read(1)
+session._end(ServerLostError("the server was stopped at clock 3"))
+"""
+
+
+@pytest.mark.parametrize("dies_s", [0.0, 0.2])
+def test_a_worker_whose_server_was_stopped_waits_for_a_ps_worker_that_dies(dies_s: float) -> None:
+    """A ps-worker that is killed ends its server first. The worker ends what its script has started all the same."""
+    ours, theirs = os.pipe()
+    words, pipe = [sys.executable, "-c", STOPPED, str(ours)], subprocess.PIPE
+    with subprocess.Popen(words, pass_fds=[ours], start_new_session=True, stdin=pipe, stdout=pipe, text=True) as worker:
+        os.close(ours)
+        assert worker.stdout is not None and worker.stdin is not None
+        child = int(worker.stdout.readline())
+        worker.stdin.close()
+        time.sleep(dies_s)
+        os.close(theirs)
+        assert worker.wait(GONE_S) == -signal.SIGKILL
+    until(lambda: not alive(child), "what the script has started to be gone", GONE_S)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
