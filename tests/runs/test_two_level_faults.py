@@ -258,9 +258,12 @@ def test_a_worker_whose_lease_ends_while_it_waits_for_the_last_model_comes_back_
     with tree(root, one, other) as run:
         done = [Script(run, session, lambda: steps(3)) for session in (0, 2)]
         going = [Script(run, session, lambda: steps(9, at=lambda step: waits(go, step == 2))) for session in (1, 3)]
-        assert pump(run, [root, one, other], lambda: waits_above(one))
-        coordinator, membership = one.servers[0].coordinator, one.servers[0].membership
+        coordinator, membership, shard = one.servers[0].coordinator, one.servers[0].membership, one.servers[0].shard
         assert coordinator is not None and membership is not None
+        assert pump(run, [root, one, other], lambda: waits_above(one))
+        link = shard.parent_slot.link
+        assert link is not None
+        assert pump(run, [root, one, other], lambda: membership.clock == link.seat.clock), "the shard has reported it"
         before = membership.clock
         expire_member(one, 0)
         assert pump(run, [root, one, other], lambda: {*coordinator.clocks.resting} == {1, 2}), "it waits again"
