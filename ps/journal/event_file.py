@@ -112,7 +112,7 @@ class EventFile:
             in_place: a frame in the kept pool of a peer may stay there. The peer may change it: replay may see other bytes.
 
         Returns:
-            The same frames; the large ones are views of the file, but for those that stay in place.
+            The same frames. A large frame is a view of the file, unless it stays in its peer's pool.
 
         Raises:
             OSError: the system has no memory for it.
@@ -249,7 +249,7 @@ class EventFile:
     # Views.
 
     def view(self, pool: int, offset: int, length: int) -> memoryview:
-        """Return the bytes at an offset of the file (`pool` OWN), or of a peer's pool, uint8[length], where they are.
+        """Return a view, uint8[length], of the bytes at an offset of a peer's pool, or of the file if `pool` is OWN.
 
         Raises:
             ValueError: there are no such bytes.

@@ -7,7 +7,7 @@ How it works
 1. ps-serve makes a pair of sockets with the files of a journal, and reads neither. A descriptor in the queue of a socket
    stays open (unix(7), SCM_RIGHTS), also when the processes that had it are gone.
 2. `keep` puts a pool's descriptor into the queue. `place` then gives the number of a pool and an offset for a frame, and
-   `view` the frame again. A process that replaces this one finds the pools in the queue, and leaves them there.
+   `view` returns the frame at such a place. The next process looks at the pools in the queue, and leaves them there.
 3. `forget` takes those pools out that nothing refers to: no link, no frame of the machine, and no event.
 
 Rules
@@ -112,7 +112,7 @@ class FramePools:
 
     @contextlib.contextmanager
     def _next(self, flags: int) -> Iterator[tuple[int, int]]:
-        """Give the number and the descriptor of the next pool of the queue. Raises OSError if there is none."""
+        """Yield the number and the descriptor of the next pool in the queue. Raises OSError if there is none."""
         said, more, _, _ = self.out.recvmsg(NUMBER.size, socket.CMSG_LEN(DESCRIPTOR.size), flags)
         if not more:
             raise OSError("this process may have no further descriptor")

@@ -14,8 +14,9 @@ Rules
   parts are.
 - Each update has all keys that are asked for.
 - The values of a raw update may lie in its sender's memory, and change after they were measured (`PushedUpdate.length`).
-  So a sum that is longer than its updates were is made again of copies: a piece that is longer than its update was, or
-  not finite, adds nothing. What else a sender changes spoils its own share alone.
+  So the mean compares the length of each sum with the measured lengths. If the sum is longer, it sums copies of the
+  pieces, and leaves out each piece that is not finite or longer than its update was. Other changes spoil the sender's
+  own share alone.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_equals_one_process_on_the_union_batch(name: str, shards: int, workers: 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_is_bit_identical_to_one_process_that_adds_in_id_order(name: str, workers: int) -> None:
-    """But for AdamW, whose square root torch does not round correctly (ps/store/optimizer_kernels.py)."""
+    """AdamW is equal to 1e-6: torch does not round its square root correctly (ps/store/optimizer_kernels.py)."""
     ours, theirs = distributed(name, workers, 1), alone(name, workers, in_id_order=True)
     assert np.array_equal(ours, theirs) if name != "AdamW" else np.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 

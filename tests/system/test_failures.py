@@ -127,7 +127,7 @@ session._end(ServerLostError("the server was stopped at clock 3"))
 
 @pytest.mark.parametrize("dies_s", [0.0, 0.2])
 def test_a_worker_whose_server_was_stopped_waits_for_a_ps_worker_that_dies(dies_s: float) -> None:
-    """A ps-worker that is killed ends its server first. The worker ends what its script has started all the same."""
+    """When a ps-worker is killed, its server may stop the worker before the worker's pipe ends."""
     ours, theirs = os.pipe()
     words, pipe = [sys.executable, "-c", STOPPED, str(ours)], subprocess.PIPE
     with subprocess.Popen(words, pass_fds=[ours], start_new_session=True, stdin=pipe, stdout=pipe, text=True) as worker:

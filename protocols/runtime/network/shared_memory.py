@@ -137,7 +137,7 @@ class PeerPool:
         return address - self.address
 
     def view(self, offset: int, size: int, hold: FrameHold | None = None) -> memoryview:
-        """Return the bytes [offset, offset + size), which lie in the pool, without a copy."""
+        """Return a view of the pool's bytes [offset, offset + size)."""
         array = np.frombuffer(self.memory, np.uint8, size, offset).view(PeerBytes)
         array.belongs(self, hold)
         return array.data

@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_as_it_forgets_loses_no_pool(struck: int, ends:
         pass
 
     class Strikes:
-        """Ends the process before one of its reads and writes of the queue."""
+        """A socket that ends the process before one of its reads or writes."""
 
         def __init__(self, real: Any) -> None:
             self.real = real
