@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -35,14 +36,17 @@ from typing import Any
 
 import click
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from narrows.worker import DistributedOptimizer
 from narrows.worker import rank as of_run
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
 
+import bytelm
+from contenders.wan import SIZES
 from lab import launch, record
 
 MIB = 1 << 20
@@ -50,13 +54,109 @@ HERE = Path(__file__).resolve()
 LIMIT_S = 300.0  # of a turn
 WARM_UP = 8  # steps before the first round, for files, pages and kernels
 POLL_S = 0.005
+SAMPLE = 250  # values of the parameters that are compared
+EQUAL = 1e-5  # relative difference of values, and of losses, that fails a run
+GPT_STEPS = 20  # of each turn
 Process = subprocess.Popen[Any]
-PAIRS = (("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo"), ("journal", "torch"))  # ours / theirs
-OURS = {"journal": (), "no journal": ("--no-journal",)}
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=True),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True),
+Numbers = npt.NDArray[np.float64]
+Step = Callable[[], Any]  # from p.grad to new parameters
+Loss = Callable[[nn.Module, int], Tensor]  # of a model at a step
+PAIRS = (
+    ("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo"), ("journal", "torch"),
+    ("journal", "ddp"), ("overlap", "ddp"), ("overlap", "journal"),
+)  # ours / theirs  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An optimizer of torch. `equal_steps`: the first steps, whose losses are equal or the run fails; None: all."""
+
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    equal_steps: int | None = None
+
+
+OPTIMIZERS = {
+    "sgd": Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=True)),
+    "momentum": Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)),
+    "adamw": Inner(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True), 40),
 }
+
+
+def narrows(model: nn.Module, inner: torch.optim.Optimizer, overlap: bool = False) -> tuple[nn.Module, Step]:
+    return model, DistributedOptimizer(inner, model, overlap=overlap).step
+
+
+def gloo(model: nn.Module, inner: torch.optim.Optimizer) -> tuple[nn.Module, Step]:
+    def step() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            distributed.all_reduce(parameter.grad)
+            parameter.grad /= distributed.get_world_size()
+        inner.step()
+
+    return model, step
+
+
+def ddp(model: nn.Module, inner: torch.optim.Optimizer) -> tuple[nn.Module, Step]:
+    return nn.parallel.DistributedDataParallel(model), inner.step
+
+
+def alone(model: nn.Module, inner: torch.optim.Optimizer) -> tuple[nn.Module, Step]:
+    return model, inner.step
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How its workers train.
+
+    Attributes:
+        join: gets a model and its optimizer; returns the model whose forward pass a step has, and the step.
+        serve: flags of ps-serve; None: there is no server.
+        collective: its processes are a process group of gloo.
+        backward: its step needs a backward pass before it.
+    """
+
+    join: Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Step]]
+    serve: tuple[str, ...] | None = None
+    collective: bool = False
+    backward: bool = False
+
+
+CONTENDERS = {
+    "journal": Contender(narrows, ()),
+    "no journal": Contender(narrows, ("--no-journal",)),
+    "overlap": Contender(partial(narrows, overlap=True), (), backward=True),
+    "gloo": Contender(gloo, collective=True),
+    "ddp": Contender(ddp, collective=True, backward=True),
+    "torch": Contender(alone, backward=True),
+}
+
+
+class Values(nn.Module):
+    """Equal parameters of `mib` MiB, float32. The loss is their sum times 1 + rank, so that workers' gradients differ."""
+
+    def __init__(self, mib: float, tensors: int, rank: int) -> None:
+        super().__init__()
+        count = int(mib * MIB) // 4 // tensors
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(tensors)])
+        self.slope = 1.0 + rank
+        for part in self.parts:
+            part.grad = torch.full((count,), self.slope)
+
+    def forward(self) -> Tensor:
+        return torch.stack([part.sum() for part in self.parts]).sum() * self.slope
+
+
+def byte_gpt(size: str, rank: int, workers: int) -> tuple[nn.Module, Loss]:
+    """The model of tasks/bytelm.py with its first weights, and the loss of this rank's rows."""
+    args, text = bytelm.arguments(SIZES[size]), bytelm.library()[0]
+    torch.manual_seed(args.seed)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        rows = bytelm.batch_rows(text, args.seed, step, args.batch, args.context, rank, workers)
+        return bytelm.loss_sum(model, rows) * workers / (args.batch * args.context)
+
+    return bytelm.ByteGPT(args.layers, args.width, args.heads, args.context), loss
 
 
 def numbers(text: str) -> list[int]:
@@ -65,18 +165,20 @@ def numbers(text: str) -> list[int]:
 
 @click.group(invoke_without_command=True)
 @click.option("--sizes", default="1,25,100", show_default=True, help="MiB of float32 parameters")
+@click.option("--models", default="", help=f"byte GPTs to train instead: {', '.join(SIZES)}")
 @click.option("--workers", default="2,4", show_default=True)
 @click.option("--shards", default="1,2", show_default=True)
-@click.option("--optimizers", default="sgd", show_default=True, help="sgd, adamw")
+@click.option("--optimizers", default="sgd", show_default=True, help=", ".join(OPTIMIZERS))
 @click.option("--tensors", default=4, show_default=True, help="that the parameters are, but of gloo, which has one")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--steps", default=0, help="of each turn  [default: so many that a turn of gloo takes a second]")
-@click.option("--contenders", default="journal,no journal,gloo", show_default=True)
+@click.option("--steps", default=0, help=f"of each turn  [default: about a second of gloo; {GPT_STEPS} of a model]")
+@click.option("--contenders", default="", help="[default: journal,no journal,gloo; of a model: journal,overlap,ddp]")
 @record.out_option("speed/one_host")
 @click.pass_context
 def main(
     context: click.Context,
     sizes: str,
+    models: str,
     workers: str,
     shards: str,
     optimizers: str,
@@ -86,19 +188,38 @@ def main(
     contenders: str,
     out: Path,
 ) -> None:
-    """Time a dense bsp step on one host beside gloo."""
+    """Time a dense bsp step on one host beside gloo, or a whole training step beside DDP."""
     if context.invoked_subcommand:
         return
+    names = (contenders or ("journal,overlap,ddp" if models else "journal,no journal,gloo")).split(",")
+    chosen = (
+        ("--models", models, SIZES),
+        ("--optimizers", optimizers, OPTIMIZERS),
+        ("--contenders", ",".join(names), CONTENDERS),
+    )
+    for option, text, known in chosen:
+        if unknown := set(filter(None, text.split(","))) - known.keys():
+            raise click.UsageError(f"{option}: there is no {min(unknown)}; there are {', '.join(known)}")
     with record.Recorder("speed/one_host", out) as recorder:
         for inner, size, count, parts in product(
-            optimizers.split(","), map(float, sizes.split(",")), numbers(workers), numbers(shards)
+            optimizers.split(","), (models or sizes).split(","), numbers(workers), numbers(shards)
         ):
-            turn = steps or int(max(5, 1000 / size / count))
-            script = f"--optimizer {inner} --size {size} --tensors {tensors} --steps {min(turn, 200)} --rounds {rounds}"
-            times = measure(contenders.split(","), script.split(), count, parts, rounds)
-            arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts, "mib": size}
-            arguments |= {"tensors": tensors} if tensors > 4 else {}
-            recorder.add(f"{size:g} MiB, {count} workers, {parts} shards", figures(times), arguments=arguments)
+            turn = steps or (GPT_STEPS if models else min(200, int(max(5, 1000 / float(size) / count))))
+            script = ["--optimizer", inner, "--steps", str(turn), "--rounds", str(rounds), "--workers", str(count)]
+            script += ["--model", size] if models else ["--size", size, "--tensors", str(tensors)]
+            if models or any(CONTENDERS[name].backward for name in names):
+                script += ["--backward"]
+            times, told = measure(names, script, count, parts, rounds)
+            found = figures(times) | equal(told, (bool(models) and OPTIMIZERS[inner].equal_steps) or None)
+            arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts}
+            if models:
+                arguments |= {"model": size, "steps": WARM_UP + rounds * turn}
+                found |= {"loss": (float(told[names[0]][:, -1].mean()), "nats a byte")}
+            else:
+                arguments |= {"mib": float(size)} | ({"tensors": tensors} if tensors > 4 else {})
+            what = size if models else f"{float(size):g} MiB"
+            table = "A whole training step of the byte GPT" if models else ""
+            recorder.add(f"{what}, {count} workers, {parts} shards", found, arguments=arguments, table=table)
 
 
 def figures(times: dict[str, list[float]]) -> record.Figures:
@@ -112,16 +233,40 @@ def figures(times: dict[str, list[float]]) -> record.Figures:
     return found
 
 
-def measure(contenders: list[str], told: list[str], workers: int, shards: int, rounds: int) -> dict[str, list[float]]:
-    """Return for each contender the seconds of a step in each round."""
+def equal(told: dict[str, Numbers], first: int | None) -> record.Figures:
+    """The greatest relative difference between each contender and the first one.
+
+    Args:
+        told: what should be equal, float64[workers, count]: values of the parameters, or the losses of all steps.
+        first: so many of each worker are equal to EQUAL; None: all.
+
+    Raises:
+        click.ClickException: they are not.
+    """
+    (base, expected), *others = told.items()
+    found: record.Figures = {}
+    for name, each in others:
+        apart = np.abs(each / expected - 1)
+        if not (apart[:, :first] <= EQUAL).all():
+            rank, at = np.argwhere(~(apart[:, :first] <= EQUAL))[0]
+            values = f"{each[rank, at]:.9g}, {base} {expected[rank, at]:.9g}"
+            raise click.ClickException(f"worker {rank} of {name} has as number {at} {values}")
+        found[f"{name}: greatest relative difference"] = (float(apart.max()), "")
+    return found
+
+
+def measure(
+    contenders: list[str], told: list[str], workers: int, shards: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, Numbers]]:
+    """Return for each contender the seconds of a step in each round, and what its workers end with."""
     running: list[Process] = []
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    told = [*told, *["--backward"] * ("torch" in contenders)]
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
             for name in contenders:
                 script = [str(HERE), "worker", "--name", name, "--folder", folder, *told]
-                started = ours(name, workers, shards, script) if name in OURS else apart(workers, script)
+                served = CONTENDERS[name].serve
+                started = apart(workers, script) if served is None else ours(served, workers, shards, script)
                 running += stack.enter_context(started)
             for turn in range(rounds + 1):
                 for name in contenders:
@@ -130,12 +275,11 @@ def measure(contenders: list[str], told: list[str], workers: int, shards: int, r
                     launch.until(partial(turn_ended, paths, running), f"{name}, round {turn}", LIMIT_S)
                     if turn:
                         times[name].append(max(json.loads(each.read_text()) for each in paths))
-        last = [np.load(Path(folder) / f"{name}.npy") for name in contenders]
-    for name, each in zip(contenders[1:], last[1:], strict=True):
-        shared = min(len(each), len(last[0]))
-        if not np.allclose(each[:shared], last[0][:shared], rtol=1e-5, atol=1e-6):
-            raise click.ClickException(f"{name} ends with {each[:3]}, {contenders[0]} with {last[0][:3]}")
-    return times
+        ends = {
+            name: np.stack([np.load(Path(folder) / f"{name} {rank}.npy") for rank in range(workers)])
+            for name in contenders
+        }
+    return times, ends
 
 
 def turn_ended(told: list[Path], running: list[Process]) -> bool:
@@ -146,11 +290,11 @@ def turn_ended(told: list[Path], running: list[Process]) -> bool:
 
 
 @contextmanager
-def ours(name: str, workers: int, shards: int, script: list[str]) -> Iterator[list[Process]]:
+def ours(served: tuple[str, ...], workers: int, shards: int, script: list[str]) -> Iterator[list[Process]]:
     """ps-serve and its workers."""
     ports = launch.free_ports(shards)
     command = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", "-n", str(workers), *script)
-    flags = ["--sync", "bsp", "--workers", str(workers), *OURS[name]]
+    flags = ["--sync", "bsp", "--workers", str(workers), *served]
     with launch.serving(flags, ports) as server, launch.started(command) as started:
         yield [server, started]
 
@@ -176,73 +320,63 @@ def wait_for(path: Path) -> None:
         time.sleep(POLL_S)
 
 
-def reduced(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    """A step on the mean gradient of all workers."""
-    gradient = parameter.grad
-    assert gradient is not None
-    distributed.all_reduce(gradient)
-    gradient /= distributed.get_world_size()
-    optimizer.step()
-
-
-def trained(parameters: list[nn.Parameter], step: Callable[[], Any]) -> None:
-    """A step after the backward pass of the sum of all values."""
-    for parameter in parameters:
-        parameter.grad = None
-    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
-    step()
-
-
 @main.command(hidden=True)
 @click.option("--name")
 @click.option("--optimizer", "inner")
+@click.option("--model", "gpt", default="")
 @click.option("--size", type=float)
-@click.option("--folder", type=Path)
 @click.option("--tensors", type=int)
+@click.option("--folder", type=Path)
+@click.option("--workers", type=int)
 @click.option("--steps", type=int)
 @click.option("--rounds", type=int)
 @click.option("--backward", is_flag=True)
 def worker(
-    name: str, inner: str, size: float, folder: Path, tensors: int, steps: int, rounds: int, backward: bool
+    name: str,
+    inner: str,
+    gpt: str,
+    size: float,
+    tensors: int,
+    folder: Path,
+    workers: int,
+    steps: int,
+    rounds: int,
+    backward: bool,
 ) -> None:
     """One worker of a contender."""
     torch.set_num_threads(1)
-    rank, tensors = 0, 1 if name == "gloo" else tensors
-    count = int(size * MIB) // 4 // tensors
-    model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(tensors)])
-    optimizer: Any = OPTIMIZERS[inner]([*model.parameters()])
-    step: Callable[[], Any] = optimizer.step
-    if name in OURS:
-        rank, optimizer = of_run(), DistributedOptimizer(optimizer, model)
-        step = optimizer.step
-    elif name == "gloo":
+    contender = CONTENDERS[name]
+    if contender.collective:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
-        rank, step = distributed.get_rank(), partial(reduced, model[0], optimizer)
-    if backward:
-        step = partial(trained, [*model], step)
-    for parameter in model:
-        parameter.grad = torch.full((count,), 1.0 + rank)
+    rank = int(os.environ["RANK"]) if contender.serve is None else of_run()
+    loss: Loss = lambda model, step: model()  # noqa: E731
+    if gpt:
+        model, loss = byte_gpt(gpt, rank, workers)
+    else:
+        model = Values(size, 1 if name == "gloo" else tensors, rank)
+    forward, step = contender.join(model, OPTIMIZERS[inner].make([*model.parameters()]))
+    losses: list[float] = []
     for turn in range(rounds + 1):
         wait_for(folder / f"go {name} {turn}")
-        if name == "gloo":
-            model[0].grad = torch.full((count,), 1.0 + rank)
+        if contender.collective:
             distributed.barrier()
         times = []
         for _ in range(steps if turn else WARM_UP):
             begin = time.perf_counter()
+            if backward:
+                model.zero_grad()
+                error = loss(forward, len(losses))
+                error.backward()
+                losses.append(error.item())
             step()
             times.append(time.perf_counter() - begin)
         part = folder / f"{name} {turn} {rank}.part"
         part.write_text(json.dumps(statistics.median(times)))
         part.rename(part.with_suffix(".json"))
-    if name in OURS:
-        with optimizer.shared():
-            last = model[0].detach().numpy()[:250].copy()
-    else:
-        last = model[0].detach().numpy()[:250].copy()
-    if not rank:
-        np.save(folder / f"{name}.npy", last)
-    if name == "gloo":
+    values = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    values = values[:: max(1, len(values) // SAMPLE)][:SAMPLE]
+    np.save(folder / f"{name} {rank}.npy", np.array(losses if gpt else values, np.float64))
+    if contender.collective:
         distributed.barrier()
         os._exit(0)  # gloo's threads may abort a process that ends by itself
 
