@@ -22,10 +22,10 @@ Rules
   their values, or the run fails. With --models all losses of all workers are, and a row has the greatest difference from the
   first contender.
 - With more than two workers only the losses of the first 40 steps are. The sum of two gradients has one order, and the
-  server's kernels step SGD and AdamW as torch's fused ones do on this CPU: all losses are then equal bit for bit. More
+  server's kernels step SGD and AdamW as torch's fused ones (tried on AMD EPYC): all losses are equal bit for bit then. More
   gradients are added in one order by a server, in others by DDP and gloo, and training magnifies a difference of one
   rounding: with 1.3 M parameters and 4 workers to 2e-5 at step 51 with SGD, from 3e-7 at step 64 to 2e-3 at step 78 with
-  AdamW. That moves a weight whose gradient is hardly more than a rounding as far as any other. Two kernels of torch, AdamW
+  AdamW. AdamW moves a weight whose gradient is hardly more than a rounding as far as any other. Two kernels of torch, AdamW
   with fused=True and without it, on the same gradients, differ by 2e-4 within 100 steps; with eps=1e-3 by 4e-7.
 """
 
@@ -79,8 +79,6 @@ PAIRS = (
     ("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo"), ("journal", "torch"),
     ("journal", "ddp"), ("overlap", "ddp"), ("overlap", "journal"),
 )  # ours / theirs  # fmt: skip
-
-
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
@@ -239,8 +237,8 @@ def main(
     for option, text, known in given:
         if unknown := {*filter(None, text.split(","))} - known.keys():
             raise click.UsageError(f"--{option}: there is no {min(unknown)}; there are {', '.join(known)}")
-    values, gpts = partial(values_task, tensors=tensors), gpt_task
-    tasks = [gpts(size) for size in models.split(",")] if models else [values(size) for size in sizes.split(",")]
+    tasks = [gpt_task(size) for size in models.split(",")] if models else []
+    tasks = tasks or [values_task(size, tensors) for size in sizes.split(",")]
     with record.Recorder("speed/one_host", out) as recorder:
         for inner, task, count, parts in product(optimizers.split(","), tasks, numbers(workers), numbers(shards)):
             names, turn = (contenders or task.contenders).split(","), steps or task.steps(count)
@@ -249,12 +247,14 @@ def main(
             times, told = measure(names, script, count, parts, rounds)
             apart = differences(told, EQUAL_STEPS if task.losses and count > 2 else None)
             found = figures(times)
+            arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts}
+            arguments |= task.arguments
             if task.losses:
+                arguments["steps"] = WARM_UP + rounds * turn
                 found |= {f"loss of {name}": (float(each[:, -1].mean()), "nats a byte") for name, each in told.items()}
                 found |= {f"greatest difference of {name}": (each, "") for name, each in apart.items()}
-            arguments: dict[str, record.Scalar] = {"optimizer": inner, "workers": count, "shards": parts}
-            more: dict[str, Any] = {"arguments": arguments | task.arguments, "table": task.table}
-            recorder.add(f"{task.name}, {count} workers, {parts} shards", found, **more)
+            what = f"{task.name}, {count} workers, {parts} shards"
+            recorder.add(what, found, arguments=arguments, table=task.table)
 
 
 def figures(times: dict[str, list[float]]) -> record.Figures:
