@@ -11,6 +11,7 @@ Rules
   slowest worker. A ratio is of two times of one round; a row has the median over the rounds, and the smallest and the largest.
 - "journal" and "no journal": ps-serve and its workers. A step is `optimizer.step()`: the gradient leaves p.grad, the server
   folds and steps its optimizer, and the state is written into the parameters. "overlap": "journal" with overlap=True.
+  "group": "journal" with --group: the processes are one worker, and each steps with the mean of all.
 - "gloo": all_reduce of one flat gradient, the division, and a step of torch's optimizer with fused=True, its fastest on a CPU.
 - "ddp": DistributedDataParallel over gloo with its default buckets, and the same optimizer. "torch": one process, without any
   exchange.
@@ -77,7 +78,7 @@ Step = Callable[[], Any]  # from p.grad to new parameters
 Loss = Callable[[nn.Module, int], Tensor]  # of a model at a step
 PAIRS = (
     ("journal", "no journal"), ("journal", "gloo"), ("no journal", "gloo"), ("journal", "torch"),
-    ("journal", "ddp"), ("overlap", "ddp"), ("overlap", "journal"),
+    ("journal", "ddp"), ("overlap", "ddp"), ("overlap", "journal"), ("group", "journal"), ("group", "gloo"),
 )  # ours / theirs  # fmt: skip
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=True),
@@ -118,17 +119,20 @@ class Contender:
         serve: flags of ps-serve; None: there is no server.
         collective: its processes are a process group of gloo.
         backward: its step needs a backward pass before it.
+        grouped: its processes are one worker of the server.
     """
 
     join: Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Step]]
     serve: tuple[str, ...] | None = None
     collective: bool = False
     backward: bool = False
+    grouped: bool = False
 
 
 CONTENDERS = {
     "journal": Contender(narrows, ()),
     "no journal": Contender(narrows, ("--no-journal",)),
+    "group": Contender(narrows, (), grouped=True),
     "overlap": Contender(partial(narrows, overlap=True), (), backward=True),
     "gloo": Contender(gloo, collective=True),
     "ddp": Contender(ddp, collective=True, backward=True),
@@ -300,8 +304,8 @@ def measure(
         with ExitStack() as stack:
             for name in contenders:
                 script = [str(HERE), "worker", "--name", name, "--folder", folder, "--workers", str(workers), *told]
-                served = CONTENDERS[name].serve
-                started = apart(workers, script) if served is None else ours(served, workers, shards, script)
+                each = CONTENDERS[name]
+                started = apart(workers, script) if each.serve is None else ours(each, workers, shards, script)
                 running += stack.enter_context(started)
             for turn in range(rounds + 1):
                 for name in contenders:
@@ -325,11 +329,12 @@ def turn_ended(told: list[Path], running: list[Process]) -> bool:
 
 
 @contextmanager
-def ours(served: tuple[str, ...], workers: int, shards: int, script: list[str]) -> Iterator[list[Process]]:
+def ours(contender: Contender, workers: int, shards: int, script: list[str]) -> Iterator[list[Process]]:
     """ps-serve and its workers."""
-    ports = launch.free_ports(shards)
-    command = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", "-n", str(workers), *script)
-    flags = ["--sync", "bsp", "--workers", str(workers), *served]
+    ports, grouped = launch.free_ports(shards), contender.grouped
+    start = ["-n", str(workers), *["--group"] * grouped]
+    command = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", *start, *script)
+    flags = ["--sync", "bsp", "--workers", "1" if grouped else str(workers), *(contender.serve or ())]
     with launch.serving(flags, ports) as server, launch.started(command) as started:
         yield [server, started]
 

@@ -2,6 +2,7 @@
 
     python bench/speed/transport.py                        # 1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
     python bench/speed/transport.py --sync ssp --sizes 25
+    python bench/speed/transport.py --way tcp              # as between two machines: no shared memory, no Unix socket
     python bench/speed/transport.py --keys                 # with what keys cost (CURVE), in a second table
 
 Rules
@@ -42,6 +43,12 @@ MIB = 1 << 20
 ECHOES = [(kind, mib) for kind in ("tcp", "unix", "turn") for mib in (1, 2, 4)]
 LIMIT_S = 300.0
 HERE = Path(__file__).resolve()
+# By the way that messages take: the host of the server, and its flags. Only 127.0.0.1 and localhost have a Unix socket.
+WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "memory": ("127.0.0.1", ()),
+    "unix": ("127.0.0.1", ("--no-shared-memory",)),
+    "tcp": ("127.0.0.2", ()),
+}
 
 
 def echo_address(kind: str, port: int) -> str:
@@ -72,11 +79,20 @@ def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int, turn: b
 @click.option("--sync", default="bsp", help="mode of the server [bsp]")
 @click.option("--shards", default=1, help="server processes [1]")
 @click.option("--rounds", default=0, help="rounds of 9 steps and 9 echoes [so that each takes some seconds]")
+@click.option("--way", default="memory", type=click.Choice([*WAYS]), show_default=True, help="of large messages")
 @click.option("--keys", "keyed", is_flag=True, help="run each row once more with keys")
 @record.out_option("speed/transport")
 @click.pass_context
 def main(
-    context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, keyed: bool, out: Path
+    context: click.Context,
+    sizes: str,
+    workers: str,
+    sync: str,
+    shards: int,
+    rounds: int,
+    way: str,
+    keyed: bool,
+    out: Path,
 ) -> None:
     """Time push + pull against a raw echo."""
     if context.invoked_subcommand:
@@ -85,17 +101,24 @@ def main(
         for size in map(int, sizes.split(",")):
             for count in map(int, workers.split(",")):
                 turns = rounds or max(4, min(30, 400 // size))
-                arguments = {"workers": count, "sync": sync, "shards": shards}
-                figures = measure(size, count, sync, shards, turns)
+                arguments: dict[str, record.Scalar] = {"workers": count, "sync": sync, "shards": shards}
+                arguments |= {"way": way} if way != "memory" else {}
+                figures = measure(size, count, sync, shards, turns, way)
                 recorder.add(f"{size} MiB", figures, arguments=arguments)
                 if keyed:
-                    for name, told in (("without", figures), ("with", measure(size, count, sync, shards, turns, True))):
+                    for name, told in (
+                        ("without", figures),
+                        ("with", measure(size, count, sync, shards, turns, way, True)),
+                    ):
                         step: record.Figures = {"step": told["step"]}
                         recorder.add(f"{size} MiB, {name} keys", step, table="keys", arguments=arguments)
 
 
-def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: bool = False) -> record.Figures:
+def measure(
+    size: int, count: int, sync: str, shards: int, rounds: int, way: str, keyed: bool = False
+) -> record.Figures:
     """Run `count` workers of `size` MiB."""
+    host, flags = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         keys = key = list[str]()
         if keyed:
@@ -103,14 +126,14 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: b
             keys, key = ["--keys", folder], ["--key", str(add(folder, "bench", "worker"))]
         ports = launch.free_ports(shards)
         script = [str(HERE), "worker", "--size", str(size), "--rounds", str(rounds), "--out", folder]
-        worker = launch.ps_worker("--server", f"tcp://127.0.0.1:{ports[0]}", *key, "-n", str(count), *script)
+        worker = launch.ps_worker("--server", f"tcp://{host}:{ports[0]}", *key, "-n", str(count), *script)
         echo = subprocess.Popen(
             [sys.executable, str(HERE), "echo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         try:
             assert echo.stdout is not None
             port = echo.stdout.readline().strip()
-            with launch.serving(["--sync", sync, "--workers", str(count), *keys], ports):
+            with launch.serving(["--sync", sync, "--workers", str(count), *flags, *keys], ports, host):
                 launch.run([*worker, "--echo", port], LIMIT_S)
         finally:
             launch.end(echo)

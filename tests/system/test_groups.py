@@ -199,7 +199,7 @@ def test_shards_are_shared_out_evenly_and_in_order() -> None:
         for ranks in range(1, 9):
             owners = [owner(shard, shards, ranks) for shard in range(shards)]
             counts = [owners.count(rank) for rank in range(ranks)]
-            assert owners == sorted(owners) and max(counts) - min(counts) <= 1
+            assert owners == sorted(owners) and counts[0] == max(counts) and max(counts) - min(counts) <= 1
 
 
 class Ranks:

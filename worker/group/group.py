@@ -1,6 +1,7 @@
 """Collective operations of the processes of one machine that are one worker.
 
-torch.distributed carries them, by NCCL between GPUs, and by gloo between CPUs and between processes that share a GPU.
+torch.distributed carries them, by NCCL between GPUs, and by gloo between processes that share a GPU. Between CPUs gradients
+and parameters go through memory that the processes share (shared_gradients.py), and gloo carries agreements.
 
 Rules
 - All ranks call the same methods in the same order. If one rank alone receives an event, it first brings the event to
@@ -23,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.config.key_ranges import Keys, split
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.worker.group import group_liveness
+from narrows.worker.group import group_liveness, shared_gradients
+from narrows.worker.group.shared_gradients import SharedGradients
 from narrows.worker.runtime.child_process import NotAWorkerError
 from narrows.worker.runtime.config import WorkerConfig
 from narrows.worker.runtime.device import CUDA, device, local_rank
@@ -37,6 +39,15 @@ GLOO = "gloo"
 CPU = "cpu"  # in place of the name of a GPU
 DUPLICATE = "Duplicate GPU"  # in NCCL's error
 WHY_MAX = 500  # characters of torch's error in ours
+
+
+def shares(shards: int, ranks: int) -> list[Keys]:
+    """Return for each rank its first shard and the one after its last.
+
+    Each has consecutive shards, as many as any other or one more. The first ranks have one more: what rank 0 exchanges
+    with a shard need not go through another process.
+    """
+    return [(shards - after, shards - first) for first, after in reversed(split(shards, ranks))]
 
 
 class GroupEndedError(NarrowsError):
@@ -54,6 +65,7 @@ class Group:
     """
 
     _presence: group_liveness.GroupLiveness | None = None  # None until all ranks have opened its memory
+    _shared: SharedGradients | None = None  # None on GPUs, and where the system has no memory for them
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -153,6 +165,10 @@ class Group:
             self._broadcast(found, rank)
         return found.numpy().tobytes()
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self.least(0)
+
     def _all_reduce(self, tensor: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
         self._only_here()
         with _others():
@@ -188,17 +204,57 @@ class Group:
 
     # Collective operations on arrays, on their device. `slices`: the keys [begin, end) of each rank in `whole`.
 
+    def gradients(self, count: int, on: torch.device) -> torch.Tensor:
+        """Return zeros, float32[count], in which this rank puts its gradients for `reduce`.
+
+        On CPUs the other ranks read them there. So after `reduce` all ranks meet before one of them writes to it again.
+        """
+        if on.type != CPU:
+            return torch.zeros(count, device=on)
+        file, why = -1, ""
+        try:
+            file = shared_gradients.make(self.size, count) if self.leads else -1
+        except OSError as error:
+            why = str(error)
+        path = self.share(b"/proc/%d/fd/%d" % (os.getpid(), file) if file >= 0 else b"")
+        try:
+            file = os.open(path, os.O_RDWR) if not self.leads and path else file
+            self._shared = SharedGradients(file, self.rank, self.size, count) if path else None
+        except (OSError, ValueError) as error:
+            why = str(error)
+        everywhere = self.least(int(self._shared is not None))[0]
+        if file >= 0:
+            os.close(file)
+        if everywhere and self._shared is not None:
+            return self._shared.own
+        if why:
+            say_here(f"the processes of the group share no memory ({why}): gloo sums")
+        self._shared = None
+        return torch.zeros(count)
+
     def reduce(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
-        """Sum this rank's slice of `whole` over all ranks, in place. The rest of `whole` is undefined afterwards."""
+        """Sum this rank's slice of `whole` over all ranks, in place. The rest of `whole` is undefined afterwards.
+
+        Args:
+            whole: as `gradients` returned it.
+            slices: of all ranks.
+        """
+        if self._shared is not None:
+            self.meet()
+            return self._shared.sum(*slices[self.rank])
         self._only_here()
         with _others():
-            if dist.get_backend() == GLOO or whole.device.type == "cpu":
+            if dist.get_backend() == GLOO or whole.device.type == CPU:
                 dist.all_reduce(whole)  # gloo's is twice as fast as its reduce to each owner
             else:
                 self._all(dist.reduce, whole, slices)
 
     def spread(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
-        """Copy each rank's slice of `whole` to all ranks, in place."""
+        """Copy each rank's slice of `whole`, float32[count], to all ranks, in place."""
+        if self._shared is not None:
+            self._shared.show(slices, whole)
+            self.meet()
+            return self._shared.take(slices, whole)
         self._only_here()
         with _others():
             self._all(dist.broadcast, whole, slices)

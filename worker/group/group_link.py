@@ -35,12 +35,11 @@ from typing import Any, cast
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import split
 from narrows.protocols.effects import MemberEffect, MemberFailed, MemberWelcomed
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
-from narrows.worker.group.group import Group, GroupEndedError
+from narrows.worker.group.group import Group, GroupEndedError, shares
 from narrows.worker.runtime.launcher_pipe import say_here
 from narrows.worker.runtime.member_link import Command, LinkCommands, LinkEvents, MemberLink
 
@@ -68,8 +67,8 @@ LIMIT_S = 60.0  # all ranks dial within this
 
 
 def owner(shard: int, shards: int, ranks: int) -> int:
-    """Return the rank that has this shard's keys: each has consecutive shards, as many as any other or one more."""
-    return next(rank for rank, (begin, end) in enumerate(split(shards, ranks)) if begin <= shard < end)
+    """Return the rank that has this shard's keys."""
+    return next(rank for rank, (begin, end) in enumerate(shares(shards, ranks)) if begin <= shard < end)
 
 
 def _send(to: Connection, head: Sequence[Any], messages: Sequence[m.Message]) -> None:

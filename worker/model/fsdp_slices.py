@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
-from narrows.worker.group.group import Group
+from narrows.worker.group.group import Group, shares
 from narrows.worker.model.flat import Array, FlatModel, local_part, real, reshard
 from narrows.worker.model.model_slices import GradientCheck, ModelSlice
 
@@ -91,7 +91,7 @@ class FsdpSlices(ModelSlice):
                 f"this run has {len(ranges)} shards, and FSDP shards the model over {self.group.size} processes: their parts "
                 f"need as many shards, or a multiple; ps-serve --shards {self.group.size}"
             )
-        return range(*split(len(ranges), self.group.size)[self.group.rank])
+        return range(*shares(len(ranges), self.group.size)[self.group.rank])
 
     def reduce(self) -> bool:
         """Take over FSDP's gradients, which are means over the ranks already, not weighted by samples."""

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from narrows.protocols.config.key_ranges import Keys, split
+from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
-from narrows.worker.group.group import Group
+from narrows.worker.group.group import Group, shares
 from narrows.worker.model.flat import Array, FlatModel, FlatSpace, FloatArray, as_parameter, as_tensor, real, writing
 from narrows.worker.model.module_buffers import load_buffers, pack_buffers
 from narrows.worker.model.optimizers import each_of, why_whole
@@ -170,7 +170,7 @@ class ModelCut(ModelSlice):
     """Slices of a model that each rank has whole. The ranks sum gradients, and gather parameters.
 
     Memory on the parameters' device: 4 bytes for each key of the model, in which gradients are summed, 4 bytes for each
-    key of the slice, and the optimizer's state of the slice.
+    key of the slice, and the optimizer's state of the slice. On CPUs the group has 8 bytes for each key of the model besides.
     """
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group, check: GradientCheck) -> None:
@@ -179,7 +179,7 @@ class ModelCut(ModelSlice):
         flat.hold()
         for each in each_of(inner):  # a loaded state is of whole tensors
             each.register_load_state_dict_post_hook(lambda _: self.take_state())
-        self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
+        self.gradient = group.gradients(flat.size, flat.parameters[0].device)
         self._alike()
 
     def _alike(self) -> None:
@@ -194,7 +194,7 @@ class ModelCut(ModelSlice):
     def _of(self, ranges: Sequence[Keys]) -> list[Keys]:
         """The keys of each rank."""
         ends = [begin for begin, _ in ranges] + [self.total]
-        return [(ends[first], ends[last]) for first, last in split(len(ranges), self.group.size)]
+        return [(ends[first], ends[last]) for first, last in shares(len(ranges), self.group.size)]
 
     def moves(self, ranges: Sequence[Keys]) -> bool:
         return bool(self.slices) and self._of(ranges) != self.slices
@@ -210,7 +210,7 @@ class ModelCut(ModelSlice):
                 for tensor, state in states.items():
                     self.inner.state[self.flat.parameters[tensor]] = state
             self.take_state()
-        return range(*split(len(ranges), self.group.size)[self.group.rank])
+        return range(*shares(len(ranges), self.group.size)[self.group.rank])
 
     @torch.no_grad()
     def _cut(self) -> None:
@@ -231,7 +231,7 @@ class ModelCut(ModelSlice):
 
         Returns False, without a mean, if a gradient of any rank is not finite.
         """
-        usable, total = self.tallied(), self.counted
+        usable, total = self.tallied(), self.counted  # the ranks meet: none sums the gradients before these any more
         weight = (self.samples / total if total else 1.0) / self.scale
         self.samples = 0
         if not usable:
