@@ -1,5 +1,7 @@
 """A whole cluster in one process: the real machines and the real engine, joined by function calls instead of sockets.
 
+With `SharedPorts` (kit/ports.py) the messages between a worker and a shard go over sockets of this process.
+
 Each worker runs in its own thread, because an engine waits. One lock makes the machines take turns.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kit.ports import Ports
 from narrows.compression import warm_up
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import (
@@ -29,6 +32,7 @@ from narrows.protocols.effects import (
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
+from narrows.protocols.runtime.network.shared_memory import owned
 from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import decode, encode
 from narrows.ps.coordinator.coordinator import Coordinator
@@ -66,8 +70,11 @@ class Cluster:
     applied = 0  # calls of `_apply`
     held_ns = 0  # the time that all bytes together took on their links
 
-    def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
+    def __init__(
+        self, settings: Settings, parent: Cluster | None = None, name: str = "cluster", ports: Ports | None = None
+    ) -> None:
         self.settings, self.parent, self.name = settings.validated().begun(), parent, name
+        self.ports = ports or Ports()
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
         self.workers: dict[str, Link] = {}  # by the address that peers know
@@ -169,6 +176,7 @@ class Cluster:
                 elif peer in self.links:
                     link, shard = self.links[peer]
                     self.hold(link, frames)
+                    message = decode(self.ports.down((self.name, shard), link, frames))
                     link.deliver(link.member.receive(shard, message, self.now()))
 
         if self.parent is not None:
@@ -189,7 +197,22 @@ class Cluster:
         peer = id(link).to_bytes(NAME_BYTES, "big") + b".%d" % shard
         self.links[peer] = (link, shard)
         self.hold(link, frames)
-        self.arrive(shard, peer, decode(frames))
+        message, got = self.carried(link, shard, frames)
+        self.arrive(shard, peer, message)
+        self.ports.taken(link, (self.name, shard), got)
+
+    def carried(self, link: Link, shard: int, frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
+        """Return the message that a shard gets of a worker's frames, and the frames that it reads as it handles it.
+
+        As in ps/process/runner.py it copies most frames of a peer's memory before it reads them.
+        """
+        got = self.ports.up(link, (self.name, shard), frames)
+        message = decode(got)
+        if self.servers[shard].shard.reads_in_place(message):
+            return message, got
+        copied = owned(got)
+        self.ports.taken(link, (self.name, shard), got)
+        return decode(copied), copied
 
 
 class Link(LinkCommands):

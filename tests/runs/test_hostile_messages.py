@@ -11,10 +11,13 @@ import io
 import math
 import pickle
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
+from itertools import cycle
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,8 +26,10 @@ import pytest
 import torch
 import zmq
 from kit.in_process import Cluster, store_of
-from kit.scripts import build, loss_of, run, tree
+from kit.ports import Ports, SharedPorts
+from kit.scripts import build, flat, loss_of, run, train, tree
 from kit.seed import SEED
+from kit.specs import VALUE_STAGES, same_bits
 from kit.virtual_time import Script, finished
 from numba.core.dispatcher import Dispatcher
 
@@ -190,16 +195,23 @@ class Tally:
 class Hostile(Cluster):
     """Servers with peers that forge: workers, clusters below, the server above, clusters that gossip with this one."""
 
-    def __init__(self, settings: Settings, tally: Tally, parent: Cluster | None = None, name: str = "cluster") -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        tally: Tally,
+        parent: Cluster | None = None,
+        name: str = "cluster",
+        ports: Ports | None = None,
+    ) -> None:
         self.tally = tally
-        super().__init__(settings, parent, name)
+        super().__init__(settings, parent, name, ports)
 
     def arrive(self, shard: int, peer: bytes, message: m.Message) -> None:
         def take(server: Server, fake: m.Message) -> list[ServerEffect]:
             return server.handle(peer, fake, self.now())
 
         if peer != COORDINATOR and not peer.startswith(b"shard-"):  # what the servers of one cluster say is their own
-            self._forge(shard, message, take)
+            self._forge(shard, message, take, partial(self._again, peer, shard))
         super().arrive(shard, peer, message)
 
     def arrive_above(self, shard: int, message: m.Message) -> None:
@@ -209,34 +221,47 @@ class Hostile(Cluster):
         self._forge(shard, message, take, ends=True)
         super().arrive_above(shard, message)
 
+    def _again(self, peer: bytes, shard: int, fake: m.Message) -> list[m.Message]:
+        """Return a worker's message as it comes through shared memory, if it does."""
+        if peer not in self.links or not isinstance(self.ports, SharedPorts):
+            return []
+        return [self.carried(self.links[peer][0], shard, encode(fake))[0]]
+
     def _forge(
         self,
         shard: int,
         message: m.Message,
         take: Callable[[Server, m.Message], list[ServerEffect]],
+        again: Callable[[m.Message], list[m.Message]] = lambda fake: [],
         ends: bool = False,
     ) -> None:
-        """Copies of all servers here take copies of a message, and all that follows from it. `ends`: whoever says it is
-        trusted with the end of this cluster, and only with that. The copies that refused a message take the next one."""
+        """Copies of all servers here take copies of a message, and all that follows from it. `again`: other forms of a message,
+        which must meet with the same. `ends`: whoever says it is trusted with the end of this cluster, and only with that. The
+        copies that refused a message take the next one."""
         copies, before = Copies(self.servers), state_of(self.servers[shard])
         victims: list[Server] = []
         for fake in forged(message, self.tally.rng, self.tally.count):
-            victims = victims or copies.make()
-            try:
-                effects = take(victims[shard], fake)
-                self.tally.taken += 1
-            except NarrowsError as error:
-                self.tally.refused += 1
-                text = str(error)
-                assert "\n" not in text and 0 < len(text) < 500
-                assert ends or state_of(victims[shard]) == before, (
-                    f"{fake} was refused ({text}), yet it changed the state"
-                )
-                if not ends:
-                    continue
-                effects = victims[shard].fail_above(text, self.now())
-            self._follow(victims, shard, effects)
-            victims = []
+            answers = set[str]()
+            for form in (fake, *again(fake)):
+                victims = victims or copies.make()
+                try:
+                    effects = take(victims[shard], form)
+                    self.tally.taken += 1
+                    answers.add("")
+                except NarrowsError as error:
+                    self.tally.refused += 1
+                    text = str(error)
+                    answers.add(text)
+                    assert "\n" not in text and 0 < len(text) < 500
+                    assert ends or state_of(victims[shard]) == before, (
+                        f"{form} was refused ({text}), yet it changed the state"
+                    )
+                    if not ends:
+                        continue
+                    effects = victims[shard].fail_above(text, self.now())
+                self._follow(victims, shard, effects)
+                victims = []
+            assert len(answers) == 1, f"{fake} meets with {answers}"
 
     def _follow(self, victims: list[Server], shard: int, effects: list[ServerEffect]) -> None:
         """Take all effects, and hand on what the servers of one cluster say to each other."""
@@ -256,6 +281,10 @@ class Hostile(Cluster):
                     queue.append((other, victims[other].handle(COORDINATOR, message, self.now())))
             while victims[shard].inner:
                 queue.append((shard, victims[shard].advance(self.now())))
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 def script(settings: Settings, workers: int, worker: int) -> None:
@@ -300,12 +329,15 @@ def check(tally: Tally, *clusters: Cluster) -> None:
             assert np.isfinite(store_of(server).x).all()
 
 
+@pytest.mark.parametrize("way", [Ports, SharedPorts])
 @pytest.mark.parametrize("settings", ONE_LEVEL, ids=lambda s: f"{s.sync} {s.compress} {s.push}")
-def test_a_server_survives_what_a_worker_may_send(settings: Settings) -> None:
-    tally = Tally(random.Random(f"{SEED} {settings}"), FORGED)
-    cluster = Hostile(settings, tally)
-    with run(settings, cluster) as started:
-        started.together(lambda worker: script(settings, settings.workers, worker))
+def test_a_server_survives_what_a_worker_may_send(settings: Settings, way: type[Ports]) -> None:
+    """Each message comes as a copy. Through shared memory it comes that way too, and must meet with the same answer."""
+    tally = Tally(random.Random(f"{SEED} {settings}"), FORGED if way is Ports else FORGED // 2)
+    with closing(way()) as ports:
+        cluster = Hostile(settings, tally, ports=ports)
+        with run(settings, cluster) as started:
+            started.together(lambda worker: script(settings, settings.workers, worker))
     check(tally, cluster)
 
 
@@ -318,6 +350,70 @@ def test_servers_of_two_levels_survive_what_the_other_level_may_send(above: Sett
         scripts = [Script(started, worker, partial(script, below, 2, worker)) for worker in range(2)]
         finished(started, [root, *clusters], *scripts, real_s=300.0)
     check(tally, root, *clusters)
+
+
+# A worker that writes to its memory once its push has arrived.
+
+
+CODED_SPECS = (
+    *VALUE_STAGES,
+    "lz4",
+    "topk:0.2",
+    "mstopk:0.2+int8",
+    "randk:0.2+bf16",
+    "threshold:1.0",
+    "cycle:0.5/0.3+sign",
+)
+BEHIND_A_BARRIER: tuple[dict[str, Any], ...] = ({"sync": "bsp"}, {"sync": "bsp", "push": "update"}, {"sync": "local"})
+
+
+@pytest.mark.parametrize(("flags", "spec"), [*zip(cycle(BEHIND_A_BARRIER), CODED_SPECS, strict=False)], ids=str)
+def test_a_coded_push_that_changes_while_it_waits_changes_nothing(flags: dict[str, Any], spec: str) -> None:
+    """It waits at the barrier for that of the other worker."""
+    rng, models = np.random.default_rng(SEED), list[Any]()
+    settings = Settings(**flags, compress=spec, workers=2, shards=2)
+
+    def spoil(worker: Any, payload: Any) -> None:
+        payload[:] = rng.integers(0, 256, payload.size, np.uint8)
+
+    for ports in (Ports(), SharedPorts(spoil)):
+        with closing(ports), run(settings, Cluster(settings, ports=ports)) as started:
+            models += started.together(lambda worker: train(STEPS, sgd))
+    assert all(same_bits(model, models[0]) for model in models)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 1e30, 1e-9])
+@pytest.mark.parametrize("flags", [{"sync": "bsp"}, {"sync": "local", "outer_lr": 1.0, "outer_momentum": 0.0}], ids=str)
+def test_raw_values_that_change_while_they_wait_spoil_their_own_share_alone(
+    flags: dict[str, Any], value: float
+) -> None:
+    """What is longer by then, or not finite, is left out. Else it is folded as it is: the shard reads it where it lies."""
+    pushes, spoilt = threading.Event(), threading.Event()
+    settings = Settings(**flags, workers=2, local_steps=1)
+
+    def spoil(worker: Any, payload: Any) -> None:
+        if pushes.is_set() and worker.member.worker == 1:
+            payload.view(np.float32)[:] = value
+            spoilt.set()
+
+    def each(worker: int) -> Any:
+        net = build()
+        optimizer = DistributedOptimizer(sgd(net), net)
+        loss_of(net, worker).backward()
+        if worker == 1:
+            pushes.set()
+        assert worker == 1 or spoilt.wait(10.0)
+        optimizer.step()
+        optimizer.finish()
+        return flat(net)
+
+    with closing(SharedPorts(spoil)) as ports, run(settings, Cluster(settings, ports=ports)) as started:
+        models = started.together(each)
+    alone = build()
+    loss_of(alone, 0).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1 / 2).step()
+    assert np.array_equal(models[0], models[1])
+    np.testing.assert_allclose(models[0], flat(alone), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["raw", "lz4", "fp16", "topk:0.5+bf16"])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import cycle
+
 import numpy as np
 import pytest
 import torch
+from kit import specs
 from kit.in_process import Cluster
+from kit.ports import Ports, SharedPorts
 from kit.scripts import Array, build, flat, mean_loss, run, train, tree
-from kit.specs import SMALL_MODEL_SPECS
+from kit.specs import SMALL_MODEL_SPECS, same_bits
 
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
@@ -15,6 +20,10 @@ from narrows.protocols.config.settings import Settings
 STEPS = 8
 # The server above a cluster has these modes: what the cities of the README run, and a barrier.
 ABOVE = {"ssp": {"staleness": 1}, "bsp": {"push": "update"}}
+
+WAYS = (Ports, SharedPorts)
+# Modes of kit/specs.py in which the updates of several workers are folded in the same order in each run.
+IN_ORDER = ("bsp", "bsp, updates", "local", "gossip")
 
 
 def script(worker: int) -> Array:
@@ -32,11 +41,25 @@ def check(models: list[Array]) -> None:
     assert mean_loss(models[0], STEPS) < mean_loss(flat(build()), STEPS) - 0.02
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compress", SMALL_MODEL_SPECS)
 @pytest.mark.parametrize("mode", MODES)
-def test_one_level(mode: str, compress: str) -> None:
-    with run(settings(mode, compress)) as started:
+def test_one_level(mode: str, compress: str, way: type[Ports]) -> None:
+    with closing(way()) as ports, run(Settings(), Cluster(settings(mode, compress), ports=ports)) as started:
         check(started.together(script))
+
+
+@pytest.mark.parametrize(("mode", "compress"), [*zip(specs.MODES, cycle(SMALL_MODEL_SPECS), strict=False)])
+def test_shared_memory_changes_no_bit(mode: str, compress: str) -> None:
+    """One worker, where it depends on the time in what order the updates of several are folded."""
+    models, flags = list[Array](), specs.MODES[mode]
+    for way in WAYS:
+        workers = 2 if mode in IN_ORDER else 1
+        cluster = Settings(**flags, compress=compress, workers=workers, shards=2)
+        with closing(way()) as ports, run(Settings(), Cluster(cluster, ports=ports)) as started:
+            models += started.together(script)
+        assert not isinstance(ports, SharedPorts) or ports.carried
+    assert all(same_bits(model, models[0]) for model in models)
 
 
 BELOW = [name for name, mode in MODES.items() if mode.update_rule is not FoldRule.MIX]

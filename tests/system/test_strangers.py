@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,10 @@ from kit.scripts import distance, flat
 
 from narrows.compression import codecs
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import local_endpoint
+from narrows.protocols.runtime.network import shared_memory
+from narrows.protocols.runtime.network.shared_memory import LEAST_BYTES
+from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.protocols.wire import MAGIC, VERSION, decode, encode
 
 LIMIT_MS = 10_000
@@ -44,9 +48,44 @@ def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
         context.destroy(0)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "ssp"])
-def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
+def linked(stack: ExitStack, port: int) -> tuple[Sockets, str]:
+    """Return a stranger that shares memory with a shard, and the address of the shard."""
+    made, address = stack.enter_context(closing(Sockets(known_as=lambda address: b"stranger"))), local_endpoint(port)
+    made.send(address, [b"hello"])
+    answers = list[object]()
+
+    def ready() -> bool:
+        answers.extend(made.receive(5))
+        return bool(answers) and any(link.ready for link in made.memory.links.values())
+
+    until(ready, "a link, and an answer")
+    return made, address
+
+
+def said_in_memory(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
+    """As `said`; each payload lies in the stranger's memory."""
+    heard = list[m.Message]()
+    with ExitStack() as stack:
+        stranger, address = linked(stack, port)
+        for message in messages:
+            assert not stranger.send(address, encode(message)).dropped
+
+        def answered() -> bool:
+            heard.extend(decode(frames) for _, frames in stranger.receive(50))
+            return len(heard) == len(messages)
+
+        until(answered, "the answers")
+        carried = sum(len(encode(message)) == 2 for message in messages)
+        assert carried == stranger.memory.links[address].sequence > 0
+    return heard
+
+
+@pytest.mark.parametrize(("sync", "says"), [("bsp", said), ("ssp", said), ("bsp", said_in_memory)])
+def test_nobody_speaks_for_a_worker_but_itself(
+    sync: str, says: Callable[[int, Sequence[m.Message]], list[m.Message]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It knows all numbers: worker, epoch, clock, keys. The run ends as if it had not been there."""
+    monkeypatch.setattr(shared_memory, "LEAST_BYTES", 1)
     with serving("--sync", sync, "--shards", "2") as server:
         worker = Worker(server.address)
         worker.train(5)
@@ -71,7 +110,7 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
                     m.BuffersRequest(**who, clock=0),
                     m.RangeRequest(**who, number=1, clock=0, holds=0, samples=9, size=3, limit=3),
                 ]
-            for answer in said(ports[shard], forged):
+            for answer in says(ports[shard], forged):
                 assert isinstance(answer, m.Refuse) and "not from worker 0" in answer.text
         worker.train(7)
         worker.engine.finish()
@@ -91,6 +130,9 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         for _ in range(20):
             made = stack.enter_context(shaken(server.port))
             made.sendall(b"".join(noise(rng, kind) for kind in ("noise", "ours") for _ in range(50)))
+        stranger, address = linked(stack, server.port)
+        for _ in range(100):
+            stranger.send(address, [OURS + rng.randbytes(30), rng.randbytes(LEAST_BYTES)])
         # The oldest connections are ended first: these must have been read.
         until(lambda: "too many messages that were refused" in server.command.out, server.command)
         for _ in range(600):

@@ -374,13 +374,11 @@ class SharedMemory:
     Args:
         watch: watches a descriptor.
         unwatch: ends that.
-        on: False: there is no link, and all frames go through ZeroMQ.
         keep: gets the pool of each peer that dials, and its descriptor, which it may duplicate.
     """
 
     watch: Callable[[int, Callable[[], object]], None]
     unwatch: Callable[[int], None]
-    on: bool = True
     keep: Callable[[PeerPool, int], None] = lambda pool, file: None
     links: dict[Peer, SharedLink] = field(default_factory=dict)  # by peer
     lines: dict[int, Line] = field(default_factory=dict)  # by descriptor
@@ -391,7 +389,7 @@ class SharedMemory:
     _pool: FramePool | None = None
 
     def __post_init__(self) -> None:
-        self.on = self.on and available()
+        self.on = available()  # False: there is no link, and all frames go through ZeroMQ
 
     @property
     def pool(self) -> FramePool:

@@ -173,7 +173,8 @@ class Sockets:
         cut: gets a peer whose connection has ended: one that was dialled, and with `connections` also one that dialled.
         connections: limits the connections of peers that dial this process; None: no limit.
         faulted: gets a sentence about the first library error of each kind.
-        shares: large frames between processes of this machine and user lie in shared memory (shared_memory.py).
+        shares: peers of this machine and user that dial this process may send frames in shared memory (shared_memory.py):
+            its owner copies each frame that a peer must not change before it reads it.
     """
 
     def __init__(
@@ -186,10 +187,10 @@ class Sockets:
         cut: Callable[[Peer], None] = lambda peer: None,
         connections: Connections | None = None,
         faulted: Callable[[str], None] = lambda text: None,
-        shares: bool = True,
+        shares: bool = False,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
-        self.cut, self.connections = cut, connections
+        self.cut, self.connections, self.shares = cut, connections, shares
         self.faults = LibraryFaults(faulted)
         self._door: CurveAuthenticator | None = None
         self._strangers: ListenerMonitor | None = None
@@ -206,7 +207,7 @@ class Sockets:
         self._awake.setblocking(False)
         self._waker.setblocking(False)
         self.watch(self._awake.fileno(), self._wake_up)
-        self.memory = SharedMemory(self.watch, self.unwatch, shares)
+        self.memory = SharedMemory(self.watch, self.unwatch)
 
     def report_to(
         self,
@@ -274,7 +275,8 @@ class Sockets:
             raise UsageError(f"cannot listen on {address}: {why}") from None
         host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
         if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
-            self.memory.listen(local_endpoint(int(port)))
+            if self.shares:
+                self.memory.listen(local_endpoint(int(port)))
             try:
                 router.bind(local_endpoint(int(port)))
             except zmq.ZMQError as error:  # any process of this machine may have taken the name

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from narrows.protocols.addresses import local_endpoint
+from narrows.protocols.addresses import local_endpoint, parse_address
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.network import shared_memory
 from narrows.protocols.runtime.network.shared_memory import (
@@ -36,6 +36,7 @@ from narrows.protocols.runtime.network.shared_memory import (
     owned,
 )
 from narrows.protocols.runtime.network.sockets import OPTIONS, SENT, Peer, Sockets
+from narrows.worker.runtime.member_link import MemberLink
 
 pytestmark = pytest.mark.skipif(not available(), reason="the system has no shared memory")
 
@@ -57,9 +58,9 @@ def dialler() -> Sockets:
 class Pair:
     """A listening port and one that has dialled it, in one process, with a link between them."""
 
-    def __init__(self, server: Sockets, child: Sockets) -> None:
+    def __init__(self, server: Sockets, child: Sockets, address: str = "") -> None:
         self.server, self.child = server, child
-        self.address = local_endpoint(server.listen("tcp://127.0.0.1:0"))
+        self.address = address or local_endpoint(server.listen("tcp://127.0.0.1:0"))
         child.send(self.address, [b"hello"])
         (self.peer, _), *_ = self.heard(server)
         self.meet()
@@ -68,7 +69,7 @@ class Pair:
         """Wait until both sides use their link."""
         memories = (self.server.memory, self.child.memory)
         deadline = time.monotonic() + LIMIT_S
-        while not all(any(x.ready for x in each.links.values()) for each in memories):
+        while not all(each.links and all(x.ready for x in each.links.values()) for each in memories):
             assert time.monotonic() < deadline
             for port in (self.server, self.child):
                 assert not [*port.receive(5)]
@@ -94,7 +95,7 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with closing(Sockets()) as server, closing(dialler()) as child:
+    with closing(Sockets(shares=True)) as server, closing(dialler()) as child:
         yield Pair(server, child)
 
 
@@ -157,7 +158,7 @@ def test_no_receiver_can_write_to_a_frame(pair: Pair) -> None:
 
 
 def test_a_buffer_that_goes_to_several_peers_in_one_turn_is_copied_once() -> None:
-    with closing(Sockets()) as server, closing(dialler()) as one, closing(dialler()) as other:
+    with closing(Sockets(shares=True)) as server, closing(dialler()) as one, closing(dialler()) as other:
         first = Pair(server, one)
         other.send(first.address, [b"hello"])
         second, deadline = b"", time.monotonic() + LIMIT_S
@@ -231,7 +232,7 @@ def test_a_reference_to_a_link_that_has_ended_here_is_dropped(pair: Pair) -> Non
 
 def test_a_server_that_starts_again_has_a_link_again() -> None:
     with closing(dialler()) as child:
-        server = Sockets()
+        server = Sockets(shares=True)
         pair = Pair(server, child)
         pair.child.send(pair.address, [b"", frame(1)])
         pair.heard(server)
@@ -241,7 +242,7 @@ def test_a_server_that_starts_again_has_a_link_again() -> None:
             assert time.monotonic() < deadline
             [*child.receive(5)]
         number = int(pair.address.rsplit("-", 1)[1])
-        with closing(Sockets()) as again:
+        with closing(Sockets(shares=True)) as again:
             again.listen(f"tcp://127.0.0.1:{number}")
             pair.server = again
             pair.meet()
@@ -318,7 +319,7 @@ def files(seals: int = shared_memory.SEALS, sizes: tuple[int, int] = (POOL_BYTES
     ],
 )
 def test_a_peer_that_does_not_say_what_it_should_gets_no_link(said: bytes, sent: Callable[[], list[int]]) -> None:
-    with closing(Sockets()) as server, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    with closing(Sockets(shares=True)) as server, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(door(local_endpoint(server.listen("tcp://127.0.0.1:0"))))
         line.settimeout(LIMIT_S)
         assert server.memory.pool.end == 0
@@ -339,7 +340,7 @@ def test_a_peer_that_does_not_say_what_it_should_gets_no_link(said: bytes, sent:
 
 def test_another_user_gets_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "peer_uid", lambda line: os.getuid() + 1)
-    with closing(Sockets()) as server, closing(dialler()) as child:
+    with closing(Sockets(shares=True)) as server, closing(dialler()) as child:
         address = local_endpoint(server.listen("tcp://127.0.0.1:0"))
         child.send(address, [b"", bytes(LEAST_BYTES)])
         deadline, heard = time.monotonic() + LIMIT_S, list[Message]()
@@ -352,7 +353,7 @@ def test_another_user_gets_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_shares_nothing_has_no_door() -> None:
-    with closing(Sockets(shares=False)) as server, closing(dialler()) as child:
+    with closing(Sockets()) as server, closing(dialler()) as child:
         address = local_endpoint(server.listen("tcp://127.0.0.1:0"))
         assert child.send(address, [b"", bytes(LEAST_BYTES)]).dropped == SENT.dropped
         assert not child.memory.lines
@@ -424,7 +425,7 @@ def mapped() -> int:
 
 
 def test_a_killed_sender_leaves_its_frames_and_nothing_else() -> None:
-    with closing(Sockets()) as server:
+    with closing(Sockets(shares=True)) as server:
         address = local_endpoint(server.listen("tcp://127.0.0.1:0"))
         assert server.memory.pool.end == 0  # its own is mapped
         before = mapped()
@@ -446,3 +447,59 @@ def test_a_killed_sender_leaves_its_frames_and_nothing_else() -> None:
         del payload, heard
         gc.collect()
         assert mapped() <= before
+
+
+def test_nobody_shares_memory_with_a_worker_that_peers_dial() -> None:
+    """Peers of gossip go over TCP. A stranger could change an offer there after it was checked: a worker copies none."""
+    link = MemberLink("tcp://127.0.0.1:1", "token", "here", b"")
+    try:
+        link.listen()
+        deadline = time.monotonic() + LIMIT_S
+        while not link.member.address:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        _, port = parse_address("", link.member.address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line, pytest.raises(ConnectionRefusedError):
+            line.connect(door(local_endpoint(port)))
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("returned", ["nothing", "before it was read", "the sequence of another frame", "any number"])
+def test_what_a_peer_says_of_its_frames_frees_none_of_another_peer(returned: str) -> None:
+    """One of two peers writes into its table what it likes. The frames of the other one, in the same pool, arrive and stay."""
+    with closing(Sockets(shares=True)) as server, closing(dialler()) as one, closing(dialler()) as other:
+        first = Pair(server, one)
+        second = Pair(server, other, first.address)
+        down, hostile = first.down, first.up.own
+        held = list[Buffer]()
+        for turn in range(40):
+            for peer in (first.peer, second.peer):
+                server.send(peer, [b"", values := frame(turn)])
+            sequence = down.sequence
+            if returned != "nothing":
+                hostile[:] = {"before it was read": sequence, "any number": turn}.get(returned, sequence - 1)
+            ((_, (_, payload)),) = second.heard(other)
+            assert bytes(payload) == bytes(values)
+            held = [*held, payload][-3:]
+            assert [int(np.frombuffer(each, np.float32)[-1]) for each in held] == [*range(max(0, turn - 2), turn + 1)]
+        assert returned != "nothing" or (len(down.sent) == 40 and len(second.down.sent) < 8)
+
+
+def test_a_reference_that_comes_again_is_another_view_of_the_same_bytes(pair: Pair) -> None:
+    """A sender that uses a ticket again, or names bytes twice, loses count of its own frames alone."""
+    reference = pair.up.put(frame(1), again=False)
+    assert reference is not None
+    number, ticket, sequence, offset, size = REFERENCE.unpack(reference)
+    views = [
+        pair.down.open(reference),
+        pair.down.open(REFERENCE.pack(number, ticket, sequence + 9, offset + 4, size - 4)),
+    ]
+    assert [bytes(each) for each in views if each is not None] == [bytes(frame(1)), bytes(frame(1))[4:]]
+    del views
+    gc.collect()
+    pair.up.settle()
+    assert int(pair.down.own[ticket]) in (sequence, sequence + 9)
+    pair.child.send(pair.address, [b"", frame(2)])
+    ((_, (_, payload)),) = pair.heard(pair.server)
+    assert set(np.frombuffer(payload, np.float32)) == {2}
