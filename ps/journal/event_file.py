@@ -43,7 +43,7 @@ import numpy as np
 from narrows.protocols.config.memory import PEER_BYTES_MAX
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
-from narrows.protocols.runtime.network.shared_memory import FrameHold, of_peer
+from narrows.protocols.runtime.network.shared_memory import FrameHold, of_peer, owned
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.journal.frame_pools import FramePools
 from narrows.ps.replication.events import MachineEvent
@@ -112,11 +112,14 @@ class EventFile:
             in_place: a frame in the kept pool of a peer may stay there. The peer may change it: replay may see other bytes.
 
         Returns:
-            The same frames. A large frame is a view of the file, unless it stays in its peer's pool.
+            The same frames. A large frame is a view of the file, unless it stays in its peer's pool. Without `in_place`
+            a small one in a peer's memory is copied first: the machine gets the bytes that the file has.
 
         Raises:
             OSError: the system has no memory for it.
         """
+        if not in_place and any(len(frame) < self.least for frame in frames if of_peer(frame) is not None):
+            frames = owned(frames)
         stay = [self._stays(frame) if in_place else None for frame in frames]
         lengths = [[*place, len(frame)] if place else len(frame) for frame, place in zip(frames, stay, strict=True)]
         about = pack([event.described(), lengths])

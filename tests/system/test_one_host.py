@@ -129,6 +129,25 @@ def test_a_shard_that_is_killed_folds_what_lies_in_the_workers_memory(
         assert all(models[0][name].equal(values) for name, values in models[1].items())
 
 
+def test_a_shard_that_is_killed_goes_on_with_what_a_scribbler_has_left_of_its_pushes(tmp_path: Path) -> None:
+    """The next process reads other bytes than the first one did: they are still the scribbler's share alone."""
+    path, folder = script(tmp_path, f"import time; time.sleep(0.01){SCRIBBLES.rstrip()}"), tmp_path / "kept"
+    flags = f"--sync bsp --shards 2 --workers 2 --lease 2 --checkpoint-dir {folder}"
+    with (
+        serving(*flags.split()) as server,
+        started("ps-worker", "--server", server.address, "-n", "2", path, "100") as command,
+    ):
+        until(lambda: "is left out" in server.command.out, server.command)  # it has begun
+        for shard in (0, 1):
+            server.kill_shard(shard)
+        command.wait()
+        assert server.command.wait() == 0, f"{command} {server.command}"
+        assert server.command.out.count("goes on where it was") == 2 and "goes back" not in server.command.out
+        assert "1 of 2 workers done" in command.err or "2 of 2 workers done" in command.err, command
+    model = load_file(folder / "model.safetensors")
+    assert all(values.isfinite().all() for values in model.values())
+
+
 def holders() -> set[int]:
     """Processes that hold memory of this module's runs: it is that of all runs on this machine."""
     found = set()

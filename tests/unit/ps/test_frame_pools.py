@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,6 +188,23 @@ def test_without_descriptors_nothing_is_lost(ends: tuple[int, ...]) -> None:
 
 def event(number: int) -> MachineEvent:
     return MachineEvent(EventKind.BELOW, number, b"a" * m.NAME_BYTES + b"x")
+
+
+@pytest.mark.parametrize("least", [event_file.LEAST_BYTES, 1, sys.maxsize], ids=["small", "large", "no map"])
+def test_the_machine_handles_the_bytes_that_the_journal_has(
+    file: int, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Else a peer that changes its frame meanwhile has a shard that is killed come back with another update."""
+    of_peer, at = sender(3)
+    frame = PeerPool(of_peer.readable, 9).view(at, LEAST_BYTES, FrameHold())
+    events = EventFile(file)
+    events.least = least
+    events.restart(1)
+    noted = events.append(event(1), [*encode(m.Push(0, 0, 1, 0, 1, 0, COUNT, 1, b"", 0, frame))])
+    of_peer.values[at : at + LEAST_BYTES] = 0xFF
+    (kept,) = EventFile(file).events()
+    assert isinstance(kept.message, m.Push)
+    assert bytes(noted[1]) == bytes(kept.message.payload) == b"\0\0\x40\x40" * COUNT
 
 
 def test_an_event_names_the_frame_that_stays_in_place(file: int, ends: tuple[int, ...]) -> None:
