@@ -43,10 +43,8 @@ from kit.processes import GONE_S, Command, Server, parent, serving, started, unt
 from lab import record
 
 STEPS, LAST = 110, 10  # steps of a run; a worker waits before the last of them until all strikes are made
-EVERY, EVERY_EVENT = (
-    3,
-    60,
-)  # passes of the phase before the first strike: of those of a clock, and of those of each event
+EVERY = 3  # passes of a phase of a clock before the first strike
+EVERY_EVENT = 60  # the same of a phase of each event
 STOPS_S = 0.005  # between two looks for a process that has stopped
 END_S = 100.0  # of a run
 MORE_MAX = 10  # descriptors of a process for connections that come and go
@@ -200,17 +198,10 @@ class Run:
     def _workers(self, server: Server, count: int, name: str, struck: bool) -> Command:
         silent_s = "4" if self.trial.role == "ps-serve" else "60"
         script = (self.script, self.hold, self.trial.steps - LAST, self.trial.steps)
-        words = (
-            "ps-worker",
-            "-n",
-            str(count),
-            "--server",
-            server.address,
-            "--server-timeout",
-            silent_s,
-            *map(str, script),
+        words = f"ps-worker -n {count} --server {server.address} --server-timeout {silent_s}".split()
+        return self.stack.enter_context(
+            started(*words, *map(str, script), cwd=self.here, env=self._telling(name, struck))
         )
-        return self.stack.enter_context(started(*words, cwd=self.here, env=self._telling(name, struck)))
 
     def go(self) -> None:
         server = self._server("server")
@@ -282,9 +273,8 @@ class Run:
             os.kill(pid, signal.SIGKILL)
             self.kills += 1
         if stopped in struck and stopped in shards:
-            until(
-                lambda: stopped not in server.pids, "another shard", END_S
-            )  # without a fork server it imports torch first
+            # Without a fork server it imports torch first.
+            until(lambda: stopped not in server.pids, "another shard", END_S)
         if stopped not in struck:
             os.kill(stopped, signal.SIGCONT)
 
@@ -381,12 +371,8 @@ def main(modes: str, roles: str, jobs: int, out: Path) -> None:
                 rows.append(row)
         for mode in modes.split(","):
             for role in roles.split(","):
-                add(
-                    recorder,
-                    mode,
-                    role,
-                    [row for row in rows if (row["trial"].mode, row["trial"].role) == (mode, role)],
-                )
+                ours = [row for row in rows if (row["trial"].mode, row["trial"].role) == (mode, role)]
+                add(recorder, mode, role, ours)
     sys.exit(any(row["wrong"] or row["left"] for row in rows))
 
 
