@@ -325,6 +325,8 @@ class RunSession(LoaderFacts):
             if engine is not None and engine.privacy is not None and engine.hides:
                 self._tell_privacy(engine.sync.clock, engine.privacy)
             if self.tells:
+                if engine is not None:
+                    self.figures.end()
                 up, down = self.link.bytes_up, self.link.bytes_down
                 edges = [
                     all_ - max(0, by - at) for all_, by, at in zip((up, down), self._bytes, self._begun, strict=True)

@@ -65,6 +65,8 @@ from narrows.ps.command.serve import checked, serve
 @click.option(
     "--record", default="", help="write events of the run and figures of its workers to this file, a JSON object a line"
 )
+@click.option("--trace", type=click.IntRange(0), default=0, metavar="N", help="add events of every Nth clock to --record, "
+              "for ps-plot --trace; 0: none [0]")  # fmt: skip
 @glance_flags
 @click.option("--print", default="", metavar="FORMAT", help="print a job file for a manager, filled in from the other flags: "
               "slurm, jobset, kubeflow, dockerfile, sky, dstack, ray or compose")  # fmt: skip

@@ -13,7 +13,7 @@ from narrows.ps.dashboard.event_texts import sentence
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
-FIGURES = ("worker", "summary", "waits", "handed over", "ended")
+FIGURES = ("worker", "summary", "waits", "handed over", "ended", "trace")
 NOTED = (
     "void",
     "long",
@@ -21,6 +21,7 @@ NOTED = (
     "worker",
     "epoch",
     "waits",
+    "trace",
 )  # events that go to the record of the ps-worker which embeds this server
 # Events that a user of ps-worker must see.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",

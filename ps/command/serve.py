@@ -129,6 +129,7 @@ def serve(
     join: str,
     ready_file: str,
     record: str,
+    trace: int,
     dashboard: str,
     metrics: str,
     **flags: Any,
@@ -143,7 +144,7 @@ def serve(
 
         named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
         named |= {"--run-id": run_id, "--steps": steps, "--fresh-run": fresh_run}
-        named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record}
+        named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record, "--trace": trace}
         named |= {"--dashboard": dashboard, "--metrics": metrics}
         return remote_shards.join(
             join,
@@ -157,6 +158,8 @@ def serve(
             is_loopback,
             digest,
         )
+    if trace and not (record or EMBEDDED):
+        raise UsageError(f"--trace {trace}: the events go to the record; give --record FILE too")
     more = parent or resume or replicas or steps or fresh_run
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
@@ -201,6 +204,7 @@ def serve(
             seals=encryption_cost.rate() if keys else 0.0,
             replicas=replicas,
             shared_memory=shared_memory,
+            trace=trace,
         )
         if standby:
             cluster.follow(standby, original)

@@ -52,7 +52,16 @@ PARTED = {  # by how a member below a cluster left: the words for one member, an
     "gone": ("is gone", "are gone"),
 }
 FIGURES = asdict(Summary())  # of a row of an older record, which lacks the newest figures
-SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures: no text
+SILENT = (
+    "summary",
+    "step",
+    "server",
+    "counted",
+    "tree",
+    "skipped",
+    "waits",
+    "trace",
+)  # events that are figures: no text
 REPEATED = (
     "checkpoint",
     "compress",

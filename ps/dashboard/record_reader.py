@@ -50,6 +50,22 @@ class RecordReader:
         return bool(lines)
 
 
+def events(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a whole record. Raises UsageError: the file cannot be read, or a line is not one of a record."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return  # the last line may be incomplete
+                try:
+                    event = json.loads(line, parse_constant=_absent)
+                    yield event | {"event": event["event"]}
+                except (ValueError, TypeError, KeyError) as error:
+                    raise UsageError(f"{path}: line {number} is not one of a record ({error})") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+
+
 def _absent(name: str) -> None:
     """Return None for NaN and Infinity, which a page could not show."""
 

@@ -51,6 +51,7 @@ class ServerConfig:
         follows: the address of the shard that this one follows as a standby, "" for none.
         host: of a remote shard, the host at which members reach it; else "".
         watched: a console or dashboard shows the members' summaries.
+        trace: the clocks from one traced update to the next; 0: none is traced.
         away: (shard, host) of each remote shard.
         shared_memory: large frames between this process and others of this machine lie in shared memory.
         journal: the descriptors of the journal's files, None without a journal.
@@ -80,6 +81,7 @@ class ServerConfig:
     follows: str = ""
     host: str = ""
     watched: bool = False
+    trace: int = 0
     away: tuple[tuple[int, str], ...] = ()
     shared_memory: bool = True
     journal: tuple[int, ...] | None = None

@@ -69,6 +69,7 @@ from narrows.ps.process.buffer_loans import BufferLoans
 from narrows.ps.process.checkpoint_disk import CheckpointDisk
 from narrows.ps.process.config import ServerConfig
 from narrows.ps.process.machine_factory import journal_most, machine, original
+from narrows.ps.process.shard_trace import ShardTrace
 from narrows.ps.process.standby_runner import StandbyRunner
 from narrows.ps.process.watchdog import Watchdog
 from narrows.ps.replication.events import EventKind, MachineEvent
@@ -109,6 +110,7 @@ class ServerRunner:
         self.arrays = copy.arrays if copy is not None else allocator(config.journal)
         self.watchdog = Watchdog(self.access_control, config.index, config.folder, config.seals)
         self.dialled = ParentAddresses(port)
+        self.trace = ShardTrace(config.trace, config.index) if config.trace else None
         self.unreached: list[bytes] = []  # routing ids that have no connection, as a send or its end has shown
         self.running, self.end = True, StopProcess()
         self.stop_by = float("inf")  # time.monotonic() at which the process ends in any case
@@ -221,6 +223,8 @@ class ServerRunner:
         self._carry_out(effects)
         while self.server.inner:
             self._carry_out(self.server.advance(now_ns))
+        if self.trace is not None:
+            self.trace.handled(self.server, now_ns, self.clock.now())
         self._keep()
 
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
@@ -245,6 +249,8 @@ class ServerRunner:
             case Send(bytes(peer), message):
                 self._put(self.config.coordinator if peer == COORDINATOR else peer, message)
             case Send(_, message) if above := self.server.above:
+                if self.trace is not None:
+                    self.trace.sent(message, self.clock.now())
                 self.bytes_up += self._put(self.dialled.turn(above), message)
             case SendToPeer(address, m.FailoverVote() as vote):
                 if address == self.server.beside and self.dialled.ask(address):  # else the parent was heard again
@@ -335,6 +341,8 @@ class ServerRunner:
             except NarrowsError as error:
                 self.fail_above(str(error))
             else:
+                if self.trace is not None and peer == self.server.above:
+                    self.trace.heard(message, now_ns)
                 kind = EventKind.ABOVE if peer == self.server.above else EventKind.BESIDE
                 self.happen(MachineEvent(kind, now_ns, message=message), frames)
 
@@ -424,6 +432,11 @@ class ServerRunner:
         self.turns.tick_soon()
         self.turns.run(self.clock.turn, self._goes_on)
         self.wrote(last=True)
+        self._tell_trace(last=True)
+
+    def _tell_trace(self, last: bool = False) -> None:
+        if self.trace is not None and (told := self.trace.take(self.server, self.clock.now(), last)):
+            emit("log", name="trace", values=told)
 
     def _goes_on(self) -> bool:
         return self.running and (not self.server.ended or bool(self.lending.held)) and time.monotonic() < self.stop_by
@@ -444,6 +457,7 @@ class ServerRunner:
     def _tick(self, now_ns: int) -> None:
         self.happen(MachineEvent(EventKind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
         self._at_once(self.original.tick(now_ns))
+        self._tell_trace()
         self.access_control.tick()
         self.watchdog.beat(lambda: self.server.shard.nbytes)
 

@@ -37,6 +37,7 @@ from narrows.protocols.runtime.network.sockets import Drops
 from narrows.protocols.wire import decode, encode
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.journal.machine_pickling import frozen
+from narrows.ps.process.shard_trace import ShardTrace
 from narrows.ps.server.server import Server
 from narrows.ps.shard.model_shard import ShardResources
 from narrows.ps.shard.reports import COORDINATOR
@@ -83,6 +84,7 @@ class Cluster:
         # not attach anything to them.
         self.heard: dict[int, Callable[[bytes, Message, int], list[ServerEffect]]] = {}
         self.heard_above: dict[int, Callable[[Message, int], list[ServerEffect]]] = {}
+        self.traces: dict[int, ShardTrace] = {}  # by shard, as of ps-serve --trace
         self.children: dict[bytes, tuple[Cluster, int]] = {}
         self.told = deque[tuple[Cluster, int, bytes, list[bytes]]]()  # messages among clusters, in the order of sending
         self.telling = False
@@ -102,7 +104,9 @@ class Cluster:
 
     def _server(self, index: int) -> Server:
         child = self.parent is not None
-        coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
+        # As of servers that were started at different times, their epochs differ.
+        first = (1 << 20) + ((1 + len(self.parent.siblings)) << 12 if self.parent is not None else 0)
+        coordinator = Coordinator(self.settings, first, child=child) if index == 0 else None
         member = Member(self.name, "here", below=coordinator.tree) if child and coordinator is not None else None
         means = ShardResources(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
         shard = Shard(index, self.settings, 1, 1 + index, (), means)
@@ -122,6 +126,8 @@ class Cluster:
 
     def arrive_above(self, shard: int, message: Message) -> None:
         """Deliver a message of the parent's shard."""
+        if shard in self.traces:
+            self.traces[shard].heard(message, self.now())
         hear = self.heard_above.get(shard, self.servers[shard].handle_above)
         self._apply(shard, hear(message, self.now()))
 
@@ -133,11 +139,19 @@ class Cluster:
         """
         made = [*effects]
         self.applied += 1
+        began_ns = self.now()
         if self.applied % FREEZE_EVERY == 0:
             frozen(self.servers[index], assume_lent)
         while self.servers[index].inner:
             made += self.servers[index].advance(self.now())
+        folds: list[list[int]] = []
+        if (its := self.traces.get(index)) is not None:
+            before = len(its.folds)
+            its.handled(self.servers[index], began_ns, self.now())
+            folds = its.folds[before:]
         self._carry_out(index, made)
+        for fold in folds:  # sending belongs to it, and what is sent may come back before that has ended
+            fold[2] = self.now()
 
     def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
         """Carry out effects. Shards know each other as b"shard-<index>"."""
@@ -161,6 +175,8 @@ class Cluster:
                 message = decode(frames)
                 if isinstance(peer, int):
                     assert self.parent is not None and peer == index
+                    if index in self.traces:
+                        self.traces[index].sent(message, self.now())
                     self.bytes_above[0] += sum(map(len, frames)) if isinstance(message, Push) else 0
                     mine = b"%s.%d" % (self.name.encode().ljust(NAME_BYTES), index)
                     self.parent.children[mine] = (self, index)
@@ -177,6 +193,8 @@ class Cluster:
                     link, shard = self.links[peer]
                     self.hold(link, frames)
                     message = decode(self.ports.down((self.name, shard), link, frames))
+                    if link.pushes is not None:
+                        link.pushes.heard(shard, message, self.now())
                     link.deliver(link.member.receive(shard, message, self.now()))
 
         if self.parent is not None:
@@ -220,7 +238,7 @@ class Link(LinkCommands):
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         self.clock = AwakeClock(lambda: 0)  # no lease runs out here
-        self.cluster = cluster
+        self.cluster, self.address = cluster, f"tcp://{cluster.name}"
         self.member = Member(token, "here")
         self.member.reached_at(f"worker-{id(self)}")
         cluster.workers[self.member.address] = self
@@ -245,6 +263,8 @@ class Link(LinkCommands):
         for effect in effects:
             if isinstance(effect, Send):
                 assert isinstance(effect.peer, int)
+                if self.pushes is not None:
+                    self.pushes.sent(effect.peer, effect.message, self.cluster.now())
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.bytes_up += sum(map(len, frames))
                 self.cluster.send(self, effect.peer, frames)

@@ -153,6 +153,34 @@ def test_a_second_counts_for_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
     assert {name: seconds for name, seconds in spans.seconds.items() if seconds} == {"wait": 17, "fold": 3, "step": 8}
 
 
+def test_rows_of_spans_are_kept_while_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(trace, "monotonic", lambda: next(now))
+    spans = StepTrace()
+    with spans.step:  # 0 to 2
+        assert not spans.keep(True)  # 1
+    with spans.encode:  # 3, 4: the gradient leaves early
+        pass
+    with spans.step, spans.wait, spans.fold:  # 5 to 10
+        pass
+    with spans.step:  # 11 to 13
+        kept = [["encode", 3, 4], ["compute", 1, 5], ["step", 5, 10], ["wait", 6, 9], ["fold", 7, 8], ["step", 11, 11]]
+        assert spans.keep(False) == kept  # without a time
+    with spans.step:
+        pass
+    assert not spans.keep(True) and not spans.kept
+
+
+def test_rows_of_spans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "ROWS_MAX", 3)
+    spans = StepTrace()
+    spans.keep(True)
+    for _ in range(3):
+        with spans.step, spans.wait:
+            pass
+    assert [name for name, *_ in spans.keep(False)] == ["compute", "step", "wait"] and spans.lost == 4
+
+
 def test_a_profiler_may_begin_and_end_within_a_span() -> None:
     spans = StepTrace()
     profiler = profile(activities=[ProfilerActivity.CPU])

@@ -25,6 +25,8 @@ import pytest
 import torch
 import zmq
 from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, sentences, serving, started, until
+from kit.trace_format import checked as checked_trace
+from kit.trace_format import flows
 from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
@@ -608,16 +610,30 @@ with optimizer.shared():
 """
 
 
+def traced(record: Path, out: Path) -> int:
+    """Write the trace of a record, and check it. Returns the number of updates that a flow leads along to the end."""
+    code, said, err = finished("ps-plot", "--trace", str(record), str(out))
+    assert code == 0 and said.strip() == str(out), err
+    events = checked_trace(out.read_text())
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(named) == 4 and sum(name.startswith("worker ") for name in named) == 2
+    labels = [event["args"]["labels"] for event in events if event["name"] == "process_labels"]
+    assert all(label.startswith("clock within ") for label in labels)
+    return len(flows(events))
+
+
 def test_two_workers_with_muon_and_adamw(script: Callable[[str], str], tmp_path: Path) -> None:
     flags = ("-n", "2", "--shards", "2", "--sync")
     path, record = script(MIXED), tmp_path / "record.jsonl"
-    ssp = (*flags, "ssp", "--compress", "topk:0.05+int8", "--record", str(record))
+    ssp = (*flags, "ssp", "--compress", "topk:0.05+int8", "--record", str(record), "--trace", "4")
     code, _, err = finished("ps-worker", *ssp, path, str(tmp_path))
     assert code == 0, err
     assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
     steps = [event for line in record.read_text().splitlines() if (event := json.loads(line))["event"] == "step"]
     assert len(steps) == 80
     assert sum(step["loss"] for step in steps[-10:]) < 0.8 * sum(step["loss"] for step in steps[:10])
+    # After the last step each worker pushes what compression has held back, as the update of clock 40.
+    assert traced(record, tmp_path / "out.json") == (sum(step["clock"] % 4 == 1 for step in steps) + 2) * 2
     code, _, err = finished("ps-worker", *flags, "bsp", path, str(tmp_path))
     said = [
         line for line in sentences(err) if "Muon is not elementwise, and shards cut tensors: use --push update" in line

@@ -25,6 +25,8 @@ from narrows.worker.command.options import checked
 @click.option("--rank-variables", is_flag=True, help="set RANK, GLOBAL_RANK, LOCAL_RANK and WORLD_SIZE for the script; "
               "libraries that find them may start torch.distributed")  # fmt: skip
 @click.option("--record", default="", help="write events and figures of the workers to this file, a JSON object a line")
+@click.option("--trace", type=click.IntRange(0), default=0, metavar="N", help="add events of every Nth clock to --record, "
+              "for ps-plot --trace; 0: none [0]")  # fmt: skip
 @click.option("--key", default="", help="the key file that ps-serve keys add made for this machine [none]")
 @click.option("--plan", default="", metavar="FILE", help="start the workers, or the stages and replicas, that the plan has for "
               "this host")  # fmt: skip

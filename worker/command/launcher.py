@@ -187,6 +187,7 @@ class Launcher:
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
         words += [f"--run-id={self.options.run_id}", f"--steps={self.options.steps}"]
         words += ["--fresh-run"] * self.options.fresh_run
+        words += [f"--trace={self.options.trace}"]
         # An empty value is given too: else ps-serve would read the variable of the environment, meant for ps-worker.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
         env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}

@@ -45,6 +45,7 @@ class WorkerOptions:
     device: str
     rank_variables: bool
     record: str
+    trace: int
     connect_timeout: float
     server_timeout: float
     skip_limit: int
@@ -87,6 +88,7 @@ class WorkerOptions:
             connect_timeout=self.connect_timeout,
             server_timeout=self.server_timeout,
             skip_limit=self.skip_limit,
+            trace=self.trace,
             group=self.group,
             local_rank=self.place.local_rank * self.nproc + index if numbered else None,
             sets=tuple(name for name, value in self._ranks(index).items() if value is None) if unknown else (),
@@ -212,6 +214,8 @@ def checked(
         raise UsageError(f"-n {options.nproc}: give at least 1")
     if options.restarts < 0:
         raise UsageError(f"--restarts {options.restarts}: give 0 or more")
+    if options.trace and not options.record:
+        raise UsageError(f"--trace {options.trace}: the events go to the record; give --record FILE too")
     if options.skip_limit < 1:
         raise UsageError(f"--skip-limit {options.skip_limit}: give the number of steps, at least 1")
     for name in ("connect_timeout", "server_timeout"):

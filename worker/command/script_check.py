@@ -27,6 +27,7 @@ OFF: dict[str, Any] = {
     "fresh_run": False,
     "checkpoint_dir": "",
     "record": "",
+    "trace": 0,
     "restarts": 0,
     "dashboard": "",
     "metrics": "",

@@ -54,6 +54,7 @@ class WorkerConfig:
         started_by: pids that may be the parent of a worker; empty: no ps-worker started this process.
         parent_fd: a descriptor that reads its end when ps-worker ends; -1 for none.
         record_fd: the descriptor of the pipe to ps-worker; -1 for none.
+        trace: the clocks from one traced step to the next; 0: none is traced.
         watch: the SPECs with which ps-worker --check encodes an update; empty: the script is not checked.
         tty: the terminal of breakpoint(), "" for none.
         debug: the traceback of an error of ours is printed too.
@@ -80,6 +81,7 @@ class WorkerConfig:
     started_by: tuple[int, ...] = ()
     parent_fd: int = -1
     record_fd: int = -1
+    trace: int = 0
     watch: tuple[str, ...] = ()
     tty: str = ""
     debug: bool = False
@@ -168,6 +170,7 @@ VARIABLES = {
     "started_by": Variable(STARTED_BY, lambda text: tuple(map(int, text.split(",")))),
     "parent_fd": Variable("NARROWS_PARENT_FD", int),
     "record_fd": Variable("NARROWS_RECORD_FD", int),
+    "trace": Variable("NARROWS_TRACE", _positive, must="give the number of clocks, at least 1"),
     "watch": Variable("NARROWS_WATCH", _words, " ".join),
     "tty": Variable("NARROWS_TTY"),
     "debug": Variable("NARROWS_DEBUG", bool, lambda debug: "1"),

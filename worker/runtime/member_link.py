@@ -51,6 +51,7 @@ from narrows.protocols.errors import (
     UnreachableError,
 )
 from narrows.protocols.member.member import Member, MemberPhase
+from narrows.protocols.member.push_trace import PushTrace
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
@@ -114,9 +115,15 @@ class LinkCommands:
     run_clock = 0  # the run's clock, as the server has sent it last
     waits = ""  # a clause that says for which members the run waits; "": none
     ways: Sequence[str] = ()  # by shard, how its large messages go, of WAYS
+    pushes: PushTrace | None = None  # of this link, with --trace
 
     def call(self, command: Command) -> None:
         raise NotImplementedError
+
+    def trace(self, every: int) -> PushTrace:
+        """Trace the updates of the clocks that `every` divides, from now on."""
+        self.pushes = PushTrace(every)
+        return self.pushes
 
     def send(self, shard: int, messages: Sequence[m.Message]) -> None:
         """Send the messages of an `Exchange` to its shard, if there are any."""
@@ -288,7 +295,10 @@ class MemberLink(LinkEvents, LinkCommands):
     def _hear(self, peer: Peer, frames: list[m.Buffer]) -> None:
         if peer in self._shards:
             self.bytes_down += sum(map(len, frames))
-            self._apply(self.member.receive(self._shards.index(peer), decode(frames), self.clock.now()))
+            shard, message, now_ns = self._shards.index(peer), decode(frames), self.clock.now()
+            if self.pushes is not None:
+                self.pushes.heard(shard, message, now_ns)
+            self._apply(self.member.receive(shard, message, now_ns))
         elif peer == self._standby:
             self.bytes_down += sum(map(len, frames))
             self._apply(self.member.receive_standby(decode(frames), self.clock.now()))
@@ -309,6 +319,8 @@ class MemberLink(LinkEvents, LinkCommands):
             match effect:
                 case Send(int(shard), message):
                     if shard < len(self._shards):
+                        if self.pushes is not None:
+                            self.pushes.sent(shard, message, self.clock.now())
                         self._put(self._shards[shard], message)
                 case SendToPeer(address, message):
                     if address in self._peers:

@@ -16,6 +16,8 @@ How it works
 3. While torch.profiler or `torch.autograd.profiler.emit_nvtx` records, each span is also a range
    `narrows: encode` of `torch.profiler.record_function`. Both record such ranges, emit_nvtx as ranges of NVTX.
 
+4. While `keep` is on, each span is also a row of its name and its times: `ps-worker --trace` writes them down.
+
 Rules
 - Without a profiler a span makes no object, and costs 0.5 to 0.9 us. While one records it costs about 10 us. To measure:
   python -m timeit -s "from narrows.worker.runtime.trace import StepTrace; t = StepTrace()" "with t.encode: pass"
@@ -25,11 +27,14 @@ Rules
 from __future__ import annotations
 
 from time import monotonic
+from typing import Any
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 PARTS = ("script", "difference", "encode", "wait", "fold", "compose")
+COMPUTE = "compute"  # a row: from `keep` to the step, what the script takes
+ROWS_MAX = 4096  # rows that are kept, from one `keep` to the next
 
 
 class Span:
@@ -60,6 +65,11 @@ class StepTrace:
         self.opened: list[Span] = []  # the innermost last
         self.since = 0.0  # when the newest span was opened or closed
         self.ranges: list[tuple[int, record_function]] = []  # and how many spans were open with it
+        self.rows: list[list[Any]] = []  # kept: name, begin and end in seconds of time.monotonic()
+        self.kept: list[tuple[int, list[Any]]] = []  # rows of open spans, and how many spans were open with each
+        self.keeps = False
+        self.computes_s = -1.0  # when the script began to compute the kept step; -1: a step has begun since
+        self.lost = 0  # rows that had no room
         self.step = Span(self, "step")
         self.script, self.difference, self.encode = (Span(self, name) for name in PARTS[:3])
         self.wait, self.fold, self.compose = (Span(self, name) for name in PARTS[3:])
@@ -76,11 +86,33 @@ class StepTrace:
             marked = record_function(span.label)
             marked.__enter__()
             self.ranges.append((len(opened), marked))
+        if self.keeps:
+            self._keep(span, now)
+
+    def _keep(self, span: Span, now: float) -> None:
+        """Keep a row of a span that opens now."""
+        rows = [[span.name, now, now]]
+        if span is self.step and self.computes_s >= 0:
+            rows.insert(0, [COMPUTE, self.computes_s, now])
+            self.computes_s = -1.0
+        if len(self.rows) + len(rows) > ROWS_MAX:
+            self.lost += len(rows)
+            return
+        self.rows += rows
+        self.kept.append((len(self.opened), rows[-1]))
+
+    def keep(self, keeps: bool) -> list[list[Any]]:
+        """Keep rows of the spans from now on, or do not. Return those that were kept, and begin anew."""
+        rows, self.rows, self.kept = self.rows, [], []
+        self.keeps, self.computes_s = keeps, monotonic() if keeps else -1.0
+        return rows
 
     def end(self) -> None:
         """Close the innermost span."""
         if self.ranges and self.ranges[-1][0] == len(self.opened):
             self.ranges.pop()[1].__exit__(None, None, None)
         now = monotonic()
+        if self.kept and self.kept[-1][0] == len(self.opened):
+            self.kept.pop()[1][2] = now
         self.seconds[self.opened.pop().name] += now - self.since
         self.since = now

@@ -14,6 +14,7 @@ from narrows.compression.home import HOST
 from narrows.protocols.member.heartbeat_summary import STALE, WAYS, Summary, SummaryRow
 from narrows.worker.runtime.member_link import MemberLink
 from narrows.worker.runtime.trace import PARTS
+from narrows.worker.runtime.worker_trace import WorkerTrace
 
 if TYPE_CHECKING:
     from narrows.worker.sync.engine import Engine
@@ -49,6 +50,8 @@ class WorkerMetrics:
         self.began_s = self.stepped_s = time.monotonic()
         self.parts = dict(engine.trace.seconds)
         self.memory_bytes = host_bytes if engine.home is HOST else 0  # of where this worker's arrays live
+        every = engine.config.trace
+        self.trace = WorkerTrace(engine.trace, link, every, self.clock) if every else None
         self.device = engine.home.figures()  # at the newest step: the main thread alone may ask
 
     def stepped(self, batch: int) -> dict[str, float]:
@@ -75,9 +78,16 @@ class WorkerMetrics:
         self.stepped_s, self.parts, self.device = now_s, parts, self.engine.home.figures()
         took = {"step": now_s - before_s} | {name: parts[name] - before[name] for name in PARTS}
         self.spent = self.spent[0] + took["wait"], self.spent[1] + took["encode"]
+        if self.trace is not None:
+            self.trace.stepped(self.clock)
         rest = parts["step"] - before["step"]  # messages, checks of the weights, module buffers
         took["script"] = max(0.0, took["step"] - rest - sum(took[name] for name in PARTS if name != "script"))
         return {f"{name}_seconds": round(value, 6) for name, value in took.items()}
+
+    def end(self) -> None:
+        """Tell what is left of the trace."""
+        if self.trace is not None:
+            self.trace.stepped(self.clock, last=True)
 
     def warning(self) -> str:
         """Return a sentence, once, if compression holds back more than in any run that is known to train; else ""."""
