@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
@@ -9,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("NARROWS_CUDA_COMPILER", "1")  # before kernels are imported: tests compile them in this process
+os.environ["NARROWS_RUNS"] = tempfile.mkdtemp(prefix="narrows_runs")  # not the user's own runs
+atexit.register(shutil.rmtree, os.environ["NARROWS_RUNS"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
 
 # Started by nohup or in the background of a script, pytest ignores these signals. Commands would inherit that; of a handler,

@@ -46,6 +46,7 @@ OURS = (
     "checkpoint_clocks",
     "start_steps",
     "start_compress",
+    "name",
     "plan_number",
     "rest",
     "start_clock",

@@ -34,6 +34,7 @@ from narrows.protocols.config.modes import (
     Mode,
     outer_momentum,
 )
+from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import INT_MAX, WORKERS_MAX
@@ -139,6 +140,7 @@ class Settings:
     replan_after: float = 300.0  # seconds
     start_steps: int = -1  # first steps that are bsp with pushed gradients, whatever the mode; -1: none
     start_compress: str = ""  # SPEC of these gradients
+    name: str = ""  # of the run
     plan_number: int = 1  # no flag: version of mode and SPEC; each change in the running run adds 1 (--replan change)
     rest: str = ""  # no flag: while the run is in its start, the fields of START as the user set them, in JSON; else ""
     start_clock: int = -1  # no flag: clock at which the start has ended; -1: it has not, or there is none
@@ -152,6 +154,7 @@ class Settings:
         """
         if self.sync not in MODES:
             raise UsageError(f"--sync {self.sync}: unknown mode; the modes are {', '.join(MODES)}")
+        check_run_name("--name", self.name)
         row = MODES[self.sync]
         for name, low, high in (
             ("shards", 1, SHARDS_MAX),
@@ -573,7 +576,7 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
             "of one file"
         )
     for name in Settings.__slots__:
-        if name == "plan_digest":
+        if name in ("plan_digest", "name"):  # names: run_name.py
             continue
         if actual.plan_number > 1 + (actual.start_clock >= 0) and name in OF_PLAN:
             continue  # a replan has changed it

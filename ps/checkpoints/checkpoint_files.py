@@ -43,7 +43,8 @@ import numpy.typing as npt
 from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
 from narrows.protocols.config.key_ranges import VALUES, Keys, overlaps
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.errors import IncompatibleError, UsageError
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, UsageError
+from narrows.protocols.wire import unpack
 from narrows.ps.checkpoints.array_files import (
     BLOCK_BYTES,
     copied,
@@ -464,6 +465,15 @@ def _check_sizes(
 def facts_of(folder: Path, clock: int) -> dict[str, Any]:
     """The facts of the checkpoint of a clock, from the file of shard 0. Raises IncompatibleError as `read`."""
     return read(folder, 0, clock, only=())[1]
+
+
+def run_name(folder: Path) -> str:
+    """The name of the run that wrote the newest readable checkpoint in `folder`; "" for none, or without a name."""
+    for clock in reversed(clocks(folder, 0)):
+        with suppress(IncompatibleError, RemoteProtocolError):
+            settings = unpack(facts_of(folder, clock).get("settings") or b"\x80")  # of any release
+            return str(settings.get("name", "")) if isinstance(settings, dict) else ""
+    return ""
 
 
 def ranges_of(facts: dict[str, Any]) -> list[Keys]:

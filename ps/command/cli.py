@@ -118,6 +118,16 @@ def shards(count: int, at: str) -> None:
     click.echo(ask(parse_address("--at", at)[1], count))
 
 
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="print a JSON object a line instead of a table")
+def runs(as_json: bool) -> None:
+    """List the runs of this user on this machine: each ps-serve, and each ps-worker that embeds a server."""
+    from narrows.ps.dashboard.run_registry import runs as found
+    from narrows.ps.dashboard.run_table import lines, table
+
+    click.echo("\n".join(lines(found()) if as_json else table(found())))
+
+
 @command.group()
 def keys() -> None:
     """Make keys: only machines with a key can join, and all messages are encrypted."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
+from narrows.protocols.config.run_name import check_run_name, other_run
 from narrows.protocols.config.settings import SHARDS_MAX, Settings, contradiction
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsError, ServerLostError, UsageError
@@ -307,7 +308,7 @@ def join(
         there: the address of the server.
         bind: the value of --bind.
         keys: the folder of the keys, "" for none.
-        flags: the flags of a run that the user has given; only `shards` is allowed.
+        flags: the flags of a run that the user has given; only `shards` and `name` are allowed.
         more: names of further flags that the user has given and that are not allowed.
         journal: shards keep journals.
         shared_memory: the value of --shared-memory.
@@ -320,11 +321,12 @@ def join(
 
     Raises:
         UsageError: a flag does not go with --join, or workers could not dial this machine.
-        IncompatibleError: the server runs another plan.
+        IncompatibleError: the server runs another plan, or its run has another name.
     """
     from narrows.ps.process.bootstrap_client import JOIN, ask
 
     wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)
+    check_run_name("--name", name := flags.pop("name", ""))
     if more := [*(f"--{name.replace('_', '-')}" for name in flags), *more]:
         raise UsageError(f"--join: the flags of the run come from the server at {there}; leave out {more[0]}")
     if not 1 <= wanted <= SHARDS_MAX:
@@ -332,7 +334,9 @@ def join(
     if port + wanted - 1 >= 65536:
         raise UsageError(f"--bind {bind}: --shards {wanted} take the ports from there on, and 65535 is the last")
     answer = ask("--join", there, keys, JOIN)
-    if text := contradiction({"plan_digest": digest}, Settings(**answer["settings"])):
+    settings = Settings(**answer["settings"])
+    text = other_run(name or settings.name, settings.name) or contradiction({"plan_digest": digest}, settings)
+    if text:
         raise IncompatibleError(f"{there}: {text}")
     if local(host) and not local(parse_address("--bind", answer["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")

@@ -29,12 +29,14 @@ from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
 from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.run_name import check_run_name, other_run
 from narrows.protocols.config.settings import Robust, Settings
-from narrows.protocols.errors import StageLostError, UsageError
+from narrows.protocols.errors import IncompatibleError, StageLostError, UsageError
 from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.ps.dashboard.run_registry import RunFacts
 
 # The environment variable with the digest of the plan.json: ps-serve --plan sets it for the servers that it starts.
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"
@@ -177,6 +179,8 @@ def serve(
         if fresh_run:
             begin_anew(checkpoint_dir)
         folder, cluster.run_id = checkpoint_files.make_folder(checkpoint_dir, resume), run_id
+        if resume and folder:
+            check_folder(Path(folder), cluster.settings.name)
         if resume and (told := ended(Path(folder), run_id, steps)):
             say(told)
         held = lock(folder) if folder else None
@@ -233,6 +237,22 @@ def serve(
             for empty in (folder, checkpoint_files.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Check that --resume goes on with the run of this name. A run without a name may get one.
+
+    Raises:
+        UsageError: the checkpoints in `folder` are of a run with another name.
+    """
+    from narrows.ps.checkpoints import checkpoint_files
+
+    if (kept := checkpoint_files.run_name(folder)) not in ("", name):
+        here = f"--name {name}" if name else "no --name"
+        raise UsageError(
+            f"--resume: {folder} has checkpoints of the run {kept}, and {here} was given: give --name {kept} to go on with it, "
+            "or name another --checkpoint-dir"
+        )
 
 
 def begin_anew(folder: str) -> None:
@@ -295,7 +315,7 @@ def original_of(
         parent_key: the file of the cluster's key at its parent, "" for none.
         insecure: the user allows addresses beyond loopback without keys.
         bind: the value of --bind of this standby.
-        flags: the flags of a run that the user has given. None are allowed: the primary has them.
+        flags: the flags of a run that the user has given. Only `name` is allowed: the primary has the others.
         more: true if the user has given another flag that the primary decides, such as --resume.
 
     Returns:
@@ -304,14 +324,18 @@ def original_of(
     Raises:
         UsageError: a flag does not go with --standby.
         UnreachableError: the primary does not answer.
+        IncompatibleError: the primary's run has another name.
     """
     from narrows.ps.process.bootstrap_client import ask
 
+    check_run_name("--name", name := flags.pop("name", ""))
     if flags or more:
         which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"
         raise UsageError(f"--standby: the flags of the run come from the server at {standby}; leave out {which}")
     trusted("--standby", standby, keys, insecure, bind, "this standby")
     answer = ask("--standby", standby, keys)
+    if text := other_run(name or answer["settings"]["name"], answer["settings"]["name"]):
+        raise IncompatibleError(f"{standby}: {text}")
     if answer["has_parent_key"] and not parent_key:
         raise UsageError(
             f"--standby {standby}: that cluster has a key for its parent; give --parent-key with a copy of the file"
@@ -345,10 +369,19 @@ def announce(cluster: ShardSupervisor) -> None:
     names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]
     names += ["start_steps", "start_compress"] if settings.start_steps > 0 else []
     values = {name: getattr(settings, name) for name in names}
-    values |= {"summary": settings.summary(), "address": address, "began": cluster.run_watch.began_unix}
+    values |= {
+        "name": settings.name,
+        "summary": settings.summary(),
+        "address": address,
+        "began": cluster.run_watch.began_unix,
+    }
     cluster.run_watch.note("run", {"mode": settings.sync, **values})
     for site in cluster.run_watch.sites:
         say(site.told)
+    facts = RunFacts(settings.name, address, settings.sync, settings.summary(), wanted=settings.workers)
+    facts = replace(facts, parent=cluster.config.parent, copies=cluster.follows.get(0, ""))
+    if why := cluster.run_watch.enter(facts):
+        say(f"ps-serve runs does not list this run: {why}", error=True)
     if cluster.follows:
         return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
     if cluster.config.replicas:
@@ -358,7 +391,9 @@ def announce(cluster: ShardSupervisor) -> None:
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
         key = "--key NAME.key " if cluster.config.keys else ""
-        say(f"serves {cluster.settings.shards} {noun}, {settings.summary()}")
+        key += f"--name {settings.name} " if settings.name else ""
+        run = f"run {settings.name}: " if settings.name else ""
+        say(f"{run}serves {cluster.settings.shards} {noun}, {settings.summary()}")
         folder = f"to {cluster.config.checkpoint_dir}" if cluster.config.keeps else "nowhere"
         say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")

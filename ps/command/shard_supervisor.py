@@ -358,8 +358,9 @@ class ShardSupervisor:
                         self.write_ready()  # the process id has changed
                     except UsageError as error:
                         say(f"{error}; it has the process ids of before", error=True)
-            case (index, "alive", {"within": within}):
+            case (index, "alive", {"within": within, "clock": clock}):
                 self.restart_policy.expect(index, within)
+                self.run_watch.reach(clock)
             case (_, "log", {"name": "move", "values": values}):
                 self.settings = Settings(**values["settings"] | {"shards": self.settings.shards})
                 self.reshard_request.heard(values["shards"], values["target"], values["text"], values["away"])

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.config.deployment import Deployment, ServerStart
+from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.errors import RemoteProtocolError, ServerLostError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.cli import plan_file
@@ -37,11 +38,12 @@ from narrows.protocols.runtime.processes.children import ChildProcesses, Started
 from narrows.ps.command.console import doing, say
 from narrows.ps.command.restart_policy import DESERTED
 from narrows.ps.command.serve import PLAN_DIGEST
+from narrows.ps.dashboard.run_registry import VARIABLE
 
 MEET_S = 600.0  # all hosts must have begun within this
 TAG = 0  # of the messages in which hosts tell each other their clocks
 DESERTED_LEASES, DESERTED_LEAST_S = 2, 2.0  # leases, and least seconds, until a stage without workers ends
-OF_EACH = ("run_id", "steps", "fresh_run")  # flags that each server gets
+OF_EACH = ("name", "run_id", "steps", "fresh_run")  # flags that each server gets
 OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of the root's server, which knows all levels below it
 
 
@@ -82,6 +84,8 @@ def serve(
         raise UsageError(
             f"--plan {plan}: no server stands on {here}; its workers are started with ps-worker --plan {plan}"
         )
+    check_run_name("--name", more["name"] or "")
+    named = ["--name", more["name"]] if more["name"] else []
     each = [*(["--run-id", more["run_id"]] if more["run_id"] else []), *["--fresh-run"] * more["fresh_run"]]
     each += ["--steps", str(more["steps"])] if more["steps"] else []
     watched = watching(layout, here, {name: more[name] for name in OF_ROOT})
@@ -89,14 +93,16 @@ def serve(
         raise UsageError("--resume: name the folder with --checkpoint-dir")
     if resume and layout.served(here):
         go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") or name == VARIABLE
+    }
     environment |= {"PYTHONSAFEPATH": "1", PLAN_DIGEST: str(layout.digest)}
     if len(layout.stages) > 1:
         environment[DESERTED] = str(max(DESERTED_LEAST_S, DESERTED_LEASES * layout.lease))
 
     def words(server: ServerStart) -> list[str]:
         name = server.name.replace(" ", "-")
-        more = ["--journal" if journal else "--no-journal"]
+        more = [*named, "--journal" if journal else "--no-journal"]
         more += [] if shared_memory else ["--no-shared-memory"]
         if server.children:  # the checkpoints of remote shards are with the server that they join
             folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"

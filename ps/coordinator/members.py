@@ -29,6 +29,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import why_not
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.run_name import other_run
 from narrows.protocols.config.settings import contradiction
 from narrows.protocols.config.timing import (
     LEASE_STEPS,
@@ -110,13 +111,16 @@ class Members(Decision):
         return [*effects, Send(peer, self._welcome(seat))]
 
     def _unwelcome(self, name: bytes, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
+        expect = unpack(hello.expect) if hello.expect else {}
+        if not isinstance(expect, dict):
+            return RefuseCode.INCOMPATIBLE, "the flags are no map"
+        if other := other_run(expect.get("name", ""), self.run.settings.name):  # also of a run that is over
+            return RefuseCode.INCOMPATIBLE, other
         if self.run.over:
             return RefuseCode.OVER, ENDED
         if seat is None and (closed := self._closed(name)):
             return RefuseCode.OVER, closed
-        expect = unpack(hello.expect) if hello.expect else {}
-        conflict = contradiction(expect, self.run.settings) if isinstance(expect, dict) else "the flags are no map"
-        return RefuseCode.INCOMPATIBLE, conflict or ""
+        return RefuseCode.INCOMPATIBLE, contradiction(expect, self.run.settings) or ""
 
     def _welcome(self, seat: Seat) -> m.Welcome:
         settings, clusters = self.run.settings, self.above.clusters

@@ -40,6 +40,9 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         history = self.history
         yield GaugeMetricFamily("narrows_clock", "The clock that all live members have reached", history.clock)
+        info = GaugeMetricFamily("narrows_run_info", "1, with the run's name and mode", labels=["name", "mode"])
+        info.add_metric([str(history.run.get("name", "")), str(history.run.get("mode", ""))], 1)
+        yield info
         moved = self.began + history.moved
         yield GaugeMetricFamily("narrows_last_clock_timestamp_seconds", "When the clock moved last", moved)
         yield GaugeMetricFamily("narrows_members", "Live workers", sum(lane.live for lane in history.workers))

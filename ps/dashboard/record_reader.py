@@ -70,6 +70,25 @@ def _absent(name: str) -> None:
     """Return None for NaN and Infinity, which a page could not show."""
 
 
+def page_url(address: str) -> str:
+    """Return the URL of the page at HOST:PORT, or at a URL, without its last slash."""
+    url = address if address.startswith(("http://", "https://")) else f"http://{address.removeprefix('tcp://')}"
+    return url.rstrip("/")
+
+
+def newest_frame(address: str) -> dict[str, Any]:
+    """Return the newest frame of the dashboard at HOST:PORT.
+
+    Raises:
+        UsageError: this is no address.
+        UnreachableError: no dashboard answers there.
+    """
+    frame, found = _asked(page_url(address))
+    if found:
+        raise UnreachableError(f"no page of a run is at {address}: {found}; start ps-serve with --dashboard")
+    return frame
+
+
 def frames(address: str) -> Iterator[dict[str, Any]]:
     """Yield the frames of the dashboard at HOST:PORT, as they come.
 
@@ -78,10 +97,8 @@ def frames(address: str) -> Iterator[dict[str, Any]]:
         UnreachableError: no dashboard answers there.
         NarrowsError: the dashboard has fallen silent.
     """
-    url = address if address.startswith(("http://", "https://")) else f"http://{address.removeprefix('tcp://')}"
-    url = url.rstrip("/")
-    if found := _instead(url):
-        raise UnreachableError(f"no page of a run is at {address}: {found}; start ps-serve with --dashboard")
+    newest_frame(address)
+    url = page_url(address)
     silent = NarrowsError(f"the page at {address} has fallen silent")
     frame = None
     try:
@@ -95,24 +112,26 @@ def frames(address: str) -> Iterator[dict[str, Any]]:
         raise silent
 
 
-def _instead(url: str) -> str:
-    """Describe what answers at this address instead of a dashboard; "" if a dashboard does."""
+def _asked(url: str) -> tuple[dict[str, Any], str]:
+    """Return the frame of the dashboard at this address; or {}, and what answers there instead."""
     try:
         with urllib.request.urlopen(url + "/frame.json", timeout=FIRST_S) as answer:
             kind = answer.headers.get_content_type()
             frame = json.loads(answer.read(LINE_BYTES_MAX)) if kind == "application/json" else None
-            return "" if isinstance(frame, dict) and "members" in frame else f"an HTTP server answers with {kind}"
+            if isinstance(frame, dict) and "members" in frame:
+                return frame, ""
+            return {}, f"an HTTP server answers with {kind}"
     except urllib.error.HTTPError as error:
         with error:
-            return f"an HTTP server answers with {error.code} {error.reason}"
+            return {}, f"an HTTP server answers with {error.code} {error.reason}"
     except http.client.InvalidURL:
         raise UsageError(f"{url.partition('//')[2]}: give HOST:PORT of the page") from None
     except urllib.error.URLError as error:
-        return str(error.reason)
+        return {}, str(error.reason)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if _is_of_zeromq(url):
-            return "that is where workers join a run, and the page has an address of its own"
-        return f"no answer within {FIRST_S:.0f} s" if isinstance(error, TimeoutError) else "that is no HTTP server"
+            return {}, "that is where workers join a run, and the page has an address of its own"
+        return {}, f"no answer within {FIRST_S:.0f} s" if isinstance(error, TimeoutError) else "that is no HTTP server"
 
 
 def _is_of_zeromq(url: str) -> bool:

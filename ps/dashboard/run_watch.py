@@ -1,16 +1,21 @@
-"""The watch over a run in the process of ps-serve: it writes the record, and serves the dashboard and the metrics."""
+"""The watch over a run in the process of ps-serve: the record, the dashboard, the metrics, and the list of runs."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli import output
+from narrows.ps.dashboard import run_registry
 from narrows.ps.dashboard.history import RunHistory
+from narrows.ps.dashboard.run_registry import RunEntry, RunFacts
 from narrows.ps.dashboard.web import DashboardServer, FrameStream
 
 LOOPBACK = "127.0.0.1"
@@ -39,8 +44,16 @@ def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:
     return host, int(port)
 
 
+def _runs() -> dict[str, Any]:
+    """Return the runs of this user on this machine, as values of JSON."""
+    now = time.time()
+    with contextlib.suppress(UsageError):
+        return {"runs": [facts.told(now) for facts in run_registry.runs()], "pid": os.getpid()}
+    return {"runs": [], "pid": os.getpid()}
+
+
 class RunWatch:
-    """The record, the dashboard and the metrics of a run. Without any of them, events are dropped."""
+    """The record, the dashboard and the metrics of a run, and its entry among the runs of this machine."""
 
     def __init__(self) -> None:
         self.began, self.began_unix = time.monotonic(), time.time()
@@ -48,6 +61,7 @@ class RunWatch:
         self.lock = threading.Lock()  # guards the history, which threads of the dashboard read
         self.record: output.Output | None = None
         self.sites: list[DashboardServer] = []
+        self.entry: RunEntry | None = None  # for ps-serve runs
 
     @property
     def watched(self) -> bool:
@@ -68,18 +82,45 @@ class RunWatch:
         source = self._metrics if scraped is not None else None
         both = page is not None and page == scraped and page[1] > 0
         if page is not None:
-            self.sites.append(DashboardServer("--dashboard", *page, FrameStream(self._frame), source if both else None))
+            runs = (
+                FrameStream(_runs) if is_loopback(page[0]) else None
+            )  # the other runs are not of whoever reads this page
+            frames = FrameStream(self._frame)
+            self.sites.append(DashboardServer("--dashboard", *page, frames, source if both else None, runs))
         if scraped is not None and not both:
             self.sites.append(DashboardServer("--metrics", *scraped, None, source))
         if source is not None:
             from narrows.ps.dashboard import prometheus as _  # noqa: F401 - else the first scrape waits for it
+
+    def enter(self, facts: RunFacts) -> str:
+        """List the run among those of this machine. Return why it is not listed, else ""."""
+        page = next((site.url for site in self.sites if site.frames is not None), "")
+        try:
+            self.entry = RunEntry(replace(facts, began=self.began_unix, pid=os.getpid(), page=page))
+        except UsageError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or run_registry.folder()}: {error.strerror}"
+        return ""
+
+    def reach(self, clock: int) -> None:
+        """Note that the run has reached this clock, and write what is due. -1: this shard knows none."""
+        if self.entry is not None:
+            self.entry.note(**({"clock": clock} if clock >= 0 else {}))
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
     def note(self, name: str, values: dict[str, Any]) -> None:
-        """Add an event to the record and to the history."""
+        """Add an event to the record and to the history, and note it in the list of runs."""
+        if self.entry is not None:
+            if name == "member":
+                self.entry.note(workers=values["live"])
+            elif name == "took over":
+                self.entry.note(copies="")
+            elif name == "replan" and "summary" in values:
+                self.entry.note(mode=values["mode"], summary=values["summary"])
         if not self.watched:
             return
         line = {"event": name, "seconds": round(self.seconds, 6), **values}
@@ -100,6 +141,9 @@ class RunWatch:
             return prometheus.CONTENT_TYPE, prometheus.text(self.history, self.began_unix)
 
     def close(self) -> None:
+        if self.entry is not None:
+            self.entry.close()
+            self.entry = None
         for site in self.sites:
             site.close()
         if self.record is not None:

@@ -1,8 +1,8 @@
-"""The screen of ps-top: a frame on a terminal."""
+"""The screens of ps-top: a frame on a terminal, and a list of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from narrows.protocols.errors import printable
+from narrows.ps.dashboard.run_table import COLUMNS as RUN_COLUMNS
+from narrows.ps.dashboard.run_table import MORE, RunRow, cells
 from narrows.ps.dashboard.time_buckets import LEVELS
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -18,6 +20,7 @@ STRIP, STRIP_LEAST = 40, 10  # characters of a strip: at most, at least
 EVENTS = 6  # the newest events are shown
 MEMBERS = 200  # the first members are shown
 COLUMNS = ("step", "compute", "encode", "wait", "behind", "stale", "up", "down", "round trip", "busy")
+LISTED = (*RUN_COLUMNS[:-1], *MORE, RUN_COLUMNS[-1])  # columns of a list of runs; the page is last
 LEFT_OUT = ("busy", "round trip", "encode", "compute", "stale", "wait", "behind")  # dropped in this order if narrow
 
 
@@ -25,6 +28,7 @@ def screen(frame: dict[str, Any]) -> Group:
     """Return a frame as text: the run, its members and its newest events."""
     run = frame["run"]
     about = run.get("summary") or f"--sync {run.get('mode', '?')}, --compress {run.get('compress', '?')}"
+    about = f"{run['name']}: {about}" if run.get("name") else about
     figures = [
         f"clock {frame['clock']}",
         *([f"loss {frame['loss']:.4g}"] if frame["loss"] is not None else []),
@@ -46,6 +50,27 @@ def screen(frame: dict[str, Any]) -> Group:
     head = [Text(printable(about), style="dim"), Text("   ".join(figures), style="bold")]
     head += [Text(printable(frame["waits"]), style="bold yellow")] if frame["waits"] else []
     return Group(*head, Text(), MembersTable(frame), *more, Text(), *events)
+
+
+def run_list(rows: Sequence[RunRow], numbered: bool = False) -> Group:
+    """Return several runs as a table, a line for each.
+
+    Args:
+        rows: the runs.
+        numbered: the first nine lines have the key that opens them.
+    """
+    if not rows:
+        return Group(Text("no run of this user on this machine"))
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in (*["key"] * numbered, *LISTED):
+        table.add_column(name, justify="right" if name in ("clock", "loss") else "left", overflow="fold")
+    for number, row in enumerate(rows[:MEMBERS], 1):
+        texts, key = cells(row), str(number) if number < 10 else ""
+        table.add_row(*([Text(key)] if numbered else []), *(Text(texts[name]) for name in LISTED))
+    hidden = len(rows) - MEMBERS
+    about = ["a digit opens the run of that line; Ctrl-C ends ps-top"] if numbered else []
+    about += [f"and {hidden} more"] if hidden > 0 else []
+    return Group(table, *(Text(text, style="dim") for text in about))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ How it works
        /events      a stream of frames, as server-sent events
        /frame.json  the newest frame
        /metrics     the figures for Prometheus
+       /runs.json   the runs of this user on this machine, where the page is for this machine alone
 
 4. `FrameStream` makes a frame once for all visitors, at most once in FRAME_S, and in at most 1/SHARE of a core.
 5. `close` lets visitors have the last frame, and ends.
@@ -96,6 +97,7 @@ class DashboardServer(ThreadingHTTPServer):
         port: the port to bind, 0 for a free one.
         frames: the frames of the page; None: there is no page.
         metrics: returns the content type and the text of a scrape; None: there are no metrics.
+        runs: the list of the runs of this machine; None: the page shows none.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -111,8 +113,9 @@ class DashboardServer(ThreadingHTTPServer):
         port: int,
         frames: FrameStream | None,
         metrics: Callable[[], tuple[str, bytes]] | None,
+        runs: FrameStream | None = None,
     ) -> None:
-        self.frames, self.metrics = frames, metrics
+        self.frames, self.metrics, self.runs = frames, metrics, runs
         self.closing = frames.closing if frames is not None else threading.Event()
         self.visitors: OrderedDict[Any, bool] = OrderedDict()  # by connection, oldest first: it has sent a request
         self.threads, self.lock = 0, threading.Lock()  # `lock` guards `threads` and `visitors`
@@ -213,6 +216,8 @@ class DashboardRequest(BaseHTTPRequestHandler):
             self._stream(site.frames)
         elif path == "/frame.json" and site.frames is not None:
             self._answer(site.frames.get()[1], "application/json")
+        elif path == "/runs.json" and site.runs is not None:
+            self._answer(site.runs.get()[1], "application/json")
         elif path == "/metrics" and site.metrics is not None:
             kind, text = site.metrics()
             self._answer(text, kind)

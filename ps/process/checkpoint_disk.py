@@ -42,7 +42,7 @@ class CheckpointDisk:
         """Give ps-serve a sign of life while the loop waits for a file that is on its way."""
         if (now := time.monotonic()) >= self.due_s:
             self.due_s = now + BEAT_S
-            emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S)
+            emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S, clock=-1)
 
     def clocks(self) -> tuple[int, ...]:
         """Return the clocks of this shard's checkpoints. Raises NarrowsError."""

@@ -212,7 +212,7 @@ def machine(
         if child:
             lost_ns = int(config.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
-            expect = pack({"plan_digest": settings.plan_digest})
+            expect = pack({"plan_digest": settings.plan_digest, "name": settings.name})
             member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
     resources = ShardResources(
         optimizer=_optimizers(arrays)

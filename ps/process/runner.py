@@ -40,6 +40,7 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
+from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import (
     CopyEffect,
     LoadCheckpoint,
@@ -459,7 +460,14 @@ class ServerRunner:
         self._at_once(self.original.tick(now_ns))
         self._tell_trace()
         self.access_control.tick()
-        self.watchdog.beat(lambda: self.server.shard.nbytes)
+        self.watchdog.beat(lambda: self.server.shard.nbytes, self._reached)
+
+    def _reached(self) -> int:
+        """Return the clock that all live members have reached; -1 where none is known, as under gossip."""
+        coordinator = self.server.coordinator
+        if coordinator is None or self.server.shard.mode.rule is FoldRule.MIX:
+            return -1
+        return coordinator.min_clock
 
 
 def give_back() -> None:

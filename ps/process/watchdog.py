@@ -35,15 +35,20 @@ class Watchdog:
         self.access_control, self.index, self.folder, self.due_s = access_control, index, folder, 0.0
         self.encryption_cost = EncryptionCost(seals)
 
-    def beat(self, asked: Callable[[], int]) -> None:
-        """Give a sign of life if one is due; the loop calls this each turn. `asked` returns the bytes of the arrays."""
+    def beat(self, asked: Callable[[], int], clock: Callable[[], int] = lambda: -1) -> None:
+        """Give a sign of life if one is due; the loop calls this each turn.
+
+        Args:
+            asked: returns the bytes of the arrays.
+            clock: returns the clock that all live members have reached; -1: not known.
+        """
         if (now := time.monotonic()) < self.due_s:
             return
         self.due_s, nbytes = now + BEAT_S, asked()
         self.access_control.look(nbytes)
         if text := self.encryption_cost.look():
             emit("log", name="encryption", values={"shard": self.index, "text": f"shard {self.index}: {text}"})
-        emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
+        emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S, clock=clock())
 
     def _to_read(self) -> int:
         """Bytes of the largest checkpoint: the next message may make a shard without arrays read it."""

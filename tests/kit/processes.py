@@ -28,6 +28,7 @@ from torch import nn
 
 from kit.command_forker import FORKED, Forked, forker_of
 from kit.scripts import flat
+from narrows.ps.dashboard.run_registry import VARIABLE
 from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import RunSession
 
@@ -57,7 +58,11 @@ while len(sys.argv) < 2 or step_count() < int(sys.argv[1]):
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") and name not in FOREIGN}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name == VARIABLE or not (name.startswith("NARROWS_") or name in FOREIGN)
+    }
     return env | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (extra or {})
 
 

@@ -245,7 +245,13 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "start_steps": 40,
         "start_compress": "int8",
     }
-    unset = {"plan_number", "plan_digest", "rest", "start_clock"}
+    unset = {
+        "name",
+        "plan_number",
+        "plan_digest",
+        "rest",
+        "start_clock",
+    }  # names: tests/unit/protocols/test_run_names.py
     assert set(others) == set(asdict(actual)) - unset, "every flag of a run"
     for name, value in others.items():
         flag = "--" + name.replace("_", "-")

@@ -30,12 +30,13 @@ from kit.trace_format import flows
 from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
-from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.errors import IncompatibleError, NarrowsError, UsageError
 from narrows.protocols.runtime.cli import flags
 from narrows.protocols.runtime.cli.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
 from narrows.ps.command.serve import serve as serve_work
+from narrows.ps.dashboard.run_registry import runs
 from narrows.worker.command import cli as worker
 from narrows.worker.command import script_variables
 from narrows.worker.command.launcher import Launcher
@@ -432,6 +433,10 @@ def speaking_http() -> Iterator[str]:
 
 REFUSALS: dict[str, Refusal] = {
     "another mode": (5, "--sync bsp contradicts the server, which runs --sync ssp"),
+    "another run": (
+        5,
+        "--name oslo: the run of this server has no name: leave --name out to join it, or start its server",
+    ),
     "another model": (5, "tensor '0.weight' is float32[3, 6], the run has '0.weight' as float32[8, 6]"),
 }
 
@@ -451,6 +456,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         stack.enter_context(Worker(server.address))
         addresses = {
             "another mode": [server.address, "--sync", "bsp"],
+            "another run": [server.address, "--name", "oslo"],
             "another model": [server.address],
         }
         began = time.monotonic()
@@ -460,6 +466,30 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
             for name, words in addresses.items()
         }
         yield {name: (each.wait(), each.err, time.monotonic() - began) for name, each in commands.items()}
+
+
+def test_a_named_run_admits_those_that_name_it_and_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with serving("--name", "oslo", "--record", str(tmp_path / "run.jsonl")) as server:
+        cluster = ("ps-serve", "--bind", "tcp://127.0.0.1:0", "--checkpoint-dir", "none", "--parent", server.address)
+        guest = ("ps-serve", "--bind", "tcp://127.0.0.1:0", "--join", server.address)
+        with started(*cluster, "--name", "jena") as other, started(*guest, "--name", "jena") as joins:
+            with pytest.raises(IncompatibleError, match="has the name oslo, and no --name was given here"):
+                Worker(server.address)
+            monkeypatch.setenv("NARROWS_NAME", "oslo")
+            with Worker(server.address) as worker:
+                for each in (other, joins):
+                    assert each.wait() == 5
+                    assert "--name jena: the run of this server has the name oslo: give --name oslo" in each.err
+                worker.step()
+                seen = until(
+                    lambda: [each for each in runs() if each.clock == 1], "the entry of the run, with its clock"
+                )
+                assert [(each.name, each.address, each.workers) for each in seen] == [("oslo", server.address, 1)]
+        assert server.command.wait() == 0
+        assert server.address not in {each.address for each in runs()}
+        assert f"ps-worker --server {server.address} --name oslo SCRIPT.py" in server.command.out
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines if line["event"] == "run"] == ["oslo"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -544,6 +574,7 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
         "local_steps": 1,
         "local_seconds": -1.0,
         "fragments": 1,
+        "name": "",
     }
     assert start == about | {"parameters": 10}
     assert {"python", "narrows", "torch"} <= set(versions)

@@ -66,7 +66,7 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
     with ExitStack() as stack:
 
         def start(command: str, host: str, *more: str) -> Command:
-            words = (command, "--plan", file, "--host", host, *more)
+            words = (command, "--plan", file, "--host", host, "--name", "oslo", *more)
             return stack.enter_context(started(*words, cwd=tmp_path))
 
         worker = start("ps-worker", "b", "--restarts", "1", str(script), "samples={samples}")
@@ -76,7 +76,7 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
         (tmp_path / "enough").touch()
         for command in (worker, *servers):
             assert command.wait() == 0, command
-        assert said in servers[0].out, servers[0]
+        assert said in servers[0].out and "run oslo: serves" in servers[-1].out, servers[0]
         assert "started again (1 of 1)" in worker.out + worker.err, worker
         assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
 

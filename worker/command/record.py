@@ -96,7 +96,7 @@ class WorkerRecord:
             self.parameters = parameters
             names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]
             names += ["start_steps", "start_compress"] if self.settings.get("start_steps", -1) > 0 else []
-            values = {name: self.settings[name] for name in names}
+            values = {name: self.settings[name] for name in names} | {"name": self.settings.get("name", "")}
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **values, parameters=parameters, versions=versions)

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from narrows.protocols.config.checkpoint_names import MODEL
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime.cli import flags
 from narrows.protocols.runtime.cli.output import STDERR, set_aside
 from narrows.worker.command.record import OURS
 from narrows.worker.integrations.ray_actor import END_S, THREADS, WAITERS, CommandActor, NodeFacts
@@ -263,6 +264,7 @@ def train(
     name, began = f"narrows-{uuid.uuid4().hex[:8]}", time.monotonic()
     folder = os.path.abspath(checkpoint_dir or f"checkpoints/{name}")
     need = dict(resources or {"CPU": 1})
+    named = flags.words({"name": run.get("name")})
     asks = command_of(script, args)
     trust = ["--keys", keys] if keys else ["--insecure"] if insecure or host.startswith(LOOPBACK) else []
 
@@ -283,7 +285,7 @@ def train(
         group = placement_group([need] * low, strategy, bundle_label_selector=[selector] * low if selector else None)
         actors.groups.append(group)
         words = ["work", *(["--key", f"{keys}/{key}.key"] if key else []), "--restarts", str(restarts)]
-        words += ["--checkpoint-dir", own, *asks]
+        words += ["--checkpoint-dir", own, *named, *asks]
         for index in range(cities[number].high):
             inside = {
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -300,7 +302,7 @@ def train(
             top = server("above", "the server", above, labels)
             for number, city in enumerate(cities):
                 key = ["--parent-key", f"{keys}/cluster{number}.key"] if keys else []
-                more = [*trust, *key, *run_flags({"sync": "bsp"}, workers=city.low, shards=shards)]
+                more = [*trust, *key, *named, *run_flags({"sync": "bsp"}, workers=city.low, shards=shards)]
                 label = f"city{number}"
                 below = server(label, f"the server of cluster {number}", more, city.labels, top)
                 staff(number, label, below, member, f"{folder}/{label}")

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.processes.children import STARTED_BY
+from narrows.protocols.wire import pack, unpack
 
 CONNECT_S = LOST_S = 30.0  # defaults of --connect-timeout and --server-timeout
+NAME = "NARROWS_NAME"  # the run's name, for a script under plain python; ps-worker has it as --name
 SKIP_LIMIT = 50  # steps in a row; a GradScaler that begins at 2**16 skips some 20 before a float16 model trains
 
 
@@ -93,11 +96,18 @@ class WorkerConfig:
 
     @staticmethod
     def taken() -> WorkerConfig:
-        """Read all fields, and remove the variables of PRIVATE. Raises UsageError as `told`."""
+        """Read all fields, and remove the variables of PRIVATE. Raises UsageError as `told`.
+
+        The name of the run is one of `expect`: ps-worker's, else that of NAME for a script under plain python.
+        """
         config = WorkerConfig.from_environment()
-        for name in PRIVATE:
-            take(name)
-        return config
+        for each in PRIVATE:
+            take(each)
+        if not (name := os.environ.get(NAME, "")):
+            return config
+        check_run_name(f"{NAME}:", name)
+        expect = unpack(config.expect) if config.expect else {}
+        return replace(config, expect=pack({"name": name} | (expect if isinstance(expect, dict) else {})))
 
     def into(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return an environment with the variables of this config.

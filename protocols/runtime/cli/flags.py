@@ -150,6 +150,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "first steps that are bsp with gradients; then workers take over the servers' optimizer state, and --sync holds",
     ),
     ("start_compress", str, "dense", "SPEC that codes these gradients, e.g. int4"),
+    ("name", str, "none", "name of the run: its server refuses workers and clusters that name another run, or none"),
 )
 
 

@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from narrows.protocols.config.run_name import NAME
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure, KeyPair, new_pair, public_of
 
@@ -27,7 +28,6 @@ LIST_S = 0.5  # the largest age of the list
 ROLES = ("worker", "cluster")  # that a key is made for
 SERVER = "server"  # the role of a server's own key: its shards have it
 HEX = re.compile(r"[0-9a-f]{64}")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)

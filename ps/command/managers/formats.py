@@ -123,7 +123,7 @@ def compose(recipe: RunCommands) -> str:
 
 def _city(recipe: RunCommands, city: str) -> str:
     """Return the services of one city: its server and its workers."""
-    run = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp"}
+    run = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp", "name": recipe.run.get("name")}
     inside = RunCommands(ANY_HOST, recipe.port, recipe.workers, recipe.shards, run, "", journal=recipe.journal)
     key = f"/keys/{city}.key"
     above = ["--parent", f"tcp://above:{recipe.port}", *(["--parent-key", key] if recipe.keys else [])]

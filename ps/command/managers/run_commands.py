@@ -75,6 +75,11 @@ class RunCommands:
         again = ["--resume", "--run-id", run_id] if self.resume else []
         return [*words, "--checkpoint-dir", folder, *again, *more]
 
+    @property
+    def named(self) -> list[str]:
+        """The words of the run's name, for every command that joins it."""
+        return flags.words({"name": self.run.get("name")})
+
     def work(
         self,
         server: str,
@@ -97,7 +102,7 @@ class RunCommands:
         address = server if told else type(server)(f"tcp://{server}:{self.port}")
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
         own = ["--checkpoint-dir", folder] if folder else []
-        own += ["--connect-timeout", str(WAIT_S)]
+        own += ["--connect-timeout", str(WAIT_S), *self.named]
         return ["ps-worker", "--server", address, *key, *own, *more, *script]
 
     def note(self, add: str = "") -> str:

@@ -42,6 +42,7 @@ function element(name, parent, className = "") {
 
 function showRun(frame) {
   const { run } = frame, each = frame.samples_rate ?? frame.steps_rate;
+  put($("name"), run.name || "Narrows");
   put($("mode"), run.summary || [run.mode, run.compress].filter(Boolean).join(", "));
   const tiles = [
     ["clock", whole(frame.clock)],
@@ -61,7 +62,7 @@ function showRun(frame) {
     put(tile.children[0], name);
     put(tile.children[1], value);
   });
-  document.title = `${frame.clock} · Narrows`;
+  document.title = `${frame.clock} · ${run.name || "Narrows"}`;
   put($("span"), `${long(frame.first_cell * frame.cell_seconds)} – ${long(frame.seconds)}`);
   $("waits").hidden = !frame.waits;
   put($("waits"), frame.waits);
@@ -196,11 +197,39 @@ function showEvents(events) {
   }));
 }
 
+// The runs beside it: those of this machine, or of the addresses that ps-top was given.
+
+const RUNS_MS = 5000;
+
+function showRuns({ runs, pid }) {
+  const others = runs.filter((run) => run.pid !== pid);
+  $("runs").hidden = !others.length;
+  $("runs").replaceChildren(...others.map((run) => {
+    const there = /^https?:\/\//.test(run.page), item = document.createElement(there ? "a" : "span");
+    if (there) { item.href = run.page; item.rel = "noreferrer"; }
+    const loss = run.loss === undefined || run.loss === null ? "" : `loss ${run.loss.toPrecision(4)}`;
+    const clock = run.clock < 0 ? "" : `clock ${whole(run.clock)}`;
+    item.textContent = [run.name || run.address || run.page, run.mode, clock, loss, run.rate, run.state].filter(Boolean).join(" · ");
+    item.title = [run.address, run.summary, there ? "" : "it has no page"].filter(Boolean).join("\n");
+    return item;
+  }));
+}
+
+async function lookAtRuns() {
+  try {
+    const answer = await fetch("runs.json");
+    if (answer.ok) showRuns(await answer.json());
+    else if (answer.status === 404) return; // this page is for other machines too, or that of a record
+  } catch { /* the server does not answer: the state says so */ }
+  setTimeout(lookAtRuns, RUNS_MS);
+}
+
 let frame = null;
 
 function show(next) {
   const began = performance.now();
   frame = next;
+  document.querySelector("main").hidden = frame.run.lists === true; // a page of several runs has no run of its own
   showRun(frame);
   const known = rows.size;
   for (const member of frame.members) showMember(member, frame);
@@ -220,6 +249,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 addEventListener("resize", () => frame && show(frame));
 
+lookAtRuns();
 const source = new EventSource("events");
 source.onmessage = (event) => show(JSON.parse(event.data));
 source.onerror = () => {

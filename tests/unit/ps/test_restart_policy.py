@@ -93,6 +93,6 @@ def test_a_last_checkpoint_of_a_large_model_has_time() -> None:
     """A shard that is stopped writes it, and was killed after 40 s."""
     cluster = ShardSupervisor(Settings(shards=2).validated())
     assert cluster.end_s == END_S
-    cluster._taken((1, "alive", {"within": 515.0}))  # 10 GB, to a slow disk
+    cluster._taken((1, "alive", {"within": 515.0, "clock": -1}))  # 10 GB, to a slow disk
     assert cluster.end_s == 515.0
     cluster.kill()

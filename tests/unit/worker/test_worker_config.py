@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.wire import pack, unpack
 from narrows.worker.runtime.config import DEFAULTS, INHERITED, PRIVATE, VARIABLES, WorkerConfig, take, told
 
 FULL = WorkerConfig(
@@ -71,3 +72,17 @@ def test_what_is_the_sessions_own_is_not_left_to_the_processes_of_the_script(mon
     left = WorkerConfig.from_environment(os.environ)
     assert left == replace(FULL, record_fd=6, **{name: DEFAULTS[name] for name in PRIVATE})
     assert take("record_fd") == 6 and take("record_fd") == -1
+
+
+def test_a_script_under_plain_python_names_its_run_by_a_variable_and_ps_worker_wins_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NARROWS_NAME", "oslo")
+    assert unpack(WorkerConfig.taken().expect) == {"name": "oslo"}
+    monkeypatch.setenv("NARROWS_EXPECT", pack({"sync": "bsp"}).hex())
+    assert unpack(WorkerConfig.taken().expect) == {"name": "oslo", "sync": "bsp"}
+    monkeypatch.setenv("NARROWS_EXPECT", pack({"name": "jena"}).hex())
+    assert unpack(WorkerConfig.taken().expect) == {"name": "jena"}
+    monkeypatch.setenv("NARROWS_NAME", "a\nb")
+    with pytest.raises(UsageError, match=r"NARROWS_NAME: 'a\\nb': a name has at most 64 letters"):
+        WorkerConfig.taken()
