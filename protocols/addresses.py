@@ -1,4 +1,4 @@
-"""The text of addresses: tcp://HOST:PORT, and the Unix socket beside it on the same machine.
+"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it on the same machine, and shards behind one port.
 
 In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
 """
@@ -60,6 +60,7 @@ def parse_addresses(flag: str, addresses: str) -> list[str]:
 
 
 HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
+BEHIND = re.compile(r"socks5://([^/]*:[0-9]+)/(shard-[0-9]+)")
 KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
 
 
@@ -79,19 +80,43 @@ def is_address(address: str) -> bool:
 
 
 def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
-    """True if hosts and ports that a peer sent are valid. No hosts, or "" for one, mean the host of the peer itself."""
+    """True if hosts and ports that a peer sent are valid.
+
+    No hosts, or "" for one, mean the host of the peer itself. Port 0 means its port too: shards behind one port.
+    """
     if len(hosts) not in (0, len(ports)):
         return False
     return all(
-        is_address(f"tcp://{host or ANY_HOST}:{port}")
+        is_address(f"tcp://{host or ANY_HOST}:{port}") or (not host and port == 0)
         for host, port in zip(hosts or [""] * len(ports), ports, strict=True)
     )
 
 
-def local_endpoint(port: int) -> str:
+def shard_name(shard: int) -> str:
+    """Return the host name by which CONNECT asks for a shard at the one port of its server."""
+    return f"shard-{shard}"
+
+
+def behind(address: str, shard: int) -> str:
+    """Return the address of a shard behind the one port of its server, tcp://host:port.
+
+    A connection that names no shard goes to shard 0.
+    """
+    return f"socks5://{address.removeprefix('tcp://')}/{shard_name(shard)}" if shard else address
+
+
+def by_proxy(address: str) -> tuple[str, str] | None:
+    """Return the proxy, host:port, and the host to ask it for; None for an address that is dialled directly."""
+    match = BEHIND.fullmatch(address)
+    return (match[1], match[2]) if match else None
+
+
+def local_endpoint(port: int, shard: int = 0) -> str:
     """Return the Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
+
+    `shard`: of the shards behind one port, the one that is meant.
 
     The Unix socket moves a model a quarter faster than TCP over loopback. Its name belongs to the network namespace, as
     the port does.
     """
-    return f"ipc://@narrows-{port}"
+    return f"ipc://@narrows-{port}-{shard}" if shard else f"ipc://@narrows-{port}"

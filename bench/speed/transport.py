@@ -3,6 +3,7 @@
     python bench/speed/transport.py                        # 1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
     python bench/speed/transport.py --sync ssp --sizes 25
     python bench/speed/transport.py --way tcp              # as between two machines: no shared memory, no Unix socket
+    python bench/speed/transport.py --way one-port --shards 2    # the same through one port: what its copies cost
     python bench/speed/transport.py --keys                 # with what keys cost (CURVE), in a second table
 
 Rules
@@ -48,6 +49,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "memory": ("127.0.0.1", ()),
     "unix": ("127.0.0.1", ("--no-shared-memory",)),
     "tcp": ("127.0.0.2", ()),
+    "one-port": ("127.0.0.2", ("--one-port",)),
 }
 
 

@@ -23,6 +23,8 @@ from narrows.ps.command.serve import checked, serve
 @click.group(cls=BareGroup, context_settings=COMMAND, invoke_without_command=True)
 @click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
               help="address of shard 0; the port of shard i is i higher")  # fmt: skip
+@click.option("--one-port", is_flag=True, help="serve all shards at the port of --bind; a page or metrics at the same address "
+              "are served there too")  # fmt: skip
 @run_flags
 @click.option(
     "--parent",

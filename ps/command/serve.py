@@ -35,6 +35,7 @@ from narrows.protocols.errors import IncompatibleError, StageLostError, UsageErr
 from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
+from narrows.ps.command.one_port import OnePort
 from narrows.ps.command.shard_supervisor import ShardSupervisor
 from narrows.ps.dashboard.run_registry import RunFacts
 
@@ -42,7 +43,9 @@ from narrows.ps.dashboard.run_registry import RunFacts
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"
 
 
-def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, replicas: int = 0) -> tuple[str, int]:
+def checked(
+    settings: Settings, bind: str, parent: str, open_to_all: bool, replicas: int = 0, one_port: bool = False
+) -> tuple[str, int]:
     """Check the flags of a run against each other.
 
     Args:
@@ -51,6 +54,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
         parent: the value of --parent, "" at the root.
         open_to_all: neither --keys nor --insecure is given, so only a loopback address is allowed.
         replicas: the value of --replicas.
+        one_port: the value of --one-port.
 
     Returns:
         The host and the port to bind.
@@ -90,7 +94,7 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, repli
             raise UsageError(
                 "--parent: under --sync gossip no update goes through this server; choose another mode here"
             )
-    if port + settings.shards - 1 >= 65536:
+    if not one_port and port + settings.shards - 1 >= 65536:
         raise UsageError(
             f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
         )
@@ -114,6 +118,7 @@ def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
 
 def serve(
     bind: str,
+    one_port: bool,
     parent: str,
     parent_timeout: float,
     insecure: bool,
@@ -137,6 +142,8 @@ def serve(
     **flags: Any,
 ) -> int:
     digest = int(os.environ.get(PLAN_DIGEST, "0"))
+    if one_port:
+        alone(parent, replicas, standby, join)
     for flag, there in (("--parent", parent), ("--standby", standby), ("--join", join)):
         if there and (why := unknown(parse_address(flag, there)[0])):
             say(f"{flag} {there}: {why}; waiting for it ...", error=True)
@@ -174,7 +181,7 @@ def serve(
 
     folder, scratch, held = "", None, None
     try:
-        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), replicas)
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), replicas, one_port)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         if fresh_run:
             begin_anew(checkpoint_dir)
@@ -193,7 +200,11 @@ def serve(
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
         if record:
             cluster.run_watch.open_record(record, say)
-        cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure))
+        asked = (cluster.host, cluster.port) if one_port else None
+        if one_port:
+            cluster.behind(OnePort(cluster.host, cluster.port))
+        front = cluster.reached_at if one_port else None
+        cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure), asked, front)
         cluster.config = replace(
             cluster.config,
             first_epoch=time.time_ns() // 1_000_000 << 10,  # greater than the epochs of earlier processes of this run
@@ -217,7 +228,7 @@ def serve(
         if not cluster.signals:
             announce(cluster)
             if not EMBEDDED:
-                cluster.reshard_request.listen(cluster.ports[0])
+                cluster.reshard_request.listen(cluster.reached_at[1])
             cluster.write_ready()  # last: all of the above is there for whoever waits for the file
             code = cluster.watch()
             cluster.run_watch.note("done", {"text": "the run is over"})
@@ -253,6 +264,13 @@ def check_folder(folder: Path, name: str) -> None:
             f"--resume: {folder} has checkpoints of the run {kept}, and {here} was given: give --name {kept} to go on with it, "
             "or name another --checkpoint-dir"
         )
+
+
+def alone(parent: str, replicas: int, standby: str, join: str) -> None:
+    """Check that no flag is given whose processes must be reached by a port of each. Raises UsageError."""
+    apart = {"--parent": parent, "--replicas": replicas, "--standby": standby, "--join": join}
+    for flag in [flag for flag, value in apart.items() if value]:
+        raise UsageError(f"--one-port: {flag} needs a port for each shard of this server; leave one of the two out")
 
 
 def begin_anew(folder: str) -> None:
@@ -362,8 +380,8 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
 
 def announce(cluster: ShardSupervisor) -> None:
     """Print the address at which workers can join."""
-    shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
-    address = f"tcp://{shown}:{cluster.ports[0]}"
+    host, port = cluster.reached_at
+    address = f"tcp://{socket.gethostname() if host in ANY_HOSTS else host}:{port}"
     cluster.serve_at(address)
     settings = cluster.settings.flagged()
     names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]

@@ -42,11 +42,13 @@ from narrows.protocols.runtime.cli.output import STDERR
 from narrows.protocols.runtime.processes import signals
 from narrows.protocols.runtime.processes.children import ChildProcesses, Event, StartedChild, signal_name
 from narrows.ps.command.console import EMBEDDED, doing, say, show
+from narrows.ps.command.one_port import RELAY, OnePort
 from narrows.ps.command.reshard import ReshardRequest
 from narrows.ps.command.restart_policy import Restart, RestartPolicy
 from narrows.ps.dashboard.run_watch import RunWatch
 from narrows.ps.process.config import JOURNAL, ServerConfig
 
+LOOPBACK = "127.0.0.1"
 ALONE_S = 5.0  # a standby that is started together with its server copies it within this time
 NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
 
@@ -101,6 +103,7 @@ class ShardSupervisor:
         """
         self.settings = settings
         self.host, self.port = "", 0
+        self.one_port: OnePort | None = None  # before all shards; None: each has a port of its own
         self.address = ""  # printed for workers; "" until all shards have bound
         self.ready_file = ready_file
         self.run_watch = RunWatch()
@@ -137,6 +140,16 @@ class ShardSupervisor:
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
         self.config = self.config.of_standby(original)
 
+    def behind(self, one_port: OnePort) -> None:
+        """Have the shards listen on loopback alone, behind this port."""
+        self.one_port, self.host, self.port = one_port, LOOPBACK, 0
+        self.config = replace(self.config, one_port=one_port.address)
+
+    @property
+    def reached_at(self) -> tuple[str, int]:
+        """The host and the port at which workers join, once shard 0 has bound."""
+        return (self.one_port.host, self.one_port.port) if self.one_port is not None else (self.host, self.ports[0])
+
     def serve_at(self, address: str) -> None:
         """Note the address at which workers join: all shards have bound."""
         self.address = address
@@ -167,6 +180,8 @@ class ShardSupervisor:
             for index in indices if not self.signals else ():
                 self.start_shard(index)
             self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
+        if self.one_port is not None and not self.signals:
+            self.one_port.start(self.children, environment(self.hash_seed))
 
     def _until(self, done: Callable[[], bool], deadline: float) -> None:
         while not done() and not self.signals:
@@ -245,6 +260,16 @@ class ShardSupervisor:
         self.run_watch.note("died", {"shard": index, "text": text})
         self.start_shard(index, again is Restart.JOURNAL)
 
+    def _port_lost(self, one_port: OnePort) -> None:
+        """Start the process of the one port again. The run ends if it dies again and again."""
+        if one_port.died():
+            self.errors.append((0, NarrowsError.exit_code, "the process of the one port dies as soon as it starts"))
+            self.signals.append(signal.SIGINT)
+            return
+        say(text := "the process of the one port died and is started again", error=True)
+        self.run_watch.note("died", {"shard": RELAY, "text": text})
+        one_port.start(self.children, environment(self.hash_seed))
+
     def over(self, index: int) -> bool:
         """Return True if a dead process of this shard needs no successor."""
         return bool(index in self.done or self.errors or self.signals or self.stopping)
@@ -265,7 +290,8 @@ class ShardSupervisor:
         """
         if self.ready_file:
             here = range(self.settings.shards)
-            ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
+            there = self.ports if self.one_port is None else dict.fromkeys(self.ports, self.one_port.port)
+            ports, pids = ([which[index] for index in here if index in which] for which in (there, self.pids))
             temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
             values = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
             try:
@@ -349,6 +375,8 @@ class ShardSupervisor:
                 doing(text)
             case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
                 self.ports[index] = port
+                if self.one_port is not None:
+                    self.one_port.lead(self.ports, self.run_watch.behind)
                 self.restart_policy.serving.add(index)
                 if not index:  # the epochs of shard 0's next process begin later, whatever its checkpoints say
                     self.config = replace(self.config, first_epoch=epoch + LIFE_EPOCHS, parent=parent)
@@ -391,6 +419,8 @@ class ShardSupervisor:
                 self.run_watch.note(name, values)
             case (_, "err", line):
                 STDERR.line(line)
+            case (index, "exit", _) if index == RELAY and self.one_port is not None:
+                self._port_lost(self.one_port)
             case (index, "error", {"text": text}) if self.reshard_request.strange(index):
                 say(f"shard {index}: {text}", error=True)
             case (index, "error", {"code": code, "text": text}):
@@ -453,5 +483,7 @@ class ShardSupervisor:
             if shard.code is None:
                 shard.kill()
             shard.wait()
-        self.children.close()
         self.run_watch.close()
+        if self.one_port is not None:
+            self.one_port.close()
+        self.children.close()

@@ -71,8 +71,22 @@ class RunWatch:
         """Write each event of the run to a file. Raises UsageError."""
         self.record = output.open_record(path, say)
 
-    def open_sites(self, dashboard: str, metrics: str, trusted: bool) -> None:
+    @property
+    def behind(self) -> int:
+        """The port on loopback of the site behind the one port, 0 for none."""
+        return next((site.server_address[1] for site in self.sites if site.front is not None), 0)
+
+    def open_sites(
+        self, dashboard: str, metrics: str, trusted: bool, asked: object = None, front: tuple[str, int] | None = None
+    ) -> None:
         """Serve the dashboard and the metrics, on one port if both have the same address; "" for none.
+
+        Args:
+            dashboard: the value of --dashboard.
+            metrics: the value of --metrics.
+            trusted: as in `site_address`.
+            asked: the host and the port of --bind, with --one-port. A site of this address is behind the one port.
+            front: the host and the port that are bound there.
 
         Raises:
             UsageError: an address is none, or is taken.
@@ -80,15 +94,15 @@ class RunWatch:
         page = site_address("--dashboard", dashboard, trusted) if dashboard else None
         scraped = site_address("--metrics", metrics, trusted) if metrics else None
         source = self._metrics if scraped is not None else None
-        both = page is not None and page == scraped and page[1] > 0
+        both = page is not None and page == scraped and (page[1] > 0 or page == asked)
         if page is not None:
-            runs = (
-                FrameStream(_runs) if is_loopback(page[0]) else None
-            )  # the other runs are not of whoever reads this page
-            frames = FrameStream(self._frame)
-            self.sites.append(DashboardServer("--dashboard", *page, frames, source if both else None, runs))
+            # The other runs are not of whoever reads a page that other machines reach.
+            runs = FrameStream(_runs) if is_loopback(page[0]) else None
+            fronted, frames = front if page == asked else None, FrameStream(self._frame)
+            self.sites.append(DashboardServer("--dashboard", *page, frames, source if both else None, runs, fronted))
         if scraped is not None and not both:
-            self.sites.append(DashboardServer("--metrics", *scraped, None, source))
+            fronted = front if scraped == asked else None
+            self.sites.append(DashboardServer("--metrics", *scraped, None, source, front=fronted))
         if source is not None:
             from narrows.ps.dashboard import prometheus as _  # noqa: F401 - else the first scrape waits for it
 

@@ -98,6 +98,8 @@ class DashboardServer(ThreadingHTTPServer):
         frames: the frames of the page; None: there is no page.
         metrics: returns the content type and the text of a scrape; None: there are no metrics.
         runs: the list of the runs of this machine; None: the page shows none.
+        front: the host and the port at which visitors come: the one port of the server, with this site on loopback
+            behind it. None: they come to the address that is bound.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -114,16 +116,19 @@ class DashboardServer(ThreadingHTTPServer):
         frames: FrameStream | None,
         metrics: Callable[[], tuple[str, bytes]] | None,
         runs: FrameStream | None = None,
+        front: tuple[str, int] | None = None,
     ) -> None:
         self.frames, self.metrics, self.runs = frames, metrics, runs
         self.closing = frames.closing if frames is not None else threading.Event()
         self.visitors: OrderedDict[Any, bool] = OrderedDict()  # by connection, oldest first: it has sent a request
         self.threads, self.lock = 0, threading.Lock()  # `lock` guards `threads` and `visitors`
         self.named: set[str] = set()  # kinds of errors that were printed
-        self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        self.front = front
+        bound = (host.strip("[]"), port) if front is None else ("127.0.0.1", 0)
+        self.address_family = socket.AF_INET6 if is_ipv6(bound[0]) else socket.AF_INET
         self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
         try:
-            super().__init__((host.strip("[]"), port), DashboardRequest)
+            super().__init__(bound, DashboardRequest)
         except OSError as error:
             raise UsageError(f"{flag} {host}:{port}: {error.strerror or error}; name another port") from None
         # DNS rebinding: a page of another site, whose name resolves to this address, must not read this one.
@@ -131,8 +136,14 @@ class DashboardServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="narrows-site", daemon=True).start()
 
     @property
+    def _shown(self) -> tuple[str, int]:
+        """The host, without brackets, and the port at which visitors come."""
+        host, port = self.front or self.server_address[:2]
+        return str(host).strip("[]"), int(port)
+
+    @property
     def url(self) -> str:
-        host, port = str(self.server_address[0]), self.server_address[1]
+        host, port = self._shown
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
@@ -140,7 +151,7 @@ class DashboardServer(ThreadingHTTPServer):
     def told(self) -> str:
         """The line for the console: the address, and a warning where other machines can read it."""
         where = f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
-        open_ = not is_loopback(str(self.server_address[0]))
+        open_ = not is_loopback(self._shown[0])
         return where + ("; HTTP needs no key: anyone who reaches this address can read it" if open_ else "")
 
     def process_request(self, request: Any, client_address: Any) -> None:

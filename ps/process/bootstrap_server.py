@@ -49,6 +49,8 @@ class BootstrapServer:
             return "name the address of its shard 0, as ps-serve printed it there"
         if self.config.replicas:
             return "a server with a standby keeps its shards: its standby has a process for each"
+        if self.config.one_port:
+            return "its shards are behind one port (--one-port), and a shard on another machine has a port of its own"
         if self.config.folder is None:
             return "it has no folder for checkpoints, by which keys move"
         return server.coordinator.resharding.never

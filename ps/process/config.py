@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError
 
@@ -33,6 +34,7 @@ class ServerConfig:
         index: the number of the shard.
         settings: the settings of the run.
         bind: tcp://host:port; port 0 or * takes any.
+        one_port: the address of the one port before all shards (--one-port), tcp://host:port; "": each has its own.
         coordinator: the address of process 0, "" in process 0.
         first_epoch: the epochs of this process begin here, if no checkpoint has a later one.
         checkpoint_dir: the folder of checkpoints, "" for none.
@@ -84,6 +86,7 @@ class ServerConfig:
     trace: int = 0
     away: tuple[tuple[int, str], ...] = ()
     shared_memory: bool = True
+    one_port: str = ""
     journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +94,14 @@ class ServerConfig:
             kinds, value = TYPES.get(str(each.type)), getattr(self, each.name)
             if kinds is not None and type(value) not in kinds:
                 raise LocalProtocolError(f"the config of a shard has {each.name} = {value!r}, which is no {each.type}")
+
+    @property
+    def beside(self) -> str | None:
+        """The Unix socket of this process, as `Sockets.listen` takes it: behind one port, the one beside that port."""
+        if not self.one_port:
+            return None
+        host, port = parse_address("--one-port", self.one_port)
+        return local_endpoint(port, self.index) if host in (*ANY_HOSTS, *LOCAL_HOSTS) else ""
 
     @property
     def folder(self) -> Path | None:

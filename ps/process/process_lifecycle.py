@@ -36,11 +36,12 @@ def run(config: ServerConfig, ready: Callable[..., None]) -> None:
         shares=config.shared_memory,
     )
     with contextlib.closing(made) as sockets:
-        number = sockets.listen(config.bind)
+        bound = sockets.listen(config.bind, config.beside)
+        number = 0 if config.one_port else bound  # what peers are told: 0 means the port that they dialled
         follower = StandbyRunner(config, sockets, number, access_control) if config.follows else None
         if follower is not None:
             sockets.report_to(follower.cut)
-            ready(port=number, epoch=0, parent=config.parent)
+            ready(port=bound, epoch=0, parent=config.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=access_control.totals())
         runner = ServerRunner(config, sockets, number, access_control, follower)
@@ -49,7 +50,7 @@ def run(config: ServerConfig, ready: Callable[..., None]) -> None:
             sockets.memory.keep_pools(runner.journal.pools.keep)
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
-        ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else config.parent)
+        ready(port=bound, epoch=epoch, parent=runner.server.above if coordinator is not None else config.parent)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not (config.keeps or config.host) and config.folder is not None:
         # ps-serve, which would remove the folder, may have been killed. The folder of a remote host stays: the next

@@ -87,7 +87,7 @@ class ServerRunner:
     Args:
         config: the config of the process.
         port: its sockets.
-        number: the TCP port that it listens on.
+        number: the TCP port by which peers reach it, 0 behind one port.
         access_control: which peers it serves; None: without keys.
         copy: the standby that takes over, with the machine; None: the machine comes from the journal or is new.
 

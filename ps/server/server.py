@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import behind
 from narrows.protocols.effects import Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeer
@@ -109,7 +110,8 @@ class Server:
             return self.membership.parent
         if (seat := self.shard.parent_slot.seat) is None:
             return ""
-        return f"{seat.place.server.rpartition(':')[0]}:{seat.place.ports[self.shard.index]}"
+        port = seat.place.ports[self.shard.index]
+        return f"{seat.place.server.rpartition(':')[0]}:{port}" if port else behind(seat.place.server, self.shard.index)
 
     @property
     def beside(self) -> str:

@@ -22,6 +22,7 @@ from narrows.protocols.addresses import local_endpoint
 from narrows.protocols.runtime.network import shared_memory
 from narrows.protocols.runtime.network.shared_memory import LEAST_BYTES
 from narrows.protocols.runtime.network.sockets import Sockets
+from narrows.protocols.runtime.network.socks_dialler import SocksDialler
 from narrows.protocols.wire import MAGIC, VERSION, decode, encode
 
 LIMIT_MS = 10_000
@@ -31,13 +32,14 @@ def test_frames_that_begin_as_ours_do_are_of_this_version() -> None:
     assert MAGIC + bytes((VERSION,)) == OURS
 
 
-def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
-    """Send these messages as a stranger, and return the answers."""
-    context = zmq.Context()
+def said(port: int, messages: Sequence[m.Message], shard: int = -1) -> list[m.Message]:
+    """Send these messages as a stranger, and return the answers. `shard`: of those behind one port."""
+    context, by = zmq.Context(), None
     try:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(f"tcp://127.0.0.1:{port}")
+        by = SocksDialler(f"127.0.0.1:{port}", f"shard-{shard}") if shard >= 0 else None
+        dealer.connect(by.endpoint if by is not None else f"tcp://127.0.0.1:{port}")
         heard = []
         for message in messages:
             dealer.send_multipart(encode(message))
@@ -46,6 +48,8 @@ def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
         return heard
     finally:
         context.destroy(0)
+        if by is not None:
+            by.close()
 
 
 def linked(stack: ExitStack, port: int) -> tuple[Sockets, str]:
@@ -80,13 +84,19 @@ def said_in_memory(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
     return heard
 
 
-@pytest.mark.parametrize(("sync", "says"), [("bsp", said), ("ssp", said), ("bsp", said_in_memory)])
+@pytest.mark.parametrize(
+    ("sync", "says", "flags"),
+    [("bsp", said, ()), ("ssp", said, ()), ("bsp", said_in_memory, ()), ("bsp", said, ("--one-port",))],
+)
 def test_nobody_speaks_for_a_worker_but_itself(
-    sync: str, says: Callable[[int, Sequence[m.Message]], list[m.Message]], monkeypatch: pytest.MonkeyPatch
+    sync: str,
+    says: Callable[..., list[m.Message]],
+    flags: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It knows all numbers: worker, epoch, clock, keys. The run ends as if it had not been there."""
     monkeypatch.setattr(shared_memory, "LEAST_BYTES", 1)
-    with serving("--sync", sync, "--shards", "2") as server:
+    with serving("--sync", sync, "--shards", "2", *flags) as server:
         worker = Worker(server.address)
         worker.train(5)
         member, clock = worker.session.link.member, worker.clock
@@ -110,7 +120,7 @@ def test_nobody_speaks_for_a_worker_but_itself(
                     m.BuffersRequest(**who, clock=0),
                     m.RangeRequest(**who, number=1, clock=0, holds=0, samples=9, size=3, limit=3),
                 ]
-            for answer in says(ports[shard], forged):
+            for answer in says(ports[shard], forged) if not flags else says(server.port, forged, shard):
                 assert isinstance(answer, m.Refuse) and "not from worker 0" in answer.text
         worker.train(7)
         worker.engine.finish()
@@ -121,10 +131,12 @@ def test_nobody_speaks_for_a_worker_but_itself(
         assert np.isfinite(flat(worker.model)).all()
 
 
-def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_port", [False, True])
+def test_silent_connections_and_random_frames_take_nothing_from_the_others(one_port: bool, tmp_path: Path) -> None:
     """More connections than the server has descriptors. Who is ours gets in, and checkpoints are written."""
-    flags = ("--sync", "ssp", "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "0.1")
-    with serving(*flags, descriptors=1024) as server, ExitStack() as stack:
+    flags = ["--sync", "ssp", "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "0.1", "--insecure"]
+    flags += ["--one-port", "--shards", "2"] if one_port else []
+    with serving(*flags, descriptors=1024, host="0.0.0.0") as server, ExitStack() as stack:
         rng = random.Random(0)
 
         for _ in range(20):
@@ -137,7 +149,7 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         until(lambda: "too many messages that were refused" in server.command.out, server.command)
         for _ in range(600):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        worker = Worker(server.address, rate=0.001)
+        worker = Worker(f"tcp://127.0.0.{2 if one_port else 1}:{server.port}", rate=0.001)
         worker.train(40)
         until(lambda: "checkpoint of clock" in server.command.out, "a checkpoint")
         worker.close()
@@ -145,7 +157,7 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         said = server.command.out + server.command.err
     assert distance(flat(worker.model), trained_alone(40, 0.001)) < 1e-5
     for text in (
-        "without an accepted message",
+        "was ended: too many connections" if one_port else "without an accepted message",
         "too many messages that were refused",
         "does not speak the Narrows protocol",
     ):

@@ -346,17 +346,21 @@ class MemberLink(LinkEvents, LinkCommands):
         for gone in {self._standby, *self._shards}:
             self._sockets.hang_up(gone)
         (self.host, self.port), self._standby = parse_address("", address), ""
-        self._shards = [endpoint(self.host, port) for port in ports]
+        self._shards = [self._endpoint(shard, port) for shard, port in enumerate(ports)]
         self._silence = SilenceNotice()
         say_here(f"the standby at {address} serves now; training goes on")
 
     def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:
         """Set the endpoints of the shards, and hang up on others. Shard 0 keeps its endpoint."""
-        others = list(zip(hosts or ("",) * len(ports), ports, strict=True))[1:]
-        there = [self._shards[0], *(endpoint(host or self.host, port) for host, port in others)]
+        others = list(enumerate(zip(hosts or ("",) * len(ports), ports, strict=True)))[1:]
+        there = [self._shards[0], *(self._endpoint(shard, port, host) for shard, (host, port) in others)]
         for gone in set(self._shards) - set(there):
             self._sockets.hang_up(gone)
         self._shards = there
+
+    def _endpoint(self, shard: int, port: int, host: str = "") -> str:
+        """Return the endpoint of a shard by its port, 0 behind one port, and its host, "" for that of the server."""
+        return endpoint(host or self.host, port) if port else endpoint(self.host, self.port, shard)
 
     def _dial(self, roster: m.Roster) -> None:
         """Dial the peers of the roster, and hang up on others. A peer with an invalid address will count as silent."""

@@ -22,6 +22,7 @@ from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 
+BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
 STRANGERS_MAX = 1024  # of one listening socket; each takes some 30 KB
 STRANGER_BYTES_MAX = 1 << 20  # bytes that one stranger may send: a first message has some hundred
 ALL_BYTES_TIMES = 16  # all strangers together may send this many times as much

@@ -31,8 +31,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from narrows.protocols.addresses import parted
+from narrows.protocols.addresses import by_proxy, parted
 from narrows.protocols.runtime.network.connections import Connections
+from narrows.protocols.runtime.network.socks_dialler import asked
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 EVENT = struct.Struct("=Hi")  # an event of a monitor: its kind, and a value
@@ -200,8 +201,11 @@ def mechanism(address: str) -> bytes:
                 probe.settimeout(PROBE_S)
                 probe.connect("\0" + endpoint.removeprefix("ipc://@"))
                 return _greeted(probe)
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        by = by_proxy(endpoint)
+        host, _, port = (by[0] if by else endpoint.removeprefix("tcp://")).rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as probe:
+            if by:
+                asked(probe, by[1])  # else shard 0 would greet in the place of a dead shard
             return _greeted(probe)
     return b""
 

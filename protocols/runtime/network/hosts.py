@@ -10,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, bracketed, local_endpoint, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, behind, bracketed, local_endpoint, parse_address
 
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
@@ -21,19 +21,24 @@ def peer_uid(line: socket.socket) -> int:
     return int(uid)
 
 
-def endpoint(host: str, port: int) -> str:
+def endpoint(host: str, port: int, shard: int = 0) -> str:
     """Return the endpoint to dial: the Unix socket of a server on this machine, else TCP.
 
     Any local user can take the name of that socket. So it is used only if root or the user of this process listens.
+
+    Args:
+        host: of the server.
+        port: of the server.
+        shard: of the shards behind one port, the one to dial.
     """
     if sys.platform == "linux" and host in LOCAL_HOSTS:
-        local = local_endpoint(port)
+        local = local_endpoint(port, shard)
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.settimeout(PROBE_S)
             probe.connect("\0" + local.removeprefix("ipc://@"))
             if peer_uid(probe) in (0, os.getuid()):
                 return local
-    return f"tcp://{host}:{port}"
+    return behind(f"tcp://{host}:{port}", shard)
 
 
 def is_ipv6(host: str) -> bool:

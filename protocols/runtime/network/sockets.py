@@ -13,7 +13,8 @@ How it works
 3. `control=True` sends over a connection of its own, so that a heartbeat never waits behind a large push.
 4. To a process of the same machine and user a large frame goes as a reference: a third frame, after an empty second one
    (shared_memory.py).
-5. A monitor thread sees connections come and end (curve_auth.py, connections.py). `cut` gets an end one turn later: by
+5. A shard behind the one port of its server (`by_proxy`) is dialled by SOCKS5 (socks_dialler.py).
+6. A monitor thread sees connections come and end (curve_auth.py, connections.py). `cut` gets an end one turn later: by
    then the peer's last messages were read.
 
 Rules
@@ -38,12 +39,12 @@ from typing import Any, Protocol
 import zmq
 import zmq.utils.garbage  # its exit handler, for zero-copy sends, must be registered before that of our last push
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, by_proxy, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.heartbeat_summary import SHARED_MEMORY, TCP, UNIX_SOCKET, UNKNOWN
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime.network import curve_auth as keys
-from narrows.protocols.runtime.network.connections import Connections
+from narrows.protocols.runtime.network.connections import BACKLOG, Connections
 from narrows.protocols.runtime.network.curve_auth import (
     LIBRARY,
     CurveAuthenticator,
@@ -56,14 +57,13 @@ from narrows.protocols.runtime.network.curve_auth import (
 )
 from narrows.protocols.runtime.network.hosts import is_ipv6
 from narrows.protocols.runtime.network.shared_memory import REFERENCE, SharedMemory, Turn
+from narrows.protocols.runtime.network.socks_dialler import SILENT_MS, SocksDialler
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # four states of the largest shard; a slower peer loses messages
 UNREAD_MESSAGES_MAX = 64  # of one peer; further messages stay with the peer until these are read
 FRAMES_MAX = 3  # of a message; further frames are thrown away, and the connection is ended
 THROWN_MAX = 8192  # frames thrown away in a row: some 20 ms
-BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
-SILENT_MS = 60_000  # a peer that takes nothing of what it is sent for this time is cut off
 LINGER_MS = 2000  # time for the last messages to leave
 UNMET_LINGER_MS = 500  # the same for a connection on which no peer has answered yet
 BURST = 64  # messages of one socket in a row: then the other sockets, the commands and the tick have their turn
@@ -198,6 +198,8 @@ class Sockets:
         self._gone: deque[Peer] = deque(maxlen=GONE_MAX)  # peers whose connections have ended; filled by any thread
         self._going: list[Peer] = []  # those of them that `cut` gets in the next turn
         self._failures: dict[Socket, HandshakeMonitor] = {}
+        self._diallers: dict[Socket, SocksDialler] = {}  # of sockets that dial a shard behind one port
+        self._leaving: list[SocksDialler] = []  # of those that are closed: last bytes may be in them
         self._endless: set[Socket] = set()  # sockets in the middle of a message with too many frames
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
@@ -237,6 +239,9 @@ class Sockets:
                 opened.setsockopt(zmq.LINGER, 0 if watched.refused else UNMET_LINGER_MS)
         self._endless.discard(opened)
         opened.close()
+        if dialler := self._diallers.pop(opened, None):
+            dialler.close()
+            self._leaving.append(dialler)
 
     def _refuse(self, why: HandshakeFailure, key: str = "") -> None:
         """Note a refused peer that dialled this process. The threads of CURVE call this."""
@@ -245,11 +250,13 @@ class Sockets:
         if not told:  # with a refusal before, the owner's thread is awake already
             self.wake()
 
-    def listen(self, address: str) -> int:
+    def listen(self, address: str, beside: str | None = None) -> int:
         """Listen on an address, and on the Unix socket beside it.
 
         Args:
             address: tcp://host:port; port 0 takes any free port.
+            beside: the endpoint of that Unix socket, "" for none; None: the one of the port, if this machine reaches it
+                by a host of LOCAL_HOSTS.
 
         Returns:
             The port.
@@ -274,11 +281,13 @@ class Sockets:
             why = f"{error.strerror}; is another ps-serve running there?"
             raise UsageError(f"cannot listen on {address}: {why}") from None
         host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
-        if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
+        if beside is None:
+            beside = local_endpoint(int(port)) if host in (*ANY_HOSTS, *LOCAL_HOSTS) else ""
+        if sys.platform == "linux" and beside:
             if self.shares:
-                self.memory.listen(local_endpoint(int(port)))
+                self.memory.listen(beside)
             try:
-                router.bind(local_endpoint(int(port)))
+                router.bind(beside)
             except zmq.ZMQError as error:  # any process of this machine may have taken the name
                 why = zmq.strerror(error.errno or 0)
                 self.faults.tell(f"the Unix socket beside port {port} is taken ({why}): workers here come over TCP")
@@ -289,15 +298,19 @@ class Sockets:
         dealer = self._open(key, zmq.DEALER)
         if name := self.known_as(key[0]):
             dealer.setsockopt(zmq.ROUTING_ID, name := name + os.urandom(8))
-        if self.curve is not None and (there := self.curve.dials(key[0])):
-            keys.dials(dealer, *there)
+        if self.curve is not None and (pair := self.curve.dials(key[0])):
+            keys.dials(dealer, *pair)
         try:
-            if (address := parted(key[0])[0]).startswith("tcp://"):
+            address = parted(key[0])[0]
+            if by := by_proxy(address):
+                self._diallers[dealer] = dialler = SocksDialler(*by)
+                address = dialler.endpoint
+            if address.startswith("tcp://"):
                 dealer.setsockopt(zmq.IPV6, is_ipv6(address.removeprefix("tcp://").rpartition(":")[0]))
             dealer.connect(address)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, OSError) as error:
             self._close(self._opened.pop(key))
-            raise
+            raise error if isinstance(error, zmq.ZMQError) else zmq.ZMQError(error.errno) from None
         if name and not key[1]:
             self.memory.dial(key[0], name)
         return dealer
@@ -509,3 +522,6 @@ class Sockets:
         self._awake.close()
         self._waker.close()
         self._context.term()
+        deadline = time.monotonic() + LINGER_MS / 1000
+        for dialler in self._leaving:
+            dialler.join(deadline)
