@@ -82,14 +82,15 @@ def is_address(address: str) -> bool:
 def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
     """True if hosts and ports that a peer sent are valid.
 
-    No hosts, or "" for one, mean the host of the peer itself. Port 0 means its port too: shards behind one port.
+    No hosts, or "" for one, mean the host of the peer itself. If all ports are 0 they mean its port too: all shards are
+    behind one port.
     """
     if len(hosts) not in (0, len(ports)):
         return False
-    return all(
-        is_address(f"tcp://{host or ANY_HOST}:{port}") or (not host and port == 0)
-        for host, port in zip(hosts or [""] * len(ports), ports, strict=True)
-    )
+    if ports and not any(ports):
+        return not any(hosts)
+    pairs = zip(hosts or [""] * len(ports), ports, strict=True)
+    return all(is_address(f"tcp://{host or ANY_HOST}:{port}") for host, port in pairs)
 
 
 def shard_name(shard: int) -> str:
