@@ -4,7 +4,7 @@
     python bench/faults/phase_kills.py --modes bsp --roles "a shard" --jobs 1
 
 Rules
-- All runs are real commands on this machine: a ps-serve with two shards, a ps-worker with two workers and one with one.
+- All runs are real commands on this machine: a ps-serve with two shards, a ps-worker with two workers and another with one.
   All their frames go through shared memory.
 - A worker or a shard that comes to the phase stops there by itself (tests/kit/fold_log_hook/sitecustomize.py). The bench kills
   whom the role names, and lets the stopped process go on if that was another one. Each strike comes some clocks later than the
@@ -334,7 +334,7 @@ def matrix(modes: Sequence[str], roles: Sequence[str]) -> list[Trial]:
 
 
 def add(recorder: record.Recorder, mode: str, role: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A line of all runs of a mode and a role."""
+    """Record all runs of a mode and a role as one line."""
     figures: record.Figures = {
         "killed": (sum(row["kills"] for row in rows), "times"),
         "phases": (len(rows), ""),

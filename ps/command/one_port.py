@@ -25,7 +25,7 @@ END_S = LINGER_S + 3.0  # the process ends within this time
 
 
 class OnePort:
-    """The port before all shards of a server, and the process that serves it.
+    """The listener of --one-port, and the process that relays its connections.
 
     Args:
         host: the host to bind.

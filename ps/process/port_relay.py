@@ -16,7 +16,7 @@ Rules
 - It leads to the shards and the page of this server, and nowhere else.
 - What a peer sends costs at most its own connection. Without a whole request it is ended after FIRST_S. If there are too
   many connections, the oldest of those that have got less than LITTLE_BYTES is ended: a shard answers its members.
-- A shard sees its strangers and ends them, as without --one-port (connections.py). Its end is the end of the connection.
+- A shard ends the connections of strangers, as without --one-port (connections.py). The relay then ends its side too.
 - One thread owns everything, and waits for nothing but the next event.
 """
 
@@ -182,7 +182,7 @@ class ByteFlow:
 
 
 class RelayedConnection:
-    """A connection to the one port, and what it leads to."""
+    """A client's connection to the one port, and the relay's connection to the shard or the page."""
 
     def __init__(self, client: socket.socket, now_s: float) -> None:
         self.client = client
@@ -342,7 +342,7 @@ class PortRelay:
             self._want(client, READ)
 
     def _make_room(self, most: int) -> None:
-        """End the oldest connections that may be strangers', until there are at most `most` of all kinds."""
+        """End connections until at most `most` are left: first the oldest of those that may be strangers'."""
         while self.count > max(most, 0):
             new = [next(iter(kind)) for kind in (self.asked, self.little) if kind]
             old = [next(iter(kind)) for kind in (self.ending, self.known) if kind]

@@ -1,4 +1,4 @@
-"""A strict reader of Trace Event Format (JSON), and what a script can tell from such a trace.
+"""Checks that a trace follows the Trace Event Format (JSON), and finds overlap, stragglers and slow links in it.
 
 The rules are those of "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU) and
 of Perfetto's importer of it (perfetto.dev/docs/faq: slices of one thread have to be strictly nested).

@@ -4,9 +4,9 @@ name one in TOLD.
 Folded updates are kept in the store itself, acknowledged ones in the exchange. So both go where the machine goes: into
 the journal, and with it into the process that comes after one that was killed. A line is what this machine has folded, not
 what some process once did. PLANTED: what becomes of updates that are folded while events are done again, "lost" or "twice".
-A process that comes to the phase that PHASE names stops, and writes its pid to the file `struck-N` of that folder, for N below
-STRIKES: bench/faults/phase_kills.py then kills whom it likes. A process that replaces one passes the phase so often as EVERY
-says for each N before it stops, and never stops while it does events again.
+A process that reaches the phase PHASE writes its pid to the file `struck-N` of that folder, and stops. N counts these stops, up
+to STRIKES. bench/faults/phase_kills.py then kills a process. Before stop N a process passes the phase EVERY times for each N. A
+process that replays a journal does not stop.
 A member says that its link has the rate which the file `narrow` in that folder names, once it is there.
 """
 

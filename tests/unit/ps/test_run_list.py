@@ -103,7 +103,7 @@ def test_what_a_killed_server_left_is_not_listed_and_is_removed(folder: Path, en
 
 
 def test_readers_take_no_run_for_dead_whatever_the_moment(entry: RunEntry) -> None:
-    """It is written, and read by several at once."""
+    """Two threads read the entry while its server writes it."""
     over, seen = threading.Event(), list[list[RunFacts]]()
 
     def read() -> None:
