@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,18 +127,27 @@ class HandshakeFailure(Enum):
 
 
 class HandshakeMonitor:
-    """Finds why handshakes of one dialling socket fail. The owner polls `monitor` and calls `take`.
+    """Finds why handshakes of one dialling socket fail. The owner polls `monitor`, and calls `take` after each wake too.
 
     Args:
         watched: the socket.
         address: that it dials.
+        wake: called by a thread once `take` may have a reason without a further event.
         clock: seconds.
     """
 
-    def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.watched, self.address, self.clock = watched, address, clock
+    def __init__(
+        self,
+        watched: zmq.Socket[bytes],
+        address: str,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.watched, self.address, self.wake, self.clock = watched, address, wake, clock
         ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor: Any = watched.get_monitor_socket(FAILURES | ends)
+        self._asking: threading.Thread | None = None  # asks for the greeting at the address, which may take PROBE_S
+        self._greeted: deque[bytes] = deque(maxlen=1)  # its answer
         self.strange = 0  # handshakes that ended without a reason, with a peer that greets by the same mechanism
         self.since = 0.0  # time of the first of these
         self.met = False  # a handshake has succeeded: the peer has the key
@@ -160,8 +169,12 @@ class HandshakeMonitor:
                     found.append(HandshakeFailure.REFUSED)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     found.append(_meant(event["value"]))
-                case _:
-                    found += self._hung_up() if not self.met else []
+                case _ if not self.met and self._asking is None:
+                    self._asking = threading.Thread(target=self._ask, daemon=True, name="ps-greeting")
+                    self._asking.start()
+        if self.answered:
+            self._asking = None
+            found += self._hung_up(self._greeted.popleft())
         self.refused |= bool(found)
         return found
 
@@ -170,13 +183,27 @@ class HandshakeMonitor:
         found, self.anew, self.cut = (self.anew, self.cut), False, False
         return found
 
-    def _hung_up(self) -> list[HandshakeFailure]:
+    @property
+    def answered(self) -> bool:
+        """True if `take` has a greeting to judge."""
+        return bool(self._greeted)
+
+    def _ask(self) -> None:
+        """Ask for the greeting. In a thread: a process that is being started has a port, and greets nobody yet."""
+        self._greeted.append(mechanism(self.address))
+        self.wake()
+
+    def _hung_up(self, greeted: bytes) -> list[HandshakeFailure]:
         """Return the reason of a handshake that the peer ended without giving one; [] if it is not certain.
 
         If only one side has keys, either side may hang up before the other has read the reason: then the greeting tells.
         A tunnel hangs up while no process listens behind it: a tunnel does not greet.
+
+        Args:
+            greeted: the mechanism that the peer greets with; b"" if it does not greet, or if it came since.
         """
-        greeted = mechanism(self.address)
+        if self.met:
+            return []
         if greeted != self._own():
             return [HandshakeFailure.KEYLESS] if greeted else []
         self.strange += 1

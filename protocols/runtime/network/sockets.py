@@ -226,7 +226,7 @@ class Sockets:
             made.setsockopt(option, value)
         self._poller.register(made, zmq.POLLIN)
         if key != ROUTER:
-            self._failures[made] = watched = HandshakeMonitor(made, key[0])
+            self._failures[made] = watched = HandshakeMonitor(made, key[0], self.wake)
             self._poller.register(watched.monitor, zmq.POLLIN)
         return made
 
@@ -366,9 +366,9 @@ class Sockets:
                 return {}
             if not ready:
                 self.faults.well()
-            monitors = [each for each in self._failures.values() if each.monitor in ready]
+            monitors = [each for each in self._failures.values() if each.monitor in ready or each.answered]
             for each in monitors:
-                del ready[each.monitor]
+                ready.pop(each.monitor, None)
                 try:
                     found = each.take() if not each.watched.closed else []  # a callback may have closed the socket
                 except LIBRARY as error:

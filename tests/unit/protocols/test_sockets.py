@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import UnreachableError, UsageError
+from narrows.protocols.runtime.network import curve_auth
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, reached, unknown
 from narrows.protocols.runtime.network.sockets import (
     BURST,
@@ -51,6 +53,16 @@ Heard = list[tuple[Peer, list[bytes]]]
 @pytest.fixture(autouse=True)
 def _what_nobody_takes_need_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIONS, zmq.LINGER, 0)
+
+
+def _hangs_up_once(port: socket.socket, held: list[socket.socket]) -> None:
+    """End the first connection in the middle of its handshake; keep the others, and greet nobody."""
+    first, _ = port.accept()
+    assert first.recv(11)
+    first.close()
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(port.accept()[0])
 
 
 @pytest.fixture
@@ -331,6 +343,30 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
     assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
     assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 3}
     assert done == {"event": "done", "dropped": {"LeaveAck": 3}, "refused": {}, "over": False}
+
+
+def test_a_peer_that_does_not_greet_delays_no_message_of_another(server: Sockets, child: Sockets) -> None:
+    """A killed process has a port as soon as it begins again, and greets later."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        threading.Thread(target=_hangs_up_once, args=(port, held), daemon=True).start()
+        well, silent = (
+            f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}",
+            f"tcp://127.0.0.1:{port.getsockname()[1]}",
+        )
+        child.send(well, [b"first"])
+        child.send(silent, [b"nobody reads this"])
+        longest, ends = 0.0, time.monotonic() + 1.5 * curve_auth.PROBE_S
+        while (began := time.monotonic()) < ends:
+            child.send(well, [b"more"])
+            assert [*server.receive(LONG_MS)]
+            [*child.receive(10)]
+            longest = max(longest, time.monotonic() - began)
+        port.shutdown(socket.SHUT_RDWR)
+    assert len(held) >= 2, "the greeting was asked for, beside the connection that dialled again"
+    for each in held:
+        each.close()
+    assert longest < curve_auth.PROBE_S / 2
 
 
 def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
