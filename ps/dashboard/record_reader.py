@@ -127,7 +127,7 @@ def _asked(url: str) -> tuple[dict[str, Any], str]:
     except http.client.InvalidURL:
         raise UsageError(f"{url.partition('//')[2]}: give HOST:PORT of the page") from None
     except urllib.error.URLError as error:
-        return {}, str(error.reason)
+        return {}, str(getattr(error.reason, "strerror", None) or error.reason)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if _is_of_zeromq(url):
             return {}, "that is where workers join a run, and the page has an address of its own"

@@ -55,12 +55,13 @@ def table(found: Sequence[RunFacts]) -> list[str]:
 
 
 def told(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Return the rows as values of JSON, for a page. A page at HOST:PORT has a URL there."""
+    """Return the rows as values of JSON, for a page: facts, and the text of each column. A page at HOST:PORT has a URL there."""
     from narrows.ps.dashboard.record_reader import page_url
 
     now = time.time()
-    found = [row.facts.told(now) | {"loss": row.loss, "rate": row.rate, "state": row.state} for row in rows]
-    return {"runs": [each | {"page": each["page"] and page_url(each["page"]) + "/"} for each in found], "pid": -1}
+    found = [row.facts.told(now) | {"cells": cells(row)} for row in rows]
+    runs = [each | {"page": each["page"] and page_url(each["page"]) + "/"} for each in found]
+    return {"runs": runs, "columns": [*COLUMNS, *MORE], "pid": -1}
 
 
 def cells(row: RunRow) -> dict[str, str]:

@@ -197,20 +197,40 @@ function showEvents(events) {
   }));
 }
 
-// The runs beside it: those of this machine, or of the addresses that ps-top was given.
+// The runs of this machine beside this one; or the list of ps-top, which has the texts of a table.
 
 const RUNS_MS = 5000;
+
+const linked = (run) => {
+  const there = /^https?:\/\//.test(run.page), item = document.createElement(there ? "a" : "span");
+  if (there) { item.href = run.page; item.rel = "noreferrer"; }
+  return item;
+};
+
+function listRuns({ runs, columns }) {
+  const [head, body] = [$("list").querySelector("tr"), $("list").querySelector("tbody")];
+  $("list").hidden = false;
+  head.replaceChildren();
+  for (const name of columns) put(element("th", head), name);
+  body.replaceChildren();
+  for (const run of runs) {
+    const row = element("tr", body);
+    row.title = run.summary;
+    for (const name of columns) {
+      const item = name === "page" ? linked(run) : document.createElement("span");
+      put(item, run.cells[name]);
+      element("td", row).append(item);
+    }
+  }
+}
 
 function showRuns({ runs, pid }) {
   const others = runs.filter((run) => run.pid !== pid);
   $("runs").hidden = !others.length;
   $("runs").replaceChildren(...others.map((run) => {
-    const there = /^https?:\/\//.test(run.page), item = document.createElement(there ? "a" : "span");
-    if (there) { item.href = run.page; item.rel = "noreferrer"; }
-    const loss = run.loss === undefined || run.loss === null ? "" : `loss ${run.loss.toPrecision(4)}`;
-    const clock = run.clock < 0 ? "" : `clock ${whole(run.clock)}`;
-    item.textContent = [run.name || run.address || run.page, run.mode, clock, loss, run.rate, run.state].filter(Boolean).join(" · ");
-    item.title = [run.address, run.summary, there ? "" : "it has no page"].filter(Boolean).join("\n");
+    const item = linked(run), clock = run.clock < 0 ? "" : `clock ${whole(run.clock)}`;
+    item.textContent = [run.name || run.address, run.mode, clock].filter(Boolean).join(" · ");
+    item.title = [run.address, run.summary, item.href ? "" : "it has no page"].filter(Boolean).join("\n");
     return item;
   }));
 }
@@ -218,7 +238,8 @@ function showRuns({ runs, pid }) {
 async function lookAtRuns() {
   try {
     const answer = await fetch("runs.json");
-    if (answer.ok) showRuns(await answer.json());
+    const found = answer.ok && (await answer.json());
+    if (found) (found.columns ? listRuns : showRuns)(found);
     else if (answer.status === 404) return; // this page is for other machines too, or that of a record
   } catch { /* the server does not answer: the state says so */ }
   setTimeout(lookAtRuns, RUNS_MS);

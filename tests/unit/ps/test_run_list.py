@@ -337,7 +337,10 @@ def test_ps_top_serves_a_page_of_several_addresses(two: list[RunWatch]) -> None:
         assert process.stdout is not None
         try:
             url = process.stdout.readline().partition("glance: ")[2].partition(";")[0]
-            found = asked(url + "runs.json")["runs"]
+            listed = asked(url + "runs.json")
+            found = listed["runs"]
+            assert all([*each["cells"]] == listed["columns"] for each in found)
+            assert [each["cells"]["clock"] for each in found] == ["50", "50"]
             assert [(each["name"], each["page"], each["clock"]) for each in found] == [
                 (name, page, 50) for name, page in zip(("oslo", "jena"), pages, strict=True)
             ]
