@@ -55,7 +55,7 @@ def table(found: Sequence[RunFacts]) -> list[str]:
 
 
 def told(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Return the rows as values of JSON, for a page: facts, and the text of each column. A page at HOST:PORT has a URL there."""
+    """Return the rows as values of JSON, for a page: the facts, and the text of each column. HOST:PORT becomes a URL."""
     from narrows.ps.dashboard.record_reader import page_url
 
     now = time.time()
