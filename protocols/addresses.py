@@ -1,4 +1,4 @@
-"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it on the same machine, and shards behind one port.
+"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it on the same machine, shards behind one port, stores.
 
 In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
 """
@@ -14,6 +14,8 @@ from narrows.protocols.errors import UsageError
 ANY_HOST = "0.0.0.0"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another loopback address
 ANY_HOSTS = (ANY_HOST, "*", "[::]")  # hosts that bind to every address of a machine
+
+STORES = {"s3": "s3fs", "gs": "gcsfs"}  # by scheme of an object store: the package that fsspec needs for it
 
 
 def is_loopback(host: str) -> bool:
@@ -121,3 +123,38 @@ def local_endpoint(port: int, shard: int = 0) -> str:
     the port does.
     """
     return f"ipc://@narrows-{port}-{shard}" if shard else f"ipc://@narrows-{port}"
+
+
+def is_stored(place: str) -> bool:
+    """True if this place of files, as `located` returns it, is an address in an object store, and no path."""
+    scheme, there, _ = place.partition("://")
+    return bool(there) and scheme in STORES
+
+
+def located(flag: str, value: str) -> str:
+    """Return the path, or the address in a store, that a flag names. file:///FOLDER becomes a path.
+
+    Raises:
+        UsageError: the scheme is not known, or there is no bucket.
+    """
+    scheme, there, rest = value.partition("://")
+    if not there:
+        return value
+    if scheme == "file":
+        path = rest.removeprefix("localhost")
+        if not path.startswith("/"):
+            raise UsageError(f"{flag} {value}: a folder of this machine is file:///FOLDER, with three slashes")
+        return re.sub(r"(%[0-9a-fA-F]{2})+", lambda found: _unescaped(found[0]), path)
+    if scheme not in STORES:
+        known = ", ".join(f"{name}://BUCKET/NAME" for name in STORES)
+        raise UsageError(
+            f"{flag} {value}: {scheme}:// is no store that is known; give {known}, file:///FOLDER or a path"
+        )
+    if not re.fullmatch(r"[^/\s?#]+(/.*)?", rest):
+        raise UsageError(f"{flag} {value}: name a bucket, as in {scheme}://BUCKET/NAME")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def _unescaped(text: str) -> str:
+    """Return what a run of %XX in a URL stands for."""
+    return bytes.fromhex(text.replace("%", "")).decode("utf-8", "surrogateescape")

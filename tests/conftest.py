@@ -11,11 +11,16 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Generator, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from kit.s3 import Bucket
 
 os.environ.setdefault("NARROWS_CUDA_COMPILER", "1")  # before kernels are imported: tests compile them in this process
 os.environ["NARROWS_RUNS"] = tempfile.mkdtemp(prefix="narrows_runs")  # not the user's own runs
@@ -158,3 +163,23 @@ def kept_for_kernels(pytestconfig: pytest.Config) -> Path:
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)  # another process of xdist removes it too
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The endpoint of an S3 server on loopback."""
+    from kit import s3  # not for tests that need none
+
+    with s3.served() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket of that server, which this process and its commands reach by its address."""
+    import boto3
+    from kit import s3
+
+    for name, value in (s3.VARIABLES | {"AWS_ENDPOINT_URL": s3_server}).items():
+        monkeypatch.setenv(name, value)
+    return s3.Bucket(boto3.client("s3"), f"test-{uuid.uuid4().hex[:12]}")

@@ -41,6 +41,7 @@ RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, 
 RUNNERS = (
     *("ps/journal/", "ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
     *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
+    "ps/dashboard/record_reader.py",  # records, here or in a store
     *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),
     *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/loader_states.py"),  # files of a worker
 )

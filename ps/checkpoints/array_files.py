@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from narrows.protocols.config.model_spec import DTYPES, NamedArray
 from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy
 
 BLOCK_BYTES = 1 << 22  # bytes of a file that are written, or read and checked, at a time
 FILE_DTYPES = {dtype.file: name for name, dtype in DTYPES.items() if dtype.file}
@@ -53,13 +54,19 @@ class TensorPlace:
 NamedBlocks = tuple[str, tuple[int, ...], StreamedFile]  # dtype, shape and bytes, as in NamedArray
 
 
-def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
+def write_file(
+    path: Path,
+    tensors: Mapping[str, NamedArray | NamedBlocks],
+    metadata: dict[str, str],
+    copy: FolderCopy = NO_COPY,
+) -> None:
     """Write a safetensors file whole, or not at all.
 
     Args:
         path: of the file.
         tensors: (dtype, shape, bytes) by name.
         metadata: of the file.
+        copy: where else the file is kept.
 
     Raises:
         OSError: the disk refused the file. Nothing is left of it.
@@ -73,7 +80,7 @@ def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], meta
                 for part in (raw,) if isinstance(raw, (bytes, memoryview)) else raw:
                     file.write(part)
             size = file.tell()
-        publish(temporary, path, size)
+        publish(temporary, path, size, copy)
     except (OSError, IncompatibleError):
         temporary.unlink(missing_ok=True)  # a full disk needs the space
         raise
@@ -98,12 +105,17 @@ def packed_header(places: Mapping[str, TensorPlace], metadata: dict[str, str], l
     return struct.pack("<Q", len(packed)) + packed
 
 
-def publish(temporary: Path, path: Path, size: int) -> None:
-    """Flush a temporary file to the disk, and give it its name. Raises OSError if it has not `size` bytes."""
+def publish(temporary: Path, path: Path, size: int, copy: FolderCopy = NO_COPY) -> None:
+    """Flush a temporary file to the disk, copy it to `copy`, and give it its name.
+
+    Raises:
+        OSError: it has not `size` bytes, or the other place does not take it. Then it has no name here either.
+    """
     with open(temporary, "rb+") as file:
         if file.seek(0, os.SEEK_END) != size:
             raise OSError(f"{path.name} is not whole")
         os.fsync(file.fileno())
+    copy.put(temporary, path.name)
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -18,6 +18,8 @@ Rules
   them.
 - A file is written and checked BLOCK_BYTES at a time (array_files.py). The store copies arrays that are mapped into its
   own. So a shard that begins from a checkpoint has its arrays in memory once.
+- The files of an address are in a temporary folder too (store_checkpoints.py); `copy` stands for the address. `publish`
+  puts a file there before it renames it here, so a name in the folder stands for a whole object.
 - A file that is damaged, or no checkpoint, is never an exception of a library but an IncompatibleError with a sentence.
 """
 
@@ -30,8 +32,9 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -40,10 +43,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrows.protocols.config.checkpoint_names import BYTES, COMING, ROUND, SHARD, STATE, shard_file
+from narrows.protocols.config.checkpoint_names import BYTES, COMING, MODEL, ROUND, SHARD, STATE, shard_file
 from narrows.protocols.config.key_ranges import VALUES, Keys, overlaps
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, UsageError
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy
 from narrows.protocols.wire import unpack
 from narrows.ps.checkpoints.array_files import (
     BLOCK_BYTES,
@@ -64,14 +68,17 @@ CRC_MOST = (1 << 32) - 1  # the longest checksum, until the checksums are known
 DEFAULT = "checkpoints"  # the folder in which a run makes its own folder, without --checkpoint-dir
 
 
-def why_anew(folder: str) -> str:
-    """Return a sentence if a run that should resume from `folder` begins anew; "" if the folder has a checkpoint."""
+def why_anew(folder: str, told: str = "") -> str:
+    """Return a sentence if a run that should resume from `folder` begins anew; "" if the folder has a checkpoint.
+
+    `told`: the name of the folder in the sentence, "" for its path.
+    """
     if _has_any(Path(folder)):
         return ""
     below = sorted((each for each in Path(folder).iterdir() if each.is_dir()), key=lambda each: -each.stat().st_mtime)
     found = next(filter(_has_any, below), None)
     other = f"; {found} has one: name that folder to go on from there" if found else ""
-    return f"{folder} has no checkpoint, so the run begins anew{other}"
+    return f"{told or folder} has no checkpoint, so the run begins anew{other}"
 
 
 def _has_any(folder: Path) -> bool:
@@ -146,9 +153,7 @@ def make_folder(told: str, resume: bool) -> str:
             folder = Path(told)
             folder.mkdir(parents=True, exist_ok=True)
             if not resume and any(folder.glob("*.safetensors")):
-                raise UsageError(
-                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
-                )
+                raise UsageError(taken(told))
             return told
         Path(DEFAULT).mkdir(exist_ok=True)
         now = time.strftime("%Y-%m-%d-%H%M%S")
@@ -163,15 +168,18 @@ def make_folder(told: str, resume: bool) -> str:
         ) from None
 
 
+def taken(told: str) -> str:
+    """Return the sentence for a --checkpoint-dir that holds another run."""
+    return f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
+
+
 def move_aside(folder: Path) -> str:
     """Move files of earlier runs in `folder` to a new folder in it. Return its path, "" without such files.
 
     Raises:
         OSError: the disk refused it.
     """
-    names = (SHARD, COMING, STATE, ROUND)
-    left = [path for path in folder.iterdir() if any(name.fullmatch(path.name) for name in names)]
-    left += list(folder.glob("model.safetensors"))
+    left = [path for path in folder.iterdir() if of_run(path.name)]
     if not left:
         return ""
     kept = next(kept for number in count(1) if not (kept := folder / f"earlier-{number}").exists())
@@ -179,6 +187,11 @@ def move_aside(folder: Path) -> str:
     for path in left:
         os.replace(path, kept / path.name)
     return str(kept)
+
+
+def of_run(name: str) -> bool:
+    """True if a run leaves a file of this name."""
+    return name == MODEL or any(each.fullmatch(name) for each in (SHARD, COMING, STATE, ROUND))
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:
@@ -192,6 +205,7 @@ class ComingCheckpoint:
     Args:
         folder, shard, clock, arrays, facts: as in `write`.
         direct_s: for how long the arrays are written. What a slow disk has not taken by then is copied.
+        copy: where else the files of the folder are kept.
 
     Raises:
         OSError: the disk refused the file. Nothing is left of it.
@@ -205,10 +219,12 @@ class ComingCheckpoint:
         arrays: Mapping[str, npt.NDArray[Any]],
         facts: dict[str, Any],
         direct_s: float = math.inf,
+        copy: FolderCopy = NO_COPY,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         drop_coming(folder, shard)
         self.folder, self.shard, self.clock, self.shards = folder, shard, clock, int(facts.get("shards", 1))
+        self.copy = copy
         tensors = {name: named(array) for name, array in arrays.items()}
         tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
         self._facts = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)} | {"clock": clock}
@@ -264,14 +280,14 @@ class ComingCheckpoint:
             sums = {name: copied(self._file, place, None, self._head) for name, place in self._places.items()}
             self._write(0, self._header(sums, self._head))
             self._file.close()
-            publish(self._temporary, self._path, self._size)
+            publish(self._temporary, self._path, self._size, self.copy)
         except (OSError, IncompatibleError):
             self._drop()
             raise
         except ValueError:  # it is shorter than what was written
             self._drop()
             raise OSError(f"{self._path.name} is not whole") from None
-        return tidy(self.folder, self.shard, self.clock, self.shards, shared)
+        return tidy(self.folder, self.shard, self.clock, self.shards, shared, self.copy)
 
 
 def write(
@@ -281,6 +297,7 @@ def write(
     arrays: Mapping[str, npt.NDArray[Any]],
     facts: dict[str, Any],
     shared: int = -1,
+    copy: FolderCopy = NO_COPY,
 ) -> tuple[int, ...]:
     """Write a shard's checkpoint, and drop its later ones and all but the newest KEPT.
 
@@ -292,6 +309,7 @@ def write(
         facts: what the file says of itself, JSON values or bytes: "publication", "plan", "shards" and others.
         shared: the newest clock that all shards are known to have. Its file stays: another shard's disk may refuse
             for long.
+        copy: where else the files of the folder are kept.
 
     Returns:
         The clocks of this shard on disk, ascending.
@@ -299,7 +317,7 @@ def write(
     Raises:
         OSError: the disk refused the file.
     """
-    return ComingCheckpoint(folder, shard, clock, arrays, facts).finish(shared)
+    return ComingCheckpoint(folder, shard, clock, arrays, facts, copy=copy).finish(shared)
 
 
 def drop_coming(folder: Path, shard: int) -> None:
@@ -309,7 +327,7 @@ def drop_coming(folder: Path, shard: int) -> None:
             left.unlink(missing_ok=True)
 
 
-def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tuple[int, ...]:
+def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int, copy: FolderCopy = NO_COPY) -> tuple[int, ...]:
     """Drop the files that a new file of `clock` makes obsolete: later ones, and old ones. Return the clocks on disk.
 
     Args:
@@ -318,24 +336,43 @@ def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tupl
         clock: of its new file.
         shards: the number of shards of the run. Shard 0 drops files of shards that are no more.
         shared: as in `write`.
+        copy: where else the files are kept. If it fails, the next write drops them there.
     """
-    drop_after(folder, shard, clock)  # they are of an earlier run; as newer ones they would make this file obsolete
-    for old in clocks(folder, shard)[:-KEPT]:
-        if old != shared:
-            path_of(folder, shard, old).unlink(missing_ok=True)
-    kept = clocks(folder, shard)
-    for left in folder.glob("shard-*.safetensors") if not shard else ():
-        match = SHARD.fullmatch(left.name)  # of a shard that is no more
-        if match and int(match[1]) >= shards and int(match[2]) not in kept:
-            left.unlink(missing_ok=True)
-    return kept
+    gone = partial(obsolete, shard=shard, clock=clock, shards=shards, shared=shared)
+    for name in gone([path.name for path in folder.glob("shard-*.safetensors")]):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        copy.remove(gone)
+    return clocks(folder, shard)
 
 
-def drop_after(folder: Path, shard: int, clock: int) -> None:
-    """Drop the checkpoints of this shard that are later than `clock`: they belong to a generation that is over."""
-    for late in clocks(folder, shard):
-        if late > clock:
-            path_of(folder, shard, late).unlink(missing_ok=True)
+def obsolete(names: Collection[str], shard: int, clock: int, shards: int, shared: int) -> list[str]:
+    """Return the files of `names` that a shard drops after it has written that of `clock`; arguments as in `tidy`.
+
+    Later ones are of an earlier run: as newer ones they would make the new file obsolete.
+    """
+    found = {name: (int(match[1]), int(match[2])) for name in names if (match := SHARD.fullmatch(name))}
+    own = sorted(of for index, of in found.values() if index == shard and of <= clock)
+    kept = {*own[-KEPT:], *(of for of in own if of == shared)}
+    ours = {name for name, (index, of) in found.items() if index == shard and of not in kept}
+    left = {name for name, (index, of) in found.items() if not shard and index >= shards and of not in kept}
+    return sorted(ours | left)
+
+
+def drop_after(folder: Path, shard: int, clock: int, copy: FolderCopy = NO_COPY) -> None:
+    """Drop the checkpoints of this shard that are later than `clock`: they belong to a generation that is over.
+
+    A copy that fails keeps them until the next write (`tidy`).
+    """
+
+    def late(names: Collection[str]) -> list[str]:
+        found = ((name, SHARD.fullmatch(name)) for name in names)
+        return [name for name, match in found if match and int(match[1]) == shard and int(match[2]) > clock]
+
+    for name in late([path.name for path in folder.glob("shard-*.safetensors")]):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        copy.remove(late)
 
 
 def whole(folder: Path) -> list[int]:

@@ -4,8 +4,8 @@ How it works
 1. `write` hands the arrays to the system, in BLOCK_BYTES at a time (checkpoint_files.py: `ComingCheckpoint`). That is as
    fast as a copy while the system has memory for files, and the arrays may change afterwards.
 2. A slow disk holds the shard's thread for DIRECT_S at most. The blocks that are left are copied.
-3. A thread writes these blocks, reads the file for its checksums, flushes it and gives it its name, so that the shard
-   folds meanwhile.
+3. A thread writes these blocks, reads the file for its checksums, flushes it, sends it to the address of the run, if the
+   run has one, and gives it its name. So the shard folds meanwhile.
 
 Rules
 - A write that fails ends nothing. Its error is in `WrittenCheckpoint`, and the coordinator asks for a later checkpoint.
@@ -21,6 +21,8 @@ from threading import Thread
 from typing import Any
 
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.runtime.storage.object_store import FileStoreError
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.checkpoints.checkpoint_files import ComingCheckpoint
 from narrows.ps.checkpoints.remote_archive import ArchiveClient
@@ -46,10 +48,11 @@ class CheckpointWriter:
         folder: the folder to write to.
         index: the shard's number.
         away: of a remote shard: sends each file on to the folder of shard 0's machine.
+        copy: where else the files of the folder are kept.
     """
 
-    def __init__(self, folder: Path, index: int, away: ArchiveClient | None = None) -> None:
-        self.folder, self.index, self.away = folder, index, away
+    def __init__(self, folder: Path, index: int, away: ArchiveClient | None = None, copy: FolderCopy = NO_COPY) -> None:
+        self.folder, self.index, self.away, self.copy = folder, index, away, copy
         self._kept: tuple[int, ...] = ()  # clocks on shard 0's machine, by its newest answer
         self._thread: Thread | None = None
         self._written: WrittenCheckpoint | None = None
@@ -67,7 +70,7 @@ class CheckpointWriter:
         began_ns = time.monotonic_ns()
         begun: ComingCheckpoint | OSError
         try:
-            begun = ComingCheckpoint(self.folder, self.index, clock, arrays, facts, DIRECT_S)
+            begun = ComingCheckpoint(self.folder, self.index, clock, arrays, facts, DIRECT_S, self.copy)
         except OSError as error:
             begun = error
         self._thread = Thread(target=self._run, args=(clock, begun, facts["shards"], shared, began_ns), daemon=True)
@@ -83,7 +86,8 @@ class CheckpointWriter:
                 kept = self._kept = self.away.keep(clock, shards, shared)
         except (OSError, NarrowsError) as error:
             kept = self._kept if self.away is not None else checkpoint_files.clocks(self.folder, self.index)
-            trouble = str(error) if isinstance(error, NarrowsError) else f"{self.folder}: {error.strerror or error}"
+            named = isinstance(error, (NarrowsError, FileStoreError))
+            trouble = str(error) if named else f"{self.folder}: {getattr(error, 'strerror', None) or error}"
         self._written = WrittenCheckpoint(clock, kept, time.monotonic_ns() - began_ns, trouble)
 
     def wait(self) -> None:

@@ -45,6 +45,8 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
+from narrows.protocols.runtime.storage.object_store import FileStoreError
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.checkpoints import checkpoint_files
 from narrows.ps.checkpoints.array_files import publish
@@ -70,10 +72,15 @@ class ArchiveJob(IntEnum):
 
 
 class RemoteArchive:
-    """Serves the folder of process 0, in a thread. Any thread may call `ask`; `take` yields the answers."""
+    """Serves the folder of process 0, in a thread. Any thread may call `ask`; `take` yields the answers.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: the folder.
+        copy: where else its files are kept.
+    """
+
+    def __init__(self, folder: Path, copy: FolderCopy = NO_COPY) -> None:
+        self.folder, self.copy = folder, copy
         self.asked: queue.Queue[tuple[bytes, m.FileRequest]] = queue.Queue(ASKED_MAX)
         self.answers = deque[tuple[bytes, m.FileAnswer]]()
         self.thread: Thread | None = None
@@ -117,6 +124,8 @@ class RemoteArchive:
                     clocks = checkpoint_files.clocks(self.folder, ask.shard)
                 case _:
                     text = f"nothing is known of question {ask.what}"
+        except FileStoreError as error:
+            text = str(error)
         except OSError as error:
             text = f"{self.folder}: {error.strerror or error}"
         except NarrowsError as error:
@@ -147,9 +156,9 @@ class RemoteArchive:
     def _keep(self, ask: m.FileRequest) -> tuple[int, ...]:
         path, coming = checkpoint_files.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
         if coming.exists():  # else the file already has its name, and the answer to that request was lost
-            publish(coming, path, ask.offset)
+            publish(coming, path, ask.offset, self.copy)
         checkpoint_files.drop_coming(self.folder, ask.shard)
-        return checkpoint_files.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
+        return checkpoint_files.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared, self.copy)
 
 
 class ArchiveClient:

@@ -9,6 +9,7 @@ The model is copied block by block, and is never in memory as a whole.
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from narrows.compression.rows import first_values
 from narrows.protocols.config.checkpoint_names import MODEL
@@ -27,12 +28,14 @@ from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import DTYPES, ModelSpec, NamedArray, unpack_arrays
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.runtime.cli.output import set_aside
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy
 from narrows.ps.checkpoints.array_files import NamedBlocks, named, write_file
 from narrows.ps.checkpoints.checkpoint_files import clocks, path_of, read, shards_of, weights_at
 from narrows.ps.store import embedding_rows
 
 NAME = MODEL
 BLOCK = 1 << 20  # values that are in memory at a time
+HEADER_MAX = 100_000_000  # bytes of a header, the limit of safetensors
 
 
 class CheckpointBlocks:
@@ -159,13 +162,30 @@ def _file_dtype(dtype: str) -> str:
     return "complex64" if DTYPES[dtype].keys > 1 else "float32"
 
 
-def _ours(path: Path) -> bool:
-    """True if a run has written this file. A script, or a user, may have a model of the same name in the folder."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return "narrows" in (file.metadata() or {})
-    except (OSError, SafetensorError):
-        return False
+def metadata_of(begin: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file from its first bytes, its header at least; {} if that is none."""
+    with suppress(ValueError, KeyError, TypeError, struct.error):
+        metadata = json.loads(begin[8 : 8 + header_bytes(begin)])["__metadata__"]
+        return {str(name): str(value) for name, value in metadata.items()} if isinstance(metadata, dict) else {}
+    return {}
+
+
+def header_bytes(begin: bytes) -> int:
+    """Return the length of a header by the first 8 bytes of its file, at most HEADER_MAX. Raises struct.error."""
+    return min(int(struct.unpack_from("<Q", begin)[0]), HEADER_MAX)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file; {} if it cannot be read."""
+    with suppress(OSError, struct.error), open(path, "rb") as file:
+        first = file.read(8)
+        return metadata_of(first + file.read(header_bytes(first)))
+    return {}
+
+
+def ours(metadata: Mapping[str, str]) -> bool:
+    """True if a run has written a file with this metadata. A script, or a user, may have a model of the same name."""
+    return "narrows" in metadata
 
 
 def end_of(folder: Path) -> dict[str, Any] | None:
@@ -174,9 +194,8 @@ def end_of(folder: Path) -> dict[str, Any] | None:
     Returns:
         None if no run has ended there, or if the run has gone on since.
     """
-    with suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
-        with safe_open(folder / NAME, framework="numpy") as file:
-            facts: dict[str, Any] = json.loads((file.metadata() or {})["narrows"])
+    with suppress(KeyError, TypeError, ValueError):
+        facts: dict[str, Any] = json.loads(_metadata(folder / NAME)["narrows"])
         if "steps" in facts and max(clocks(folder, 0), default=-1) <= facts["clock"]:
             return facts
     return None
@@ -188,6 +207,7 @@ def merge(
     buffers: dict[str, NamedArray],
     said: Callable[[str], object] = str,
     end: Mapping[str, Any] | None = None,
+    copy: FolderCopy = NO_COPY,
 ) -> Path:
     """Write model.safetensors from the shards' checkpoints of `clock`.
 
@@ -197,6 +217,7 @@ def merge(
         buffers: the module buffers, by name.
         said: gets a sentence if the folder had a model that no run wrote. That file is kept under another name.
         end: facts of a run that has ended, for `end_of`.
+        copy: where else the files of the folder are kept.
 
     Returns:
         The path of the file.
@@ -224,9 +245,9 @@ def merge(
         for number, spec in enumerate(plan.tables):
             rows = CheckpointBlocks(folder, clock, shards, number, spec)
             tensors[spec.name] = "float32", (spec.rows, spec.dim), rows
-        if not _ours(path) and (kept := set_aside(path)):
+        if not ours(_metadata(path)) and (kept := set_aside(path)):
             said(f"{path} was not written by narrows, and is kept as {kept}")
-        write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})})
+        write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})}, copy)
     return path
 
 

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from narrows.protocols.config.settings import SHARDS_MAX
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.flags import COMMAND, BareGroup, glance_flags, run, run_flags
+from narrows.protocols.runtime.cli.flags import COMMAND, PLACE, BareGroup, glance_flags, run, run_flags
 from narrows.ps.command.console import NAME
 from narrows.ps.command.serve import checked, serve
 
@@ -38,8 +38,8 @@ from narrows.ps.command.serve import checked, serve
 @click.option("--parent-key", default="", help="the key file that ps-serve keys add --role cluster made at the parent; a "
               "standby of this server needs a copy")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="allow addresses beyond loopback without keys")
-@click.option("--checkpoint-dir", default="", help="folder for checkpoints and the final model.safetensors; none: keep "
-              "neither [checkpoints/DATE-TIME]")  # fmt: skip
+@click.option("--checkpoint-dir", default="", type=PLACE, metavar="DIR", help="folder, or s3://BUCKET/NAME, for checkpoints "
+              "and the final model.safetensors; none: keep neither [checkpoints/DATE-TIME]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--run-id", default="", metavar="NAME", help="name of this run: --resume starts an ended run again under its "
               "name, and its workers get the model; under another name an ended run is refused")  # fmt: skip
@@ -65,7 +65,11 @@ from narrows.ps.command.serve import checked, serve
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--ready-file", default="", help="JSON file that is written once workers can join")
 @click.option(
-    "--record", default="", help="write events of the run and figures of its workers to this file, a JSON object a line"
+    "--record",
+    default="",
+    type=PLACE,
+    metavar="FILE",
+    help="write events of the run and figures of its workers to this file, or s3://BUCKET/NAME, a JSON object a line",
 )
 @click.option("--trace", type=click.IntRange(0), default=0, metavar="N", help="add events of every Nth clock to --record, "
               "for ps-plot --trace; 0: none [0]")  # fmt: skip

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from narrows.protocols.addresses import is_stored
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.flags import COMMAND, run
+from narrows.protocols.runtime.cli.flags import COMMAND, PLACE, run
 
 
 @click.command(context_settings=COMMAND)
-@click.argument("records", metavar="FILE...", nargs=-1, required=True)
+@click.argument("records", metavar="FILE...", nargs=-1, required=True, type=PLACE)
 @click.option(
     "--out", default="", help="file of the picture; its suffix gives the format [FILE.png; of several, compared.png]"
 )
@@ -22,8 +23,9 @@ from narrows.protocols.runtime.cli.flags import COMMAND, run
 def command(records: tuple[str, ...], out: str, trace: bool) -> None:
     """Draw the record FILE of ps-serve or ps-worker: loss by steps, seconds and bytes, time of steps, links.
 
-    Several files are compared, with a curve of the loss for each. If all losses are above 0, the axis of the loss is
-    logarithmic. With --trace all FILEs but the last are the records of one run: of its ps-workers and its ps-serves.
+    A FILE may be an address, s3://BUCKET/NAME, as of --record. Several files are compared, with a curve of the loss for
+    each. If all losses are above 0, the axis of the loss is logarithmic. With --trace all FILEs but the last are the
+    records of one run: of its ps-workers and its ps-serves.
     """
     if trace:
         return _trace(records if not out else (*records, out))
@@ -40,7 +42,8 @@ def command(records: tuple[str, ...], out: str, trace: bool) -> None:
         if not read.history.lanes:
             raise UsageError(f"{record}: the record has no event of a member yet")
         histories[record] = read.history
-    path = Path(out or (Path(records[0]).with_suffix(".png") if len(records) == 1 else "compared.png"))
+    alone = Path(records[0]).name if is_stored(records[0]) else records[0]
+    path = Path(out or (Path(alone).with_suffix(".png") if len(records) == 1 else "compared.png"))
     figure = plot(histories[records[0]], records[0]) if len(records) == 1 else compared(histories)
     try:
         figure.savefig(path, dpi=120)

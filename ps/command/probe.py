@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.flags import COMMAND, run
+from narrows.protocols.runtime.cli.flags import COMMAND, PLACE, run
 from narrows.protocols.runtime.cli.output import CommandConsole, replace_text
 from narrows.ps.probe import measured_network
 from narrows.ps.probe.byte_budget import LEAST_PAIR_BYTES
@@ -73,6 +73,8 @@ PAIR_BYTES = 1 << 30  # the default of --bytes for each pair
 @click.option(
     "--record",
     default="",
+    type=PLACE,
+    metavar="FILE",
     help="take the seconds of a step from this record of ps-worker; each HOST reads its own record of this name",
 )
 @click.option(

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, is_loopback, is_stored, parse_address
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.run_name import check_run_name, other_run
 from narrows.protocols.config.settings import Robust, Settings
@@ -177,25 +177,37 @@ def serve(
     cluster.prepare()
     from narrows.protocols.runtime.network import encryption_cost
     from narrows.protocols.runtime.processes.scratch import ScratchFolder, lock
-    from narrows.ps.checkpoints import checkpoint_files  # imports NumPy, while the fork server imports what shards need
+    from narrows.protocols.runtime.storage.object_store import FileStore
+    from narrows.ps.checkpoints import checkpoint_files, store_checkpoints  # NumPy, as the fork server imports its own
 
     folder, scratch, held = "", None, None
+    store = FileStore(checkpoint_dir) if is_stored(checkpoint_dir) else None
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), replicas, one_port)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
-        if fresh_run:
-            begin_anew(checkpoint_dir)
-        folder, cluster.run_id = checkpoint_files.make_folder(checkpoint_dir, resume), run_id
+        cluster.run_id = run_id
+        if store is not None:
+            store.check()
+            scratch = ScratchFolder()  # what has a name in it is in the store
+            store_checkpoints.begin(store, Path(scratch.path), resume, fresh_run, say)
+            folder = scratch.path
+        else:
+            if fresh_run:
+                begin_anew(checkpoint_dir)
+            folder = checkpoint_files.make_folder(checkpoint_dir, resume)
         if resume and folder:
-            check_folder(Path(folder), cluster.settings.name)
-        if resume and (told := ended(Path(folder), run_id, steps)):
+            check_folder(Path(folder), cluster.settings.name, checkpoint_dir)
+        if resume and (told := ended(Path(folder), run_id, steps, checkpoint_dir)):
             say(told)
         held = lock(folder) if folder else None
         mixes = cluster.settings.mode().rule is FoldRule.MIX  # gossip: the workers hold the models
-        if resume and not mixes and (why := checkpoint_files.why_anew(folder)):
+        if resume and not mixes and (why := checkpoint_files.why_anew(folder, checkpoint_dir)):
             say(f"--resume: {why}")
-        scratch = None if folder else ScratchFolder()  # holds the checkpoints from which a dead shard is restarted
-        if scratch and cluster.settings.checkpoint_every > 0:
+        if store is not None and resume:
+            store_checkpoints.drop_after(store, max(checkpoint_files.clocks(Path(folder), 0), default=-1))
+        if not folder:
+            scratch = ScratchFolder()  # holds the checkpoints from which a dead shard is restarted
+        if scratch and store is None and cluster.settings.checkpoint_every > 0:
             every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
         if record:
@@ -209,6 +221,7 @@ def serve(
             cluster.config,
             first_epoch=time.time_ns() // 1_000_000 << 10,  # greater than the epochs of earlier processes of this run
             checkpoint_dir=scratch.path if scratch else folder,
+            store=store.address if store is not None else "",
             keeps=bool(folder),
             secret=secrets.token_hex(16),
             resume=resume,
@@ -244,14 +257,19 @@ def serve(
             scratch.close()
         if held is not None:
             os.close(held)
-        if not checkpoint_dir and folder:
+        if not checkpoint_dir and folder and store is None:
             for empty in (folder, checkpoint_files.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
 
 
-def check_folder(folder: Path, name: str) -> None:
+def check_folder(folder: Path, name: str, told: str = "") -> None:
     """Check that --resume goes on with the run of this name. A run without a name may get one.
+
+    Args:
+        folder: of the checkpoints.
+        name: the value of --name.
+        told: the value of --checkpoint-dir, for errors; "": the folder.
 
     Raises:
         UsageError: the checkpoints in `folder` are of a run with another name.
@@ -261,8 +279,8 @@ def check_folder(folder: Path, name: str) -> None:
     if (kept := checkpoint_files.run_name(folder)) not in ("", name):
         here = f"--name {name}" if name else "no --name"
         raise UsageError(
-            f"--resume: {folder} has checkpoints of the run {kept}, and {here} was given: give --name {kept} to go on with it, "
-            "or name another --checkpoint-dir"
+            f"--resume: {told or folder} has checkpoints of the run {kept}, and {here} was given: give --name {kept} to go "
+            "on with it, or name another --checkpoint-dir"
         )
 
 
@@ -289,13 +307,14 @@ def begin_anew(folder: str) -> None:
         say(f"files of an earlier run in {folder} are now in {kept}")
 
 
-def ended(folder: Path, run_id: str, steps: int) -> str:
+def ended(folder: Path, run_id: str, steps: int, told: str = "") -> str:
     """Describe what --resume does with a run that has already ended.
 
     Args:
         folder: the folder of the checkpoints.
         run_id: the value of --run-id. Workers of the run with this name may join again, to get its model.
         steps: the value of --steps, 0 where it is not given. A run that ended after fewer steps goes on.
+        told: the value of --checkpoint-dir, for what is printed; "": the folder.
 
     Returns:
         A line for the console; "" if no run has ended in this folder, or if the run goes on to `steps`.
@@ -308,11 +327,7 @@ def ended(folder: Path, run_id: str, steps: int) -> str:
     end = whole_model.end_of(folder)
     if end is None or end["steps"] < steps != 0:
         return ""
-    after = (
-        f"the run in {folder} has ended, after {end['steps']} steps"
-        if end["steps"] >= 0
-        else f"the run in {folder} has ended"
-    )
+    after = f"the run in {told or folder} has ended" + (f", after {end['steps']} steps" if end["steps"] >= 0 else "")
     if run_id and end.get("run_id") == run_id:
         return f"{after}; workers of run {run_id} that join again get its model"
     more = max(end["steps"], 0)
@@ -412,7 +427,7 @@ def announce(cluster: ShardSupervisor) -> None:
         key += f"--name {settings.name} " if settings.name else ""
         run = f"run {settings.name}: " if settings.name else ""
         say(f"{run}serves {cluster.settings.shards} {noun}, {settings.summary()}")
-        folder = f"to {cluster.config.checkpoint_dir}" if cluster.config.keeps else "nowhere"
+        folder = f"to {cluster.config.kept_at}" if cluster.config.keeps else "nowhere"
         say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")
     if seals := cluster.config.seals:

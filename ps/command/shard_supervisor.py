@@ -338,9 +338,7 @@ class ShardSupervisor:
             for index in self.ended - self.done:
                 if not self.errors:
                     kept = self.checkpoint >= 0 and self.config.keeps
-                    go_on = (
-                        f"; --checkpoint-dir {self.config.checkpoint_dir} --resume goes on from clock {self.checkpoint}"
-                    )
+                    go_on = f"; --checkpoint-dir {self.config.kept_at} --resume goes on from clock {self.checkpoint}"
                     say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
                 return self.code or 1
             if self.ended:
@@ -350,7 +348,12 @@ class ShardSupervisor:
     @property
     def end_s(self) -> float:
         """Seconds that the shards have to end: END_S, or more if a shard said that its write to a disk takes longer."""
-        return max(END_S, *self.restart_policy.within.values()) if self.restart_policy.within else END_S
+        least = max(END_S, *self.restart_policy.within.values()) if self.restart_policy.within else END_S
+        if not self.config.store:
+            return least
+        from narrows.ps.checkpoints import store_checkpoints
+
+        return least + store_checkpoints.send_s(Path(self.config.checkpoint_dir))
 
     @property
     def code(self) -> int:
@@ -441,30 +444,35 @@ class ShardSupervisor:
         Raises:
             NotSavedError: the disk refused a checkpoint or the file.
         """
-        from narrows.ps.checkpoints import checkpoint_files, whole_model
+        from narrows.protocols.runtime.storage.object_store import FileStore
+        from narrows.ps.checkpoints import checkpoint_files, store_checkpoints, whole_model
 
-        clock, folder = self.checkpoint, Path(self.config.checkpoint_dir)
+        clock, folder, copy = self.checkpoint, Path(self.config.checkpoint_dir), self.config.copy()
+        kept_at = self.config.kept_at
+        model = f"{kept_at}/{whole_model.NAME}" if self.config.store else folder / whole_model.NAME
         if not self.config.keeps:
             return
         if self.disk:
             kept = checkpoint_files.newest(folder, self.settings.shards)
             back = (
-                f"--checkpoint-dir {folder} --resume goes on from clock {kept}"
+                f"--checkpoint-dir {kept_at} --resume goes on from clock {kept}"
                 if kept >= 0
                 else "no checkpoint is left"
             )
             why = "; ".join(self.disk.values())
-            raise NotSavedError(f"the run was trained, but {folder / whole_model.NAME} is missing: {why}; {back}")
+            raise NotSavedError(f"the run was trained, but {model} is missing: {why}; {back}")
         if clock < 0:  # this run has written no checkpoint: take the newest in the folder
             clock = checkpoint_files.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
                 end = {**self.end, "run_id": self.run_id} if self.end else None
-                path = whole_model.merge(folder, clock, whole_model.buffers(folder, clock), say, end)
+                if self.config.store:
+                    store_checkpoints.keep_foreign_model(FileStore(self.config.store), say)
+                whole_model.merge(folder, clock, whole_model.buffers(folder, clock), say, end, copy)
             except OSError as error:
-                why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
-                raise NotSavedError(f"the run was trained, but {folder / whole_model.NAME} is missing: {why}") from None
-            say(f"{self._whose(clock)} is in {path}")
+                why = f"{error.strerror or error}; --checkpoint-dir {kept_at} --resume has its checkpoints, of clock {clock}"
+                raise NotSavedError(f"the run was trained, but {model} is missing: {why}") from None
+            say(f"{self._whose(clock)} is in {model}")
 
     def _whose(self, clock: int) -> str:
         """Describe whose model the last checkpoint holds."""

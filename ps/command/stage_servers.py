@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from narrows.protocols.addresses import is_stored
 from narrows.protocols.config.deployment import Deployment, ServerStart
 from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.errors import RemoteProtocolError, ServerLostError, UnreachableError, UsageError
@@ -35,6 +36,7 @@ from narrows.protocols.messages import Buffer
 from narrows.protocols.runtime.cli import plan_file
 from narrows.protocols.runtime.processes import signals
 from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild
+from narrows.protocols.runtime.storage.object_store import FileStore
 from narrows.ps.command.console import doing, say
 from narrows.ps.command.restart_policy import DESERTED
 from narrows.ps.command.serve import PLAN_DIGEST
@@ -92,7 +94,7 @@ def serve(
     if resume and not checkpoint_dir:
         raise UsageError("--resume: name the folder with --checkpoint-dir")
     if resume and layout.served(here):
-        go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
+        go_back(layout, here, checkpoint_dir, keys or layout.keys)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") or name == VARIABLE
     }
@@ -212,13 +214,13 @@ class StageServers:
             self.heard.append(signal.SIGINT)
 
 
-def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
+def go_back(layout: Deployment, here: str, folder: str | Path, keys: str) -> int:
     """Drop checkpoints of this host's stages that are newer than the newest clock of which all stages have one.
 
     Args:
         layout: the plan.
         here: the name of this host.
-        folder: the folder of the checkpoints of this host's servers.
+        folder: the folder, or the address, of the checkpoints of this host's servers.
         keys: the folder of the keys, "" for none.
 
     Returns:
@@ -227,16 +229,24 @@ def go_back(layout: Deployment, here: str, folder: Path, keys: str) -> int:
     Raises:
         UsageError: the stages have no checkpoint of one clock.
     """
-    from narrows.ps.checkpoints import checkpoint_files  # imports NumPy
+    from narrows.ps.checkpoints import checkpoint_files, store_checkpoints  # they import NumPy
 
-    ours = {stage: checkpoint_files.whole(folder / f"stage-{stage}") for stage in layout.served(here)}
+    names = {stage: f"{folder}/stage-{stage}" for stage in layout.served(here)}
+    stores = {stage: FileStore(name) for stage, name in names.items() if is_stored(name)}
+    ours = {
+        stage: store_checkpoints.whole(stores[stage]) if stage in stores else checkpoint_files.whole(Path(name))
+        for stage, name in names.items()
+    }
     having = _all_stages(layout, here, ours, keys)
     clock = max(set.intersection(*(set(clocks) for clocks in having.values())), default=-1)
     if clock < 0 and any(having.values()):
         has = "; ".join(f"stage {s}: {', '.join(map(str, c)) or 'none'}" for s, c in sorted(having.items()))
         raise UsageError(f"--resume: the stages have no checkpoint of one clock ({has}), so the run cannot go on")
-    for stage in ours if clock >= 0 else ():
-        checkpoint_files.drop_all_after(folder / f"stage-{stage}", clock)
+    for stage, name in names.items() if clock >= 0 else ():
+        if stage in stores:
+            store_checkpoints.drop_after(stores[stage], clock)
+        else:
+            checkpoint_files.drop_all_after(Path(name), clock)
     doing(f"all stages go on from clock {clock}" if clock >= 0 else "no stage has a checkpoint, so the run begins anew")
     return clock
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.flags import COMMAND, DASHBOARD, Bare, dashboard_flag, run
+from narrows.protocols.runtime.cli.flags import COMMAND, DASHBOARD, PLACE, Bare, dashboard_flag, run
 
 if TYPE_CHECKING:
     from narrows.ps.dashboard.run_registry import RunFacts
@@ -35,7 +35,13 @@ WIDTH = 180  # characters of a line, where the output is no terminal
 
 @click.command(cls=Bare, context_settings=COMMAND)
 @click.argument("addresses", nargs=-1, metavar="[HOST:PORT | NAME]...")
-@click.option("--record", default="", help="read this record of ps-serve or ps-worker instead, and follow it")
+@click.option(
+    "--record",
+    default="",
+    type=PLACE,
+    metavar="FILE",
+    help="read this record of ps-serve or ps-worker instead, and follow it",
+)
 @dashboard_flag
 @click.option("--insecure", is_flag=True, help="allow --dashboard on addresses beyond loopback")
 @click.option("--once", is_flag=True, help="show the present state, and end; without a terminal this is the default")

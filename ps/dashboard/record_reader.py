@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
+from narrows.protocols.runtime.storage.record_file import tail_of, told
 from narrows.ps.dashboard.history import RunHistory
 
 FIRST_S = 3.0  # limit for the first answer
@@ -21,11 +22,11 @@ LINE_BYTES_MAX = 64 << 20  # bytes of a frame
 
 
 class RecordReader:
-    """Follows a record: each `read` takes the lines that were added to the file."""
+    """Follows a record, at a path or an address: each `read` takes the lines that were added."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.history = path, RunHistory()
-        self.offset = self.number = 0  # bytes and lines taken so far
+        self.path, self.history, self.tail = path, RunHistory(), tail_of(path)
+        self.number = 0  # lines taken so far
 
     def read(self) -> bool:
         """Take the new lines. Return False if there were none.
@@ -34,13 +35,9 @@ class RecordReader:
             UsageError: the file cannot be read, or a line is not one of a record.
         """
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                data = file.read()
+            lines = [*self.tail.lines()]
         except OSError as error:
-            raise UsageError(f"--record {self.path}: {error.strerror}") from None
-        *lines, left = data.split(b"\n")  # the last line may be incomplete
-        self.offset += len(data) - len(left)
+            raise UsageError(f"--record {told(self.path, error)}") from None
         for line in lines:
             self.number += 1
             try:
@@ -53,17 +50,14 @@ class RecordReader:
 def events(path: str) -> Iterator[dict[str, Any]]:
     """Yield the events of a whole record. Raises UsageError: the file cannot be read, or a line is not one of a record."""
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return  # the last line may be incomplete
-                try:
-                    event = json.loads(line, parse_constant=_absent)
-                    yield event | {"event": event["event"]}
-                except (ValueError, TypeError, KeyError) as error:
-                    raise UsageError(f"{path}: line {number} is not one of a record ({error})") from None
+        for number, line in enumerate(tail_of(path).lines(), 1):
+            try:
+                event = json.loads(line, parse_constant=_absent)
+                yield event | {"event": event["event"]}
+            except (ValueError, TypeError, KeyError) as error:
+                raise UsageError(f"{path}: line {number} is not one of a record ({error})") from None
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(told(path, error)) from None
 
 
 def _absent(name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli import output
+from narrows.protocols.runtime.storage.record_file import open_record
 from narrows.ps.dashboard import run_registry
 from narrows.ps.dashboard.history import RunHistory
 from narrows.ps.dashboard.run_registry import RunEntry, RunFacts
@@ -68,8 +69,8 @@ class RunWatch:
         return self.record is not None or bool(self.sites)
 
     def open_record(self, path: str, say: Callable[[str], None]) -> None:
-        """Write each event of the run to a file. Raises UsageError."""
-        self.record = output.open_record(path, say)
+        """Write each event of the run to a file, or to an address of a store. Raises UsageError."""
+        self.record = open_record(path, say)
 
     @property
     def behind(self) -> int:

@@ -17,7 +17,8 @@ class BootstrapServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.archive = RemoteArchive(config.folder) if config.folder is not None and not config.index else None
+        serves = config.folder is not None and not config.index
+        self.archive = RemoteArchive(config.folder, config.copy()) if config.folder is not None and serves else None
 
     def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
         """Answer the first question of a standby or of a remote host, or a file request of a remote shard.

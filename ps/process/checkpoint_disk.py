@@ -29,7 +29,10 @@ class CheckpointDisk:
         self.away: ArchiveClient | None = None  # of a remote shard: the folder on shard 0's machine
         if config.host and config.folder is not None:
             self.away = ArchiveClient(config.folder, config.index, config.coordinator, self._dial, self._alive)
-        self.writer = CheckpointWriter(config.folder, config.index, self.away) if config.folder is not None else None
+        self.copy = config.copy(f"shard-{config.index}.", self._alive)
+        self.writer = (
+            CheckpointWriter(config.folder, config.index, self.away, self.copy) if config.folder is not None else None
+        )
         self.failure = ""  # why the newest write failed, "" if it did not; logged once
         self.nbytes, self.due_s = 0, 0.0  # bytes of the machine; time.monotonic() of the next sign of life
 
@@ -39,7 +42,7 @@ class CheckpointDisk:
         return Sockets(known_as=access_control.name_at, curve=access_control.curve)
 
     def _alive(self) -> None:
-        """Give ps-serve a sign of life while the loop waits for a file that is on its way."""
+        """Give ps-serve a sign of life while a file is on its way: the loop may wait for it."""
         if (now := time.monotonic()) >= self.due_s:
             self.due_s = now + BEAT_S
             emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S, clock=-1)
@@ -113,7 +116,7 @@ class CheckpointDisk:
             return
         self.writer.forget()
         if self.away is None:  # of a remote shard, shard 0's machine drops them with the next write
-            checkpoint_files.drop_after(self.folder, self.index, clock)
+            checkpoint_files.drop_after(self.folder, self.index, clock, self.copy)
         if clock < 0:
             return
         planned, settings = server.shard.model_shard, server.shard.settings

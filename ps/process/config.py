@@ -12,7 +12,7 @@ names the environment variables that hold their descriptors there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.runtime.storage.object_store import FileStore
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy, StoreCopy
 
 JOURNAL = tuple(f"NARROWS_JOURNAL_{file}" for file in range(7))  # environment variables: descriptors of its files
 OF_PRIMARY = ("secret", "parent_timeout", "first_epoch", "replicas")  # fields that a standby takes from its primary
@@ -38,6 +40,7 @@ class ServerConfig:
         coordinator: the address of process 0, "" in process 0.
         first_epoch: the epochs of this process begin here, if no checkpoint has a later one.
         checkpoint_dir: the folder of checkpoints, "" for none.
+        store: the address that has a copy of each file of the folder, s3://BUCKET/NAME; "" for none.
         resume: the process begins with the newest checkpoint.
         again: a shard of this server was restarted in this run, so the workers join again.
         keeps: the user keeps the checkpoints after the run, so the last one is written too.
@@ -87,6 +90,7 @@ class ServerConfig:
     away: tuple[tuple[int, str], ...] = ()
     shared_memory: bool = True
     one_port: str = ""
+    store: str = ""
     journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +111,15 @@ class ServerConfig:
     def folder(self) -> Path | None:
         """The folder of checkpoints, None: there is none."""
         return Path(self.checkpoint_dir) if self.checkpoint_dir else None
+
+    @property
+    def kept_at(self) -> str:
+        """The value of --checkpoint-dir: the address, or the folder."""
+        return self.store or self.checkpoint_dir
+
+    def copy(self, prefix: str = "", alive: Callable[[], object] = str) -> FolderCopy:
+        """Return the other place of the folder's files; `prefix` and `alive` as in `StoreCopy` and `FileStore`."""
+        return StoreCopy(FileStore(self.store, alive=alive), prefix) if self.store else NO_COPY
 
     def of_standby(self, primary: Mapping[str, Any]) -> ServerConfig:
         """Return the config with the fields that a standby takes from its primary's answer (`introduction`)."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import MODELS_MAX
-from narrows.protocols.runtime.cli.output import set_aside
+from narrows.protocols.runtime.storage.store_copy import opened
 from narrows.worker.checkpoint.optimizer_state import write_whole
 from narrows.worker.model.flat import FloatArray
 from narrows.worker.runtime.launcher_pipe import say
@@ -45,14 +45,15 @@ class GossipCheckpoints:
 
     Args:
         settings: the settings of the run.
-        folder: the folder of the files; "" or "none": no checkpoints.
+        folder: the folder of the files, or its address in a store; "" or "none": no checkpoints.
         rank: the rank of this worker.
         plan: the packed `ModelSpec`. Files of another model are ignored.
     """
 
     def __init__(self, settings: Settings, folder: str, rank: int, plan: bytes) -> None:
-        self.settings, self.folder, self.rank, self.plan = settings, Path(folder), rank, plan
+        self.settings, self.place, self.rank, self.plan = settings, folder, rank, plan
         self.keeps = folder not in ("", "none")
+        self.folder, self.copy = opened(folder if self.keeps else "", f"narrows-model-{rank}.")
         self.made_unix = time.time()  # compared with the times of files: older ones are of an earlier run
         self.began_s, self.begun = time.monotonic(), 0  # time and number of this worker's first round
         self.took_s = 0.0  # seconds that the newest file took to write
@@ -64,8 +65,12 @@ class GossipCheckpoints:
     def models(self) -> tuple[tuple[int, int], ...]:
         """Return (rank, round) of the readable models in the folder, at most MODELS_MAX of the newest.
 
-        Models of all ranks count, because a worker may have had another rank before.
+        Models of all ranks count, because a worker may have had another rank before. From an address all are fetched.
         """
+        try:
+            self.copy.pull(self.folder, ROUND.fullmatch)
+        except OSError as error:
+            say(f"{error}; this worker offers no model of an earlier run")
         whole = [(rank, number) for number, rank in self._files() if self.read(rank, number, mapped=True) is not None]
         return tuple(whole[-MODELS_MAX:])
 
@@ -97,11 +102,10 @@ class GossipCheckpoints:
     def begin(self, number: int) -> None:
         """Begin at this round. At round 0 the run is new, and files from before this worker's start are renamed."""
         self.began_s, self.begun = time.monotonic(), number
-        there = [*self.folder.iterdir()] if self.keeps and not number and self.folder.is_dir() else []
-        for path in (path for path in there if ROUND.fullmatch(path.name)):
-            with suppress(OSError):  # another worker may rename it first
-                if path.stat().st_mtime < self.made_unix and (kept := set_aside(path)):
-                    say(f"the model of an earlier run is kept as {kept}")
+        with suppress(OSError):  # another worker may rename one first
+            begins = self.keeps and not number
+            for kept in self.copy.set_aside(self.folder, ROUND.fullmatch, self.made_unix) if begins else ():
+                say(f"the model of an earlier run is kept as {kept}")
 
     # Writing.
 
@@ -153,26 +157,27 @@ class GossipCheckpoints:
         began = time.monotonic()
         content = {"plan": self.plan.hex(), "round": number, "model": torch.from_numpy(model)}
         try:
-            write_whole(self.folder / round_file(self.rank, number), content)
+            write_whole(self.folder / round_file(self.rank, number), content, copy=self.copy)
             self._tidy()
             self.failed = False
         except Exception as error:  # torch raises RuntimeError for a full disk
             if not self.failed:
-                say(f"{self.folder}: the model of round {number} could not be written ({error})")
+                say(f"{self.place}: the model of round {number} could not be written ({error})")
             self.failed = True
         self.took_s = time.monotonic() - began
 
     def _tidy(self) -> None:
         """Delete this rank's files but the KEPT newest and the newest sparse one."""
-        mine = sorted(
-            (int(match[2]), path)
-            for path in self.folder.iterdir()
-            if (match := ROUND.fullmatch(path.name)) and int(match[1]) == self.rank
-        )
+        for name in self._superfluous([path.name for path in self.folder.iterdir()]):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # the next file drops them in the store
+            self.copy.remove(self._superfluous)
+
+    def _superfluous(self, names: Collection[str]) -> list[str]:
+        found = ((name, ROUND.fullmatch(name)) for name in names)
+        mine = sorted((int(match[2]), name) for name, match in found if match and int(match[1]) == self.rank)
         sparse = [each for each in mine if each[0] % (SPARSE * max(1, self.every)) == 0][-1:]
-        for each in mine[:-KEPT]:
-            if each not in sparse:
-                each[1].unlink(missing_ok=True)
+        return [each[1] for each in mine[:-KEPT] if each not in sparse]
 
     def end(self) -> None:
         """Wait until the file that is being written is on disk, at most END_S."""

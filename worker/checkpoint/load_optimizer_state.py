@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from narrows.protocols.addresses import located
 from narrows.protocols.config.checkpoint_names import BYTES, OPTIMIZER, SHARD, STATE, shard_file
 from narrows.protocols.config.key_ranges import VALUES
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.storage.store_copy import FolderCopy, opened
 from narrows.worker.checkpoint.server_state import State, as_state_dict, put_together
 from narrows.worker.model.flat import FloatArray, plain
 from narrows.worker.model.optimizers import as_one
@@ -33,7 +35,7 @@ def saved_state(
     of the worker with the newest file.
 
     Args:
-        folder: the --checkpoint-dir of ps-serve or ps-worker.
+        folder: the --checkpoint-dir of ps-serve or ps-worker, a path or an address.
         optimizer: the optimizer, or a list or container of several, that is to load the state.
         model: the module with the optimizer's parameters.
 
@@ -43,10 +45,12 @@ def saved_state(
 
     Raises:
         UsageError: the folder has no state, or a state of other parameters.
+        OSError: the store fails.
         SafetensorError: a file is damaged.
     """
     inner, names = as_one(optimizer, model), {plain(name): p for name, p in model.named_parameters()}
-    clock, states = _of_servers(Path(folder)) or _of_workers(Path(folder)) or (-1, {})
+    here, copy = opened(located("saved_state:", os.fspath(folder)), flag="saved_state:")
+    clock, states = _of_servers(here, copy) or _of_workers(here, copy) or (-1, {})
     if not states:
         raise UsageError(
             f"{os.fspath(folder)} has no state of an optimizer: name the --checkpoint-dir of ps-serve or ps-worker"
@@ -59,10 +63,11 @@ def saved_state(
     return as_state_dict(inner, found) | {"narrows": {"clock": clock}}
 
 
-def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
+def _of_servers(folder: Path, copy: FolderCopy) -> tuple[int, dict[str, State]] | None:
     """Return clock and states by tensor of the newest checkpoint of all shards; None if it has no optimizer state."""
-    clocks = {int(match[2]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))}
+    clocks = {int(match[2]) for name in copy.names(folder) if (match := SHARD.fullmatch(name))}
     for clock in sorted(clocks, reverse=True):
+        copy.pull(folder, lambda name: (match := SHARD.fullmatch(name)) and int(match[2]) == clock)  # noqa: B023
         try:
             with ExitStack() as stack:
                 return _of_clock(folder, clock, lambda path: stack.enter_context(safe_open(path, framework="numpy")))
@@ -114,8 +119,9 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
     return (clock, {plan.tensors[tensor].name: state for tensor, state in states.items()}) if states else None
 
 
-def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
+def _of_workers(folder: Path, copy: FolderCopy) -> tuple[int, dict[str, State]] | None:
     """Return clock and states of the worker with the newest file (optimizer_state.py); None if there is no file."""
+    copy.pull(folder, STATE.fullmatch)
     paths = [path for path in folder.glob("*") if STATE.fullmatch(path.name)]
 
     def clock(path: Path) -> int:

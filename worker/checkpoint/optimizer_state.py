@@ -22,6 +22,7 @@ Rules
   compression are lost.
 - No tensor on the host is copied, but for views, parameters of the script, and tensors that share memory with parameters
   or gradients. A state on a GPU is copied to the host at once.
+- At an address in a store each file is an object. It is put once all tensors are read, so no step waits for the store.
 - A disk that takes no file within SETTLE_S delays training no longer: the optimizer steps, and the file is dropped.
 - There is at most one file at a time.
 """
@@ -40,12 +41,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from narrows.protocols.addresses import is_stored
 from narrows.protocols.config.checkpoint_names import STATE, state_file
 from narrows.protocols.config.modes import FoldRule, Mode
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import CHECKPOINT_COST_TIMES, CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS
-from narrows.protocols.runtime.cli.output import set_aside
+from narrows.protocols.runtime.storage.store_copy import NO_COPY, FolderCopy, opened
 from narrows.worker.group.event_wait import EventWait
 from narrows.worker.group.group import Group
 from narrows.worker.model.flat import FlatModel, local_part
@@ -92,19 +94,21 @@ class SteppedWorker(StatefulWorker, Protocol):
     def before_step(self) -> list[Callable[[], object]]: ...
 
 
-def write_whole(path: Path, content: Any, check: Callable[[], object] = bool) -> None:
+def write_whole(path: Path, content: Any, check: Callable[[], object] = bool, copy: FolderCopy = NO_COPY) -> None:
     """Write a file that torch.load reads. A reader finds the complete file or none.
 
     Args:
         path: of the file.
         content: what torch.save takes. Tensors on the host are written from where they are.
         check: is called once all of the content is written. If it raises an error, there is no file.
+        copy: where else the files of the folder are kept. If that fails, there is no new file here either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     try:
         torch.save(content, new)
         check()
+        copy.put(new, path.name)
     except BaseException:
         with suppress(OSError):
             new.unlink(missing_ok=True)  # a full disk needs the space
@@ -130,7 +134,7 @@ class OptimizerStateFile:
         Args:
             owned: parameters that the script changes.
             clock: returns the clock of this worker in the run.
-            folder: the folder; "" or "none" for none.
+            folder: the folder, or its address in a store; "" or "none" for none.
             began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier
                 run.
             taken: the optimizer has its state already, from the servers: load none.
@@ -141,19 +145,20 @@ class OptimizerStateFile:
         """
         if folder in ("", "none") or not (_has_moments(worker) or owned.tensors):
             return None
-        moments = OptimizerStateFile(worker, owned, clock, Path(folder), rank)
+        moments = OptimizerStateFile(worker, owned, clock, folder, rank)
         if taken:
-            moments._set_aside(moments.path, began_unix)
+            moments._set_aside(moments.path.name.__eq__, began_unix)
         else:
             moments.begin(began_unix)
         return moments
 
     def __init__(
-        self, worker: SteppedWorker, owned: OwnedTensor, now: Callable[[], int], folder: Path, rank: int
+        self, worker: SteppedWorker, owned: OwnedTensor, now: Callable[[], int], place: str, rank: int
     ) -> None:
         self.worker, self.owned, self.now = worker, owned, now
-        self.folder, self.path = folder, folder / state_file(rank)
-        owned.keep_in(str(folder))
+        self.place, (self.folder, self.copy) = place.rstrip("/"), opened(place, f"{Path(state_file(rank)).stem}.")
+        self.path = self.folder / state_file(rank)
+        owned.keep_in(self.place)
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # when the newest file was begun, and how long it took
         self.clock = now()  # the clock of the newest file
         self.kept = True  # no step was taken since the newest file was begun
@@ -174,33 +179,60 @@ class OptimizerStateFile:
     # Taking over.
 
     def begin(self, began_unix: float) -> None:
-        states = (path for path in self.folder.glob("*") if STATE.fullmatch(path.name))
-        files = sorted(states, key=lambda path: path != self.path)  # this rank's file first
         handed = self.worker.settings.hands_over(self.clock)  # the state of the optimizer comes from the servers
         if not self.clock:
-            for path in files:
-                self._set_aside(path, began_unix)
+            self._set_aside(STATE.fullmatch, began_unix)
             return
-        found, why = self._found(files)
+        lost = self._fetch()
+        states = (path for path in self.folder.glob("*") if STATE.fullmatch(path.name))
+        found, why = self._found(sorted(states, key=lambda path: path != self.path))  # this rank's file first
+        why = lost or why
         group = self.worker.group
         if group is not None and not group.least(found is not None)[0]:
             found, why = None, why or "another process of this group has none"
         if found is None:
-            self._set_aside(self.path)
+            self._set_aside(self.path.name.__eq__)
             if self.steps and not handed:
                 say(f"the optimizer of rank {self.path.stem.rpartition('-')[2]} begins anew: {why}")
             return
         if not handed:
             self._take(found["state"])
         if self.steps and not handed:
-            say(f"optimizers go on with their states in {self.folder}")
+            say(f"optimizers go on with their states in {self.place}")
         self.owned.load(found.get(OWNED, {}))
 
-    def _set_aside(self, path: Path, before_unix: float = math.inf) -> None:
-        """Rename a file that was last written before `before_unix`. Another worker may rename it first."""
+    def _fetch(self) -> str:
+        """Fetch this rank's file from an address, and all others if it is absent, old or of other tensors.
+
+        Returns:
+            Why that failed, "" if it did not.
+        """
+        try:
+            own = self._read_file(self.path, True)[0] if self.copy.pull(self.folder, self.path.name.__eq__) else None
+            if own is None or 2 * int(own["clock"]) < self.clock:
+                self.copy.pull(self.folder, STATE.fullmatch)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _named(self, path: Path) -> str:
+        """Return the name of a file for the user."""
+        return f"{self.place}/{path.name}" if is_stored(self.place) else str(path)
+
+    def _set_aside(self, wanted: Callable[[str], object], before_unix: float = math.inf) -> None:
+        """Rename the files of these names that were last written before `before_unix`."""
         with suppress(OSError):
-            if path.stat().st_mtime < before_unix and (kept := set_aside(path)):
+            for kept in self.copy.set_aside(self.folder, wanted, before_unix):
                 say(f"an earlier state of an optimizer is kept as {kept}")
+
+    def _read_file(self, path: Path, mapped: bool) -> tuple[dict[str, Any] | None, str]:
+        """Return the content of a file that fits this worker, or None and the reason."""
+        try:
+            content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+            text = self._why_not(content)
+        except Exception as error:  # what a file holds may be anything, and so is what torch raises
+            content, text = None, f"is no state of an optimizer ({type(error).__name__})"
+        return content if not text else None, text and f"{self._named(path)} {text}"
 
     def _found(self, files: list[Path]) -> tuple[dict[str, Any] | None, str]:
         """Return the content of this rank's file, or of the newest file if this rank's is old; or None and the reason.
@@ -208,26 +240,17 @@ class OptimizerStateFile:
         Replicas have nearly the same moments, so another rank's file serves too.
         """
         usable, why = list[tuple[bool, int, Path]](), ""
-
-        def read(path: Path, mapped: bool) -> tuple[dict[str, Any] | None, str]:
-            try:
-                content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-                text = self._why_not(content)
-            except Exception as error:  # what a file holds may be anything, and so is what torch raises
-                content, text = None, f"is no state of an optimizer ({type(error).__name__})"
-            return content if not text else None, text and f"{path} {text}"
-
         for path in files:
-            content, text = read(path, mapped=True)
+            content, text = self._read_file(path, mapped=True)
             why = why or text
             if content is not None:
                 clock = int(content["clock"])
                 usable.append((path == self.path and 2 * clock >= self.clock, clock, path))
         best = max(usable, default=None)
         if best is None:
-            return None, why or f"{self.folder} has no state of it"
+            return None, why or f"{self.place} has no state of it"
         # On the host the tensors of the file become those of the optimizer. For a GPU each is read when it is copied.
-        return read(best[2], mapped=any(p.device.type != "cpu" for _, p in self._tensors()))
+        return self._read_file(best[2], mapped=any(p.device.type != "cpu" for _, p in self._tensors()))
 
     def _why_not(self, content: dict[str, Any]) -> str:
         """Return why this content of a file cannot be loaded; "" if it can."""
@@ -313,7 +336,7 @@ class OptimizerStateFile:
             try:
                 # Else a worker that loads the file would fail at once.
                 if all(map(_finite, tree_leaves((content["state"], content[OWNED])))):
-                    write_whole(self.path, content, self._read)
+                    write_whole(self.path, content, self._read, self.copy)
                 self.failed = False
             except Exception as error:  # torch raises RuntimeError for a full disk, any error for a wrong value
                 self._warn(error)
@@ -332,7 +355,7 @@ class OptimizerStateFile:
         """Tell the user that a file was not written, once until one is written again."""
         if not self.failed:
             why = (str(error) or type(error).__name__).splitlines()[0]
-            say(f"{self.path} was not written: {why}; training goes on")
+            say(f"{self._named(self.path)} was not written: {why}; training goes on")
         self.failed = True
 
     def end(self) -> None:

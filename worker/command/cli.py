@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.flags import COMMAND, Bare, glance_flags, run, run_flags
+from narrows.protocols.runtime.cli.flags import COMMAND, PLACE, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
 
@@ -24,7 +24,13 @@ from narrows.worker.command.options import checked
               "has one GPU [auto]")  # fmt: skip
 @click.option("--rank-variables", is_flag=True, help="set RANK, GLOBAL_RANK, LOCAL_RANK and WORLD_SIZE for the script; "
               "libraries that find them may start torch.distributed")  # fmt: skip
-@click.option("--record", default="", help="write events and figures of the workers to this file, a JSON object a line")
+@click.option(
+    "--record",
+    default="",
+    type=PLACE,
+    metavar="FILE",
+    help="write events and figures of the workers to this file or s3://BUCKET/NAME, a JSON object a line",
+)
 @click.option("--trace", type=click.IntRange(0), default=0, metavar="N", help="add events of every Nth clock to --record, "
               "for ps-plot --trace; 0: none [0]")  # fmt: skip
 @click.option("--key", default="", help="the key file that ps-serve keys add made for this machine [none]")
@@ -37,8 +43,8 @@ from narrows.worker.command.options import checked
 )
 @click.option("--skip-limit", type=int, default=50, help="skip steps whose gradient is not finite, and end the worker after "
               "this many in a row [50]")  # fmt: skip
-@click.option("--checkpoint-dir", default="", help="folder for the optimizer states of workers and the checkpoints of an "
-              "embedded server [none]")  # fmt: skip
+@click.option("--checkpoint-dir", default="", type=PLACE, metavar="DIR", help="folder, or s3://BUCKET/NAME, for the "
+              "optimizer states of workers and the checkpoints of an embedded server [none]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--run-id", default="", metavar="NAME", help="for the embedded server, as in ps-serve: --resume starts an ended "
               "run again under its name alone")  # fmt: skip

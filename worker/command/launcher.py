@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from narrows.protocols.addresses import is_stored
 from narrows.protocols.errors import (
     AuthenticationError,
     IncompatibleError,
@@ -48,6 +49,7 @@ from narrows.protocols.runtime.cli.flags import ALLOCATOR
 from narrows.protocols.runtime.processes import signals
 from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild, signal_name
 from narrows.protocols.runtime.processes.scratch import ScratchFolder
+from narrows.protocols.runtime.storage.object_store import put_limit_s
 from narrows.worker.command import script_variables
 from narrows.worker.command.console import Console
 from narrows.worker.command.options import WorkerOptions
@@ -57,6 +59,7 @@ from narrows.worker.runtime.config import VARIABLES, WorkerConfig
 SERVER_START_S = 150.0  # how long the embedded server and the fork server may take to start
 CHILD_END_S = 15.0  # how long children may take to end after a signal
 SERVER_END_S = 60.0  # how long the embedded server may take to end without one
+STATE_BYTES = 20  # at most, of a parameter in the last checkpoint and the model that go to an address
 TELL_S = 5.0  # how long the messages about dead workers may take
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 # The imports of the fork server, in order, each with a line for the console. A server needs the first row alone, unless
@@ -402,6 +405,8 @@ class Launcher:
         if self.embedded is not None:
             self.embedded.close_stdin()  # the server writes a checkpoint and ends, if it has not already
             deadline = time.monotonic() + (CHILD_END_S if self.signals else SERVER_END_S)
+            if is_stored(self.options.checkpoint_dir):
+                deadline += put_limit_s(STATE_BYTES * self.recording.parameters)
             while SERVER not in self.codes and time.monotonic() < deadline and len(self.signals) < 2:
                 self._take(0.1)
             if self.embedded.code is None:

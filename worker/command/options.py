@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrows.protocols.addresses import parse_addresses
+from narrows.protocols.addresses import is_stored, parse_addresses
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
@@ -128,8 +128,8 @@ class WorkerOptions:
         return self.words if samples is None else [word.replace("{samples}", str(samples)) for word in self.words]
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(path) if path else ""
+def _absolute(place: str) -> str:
+    return place if is_stored(place) else os.path.abspath(place) if place else ""
 
 
 def _parts(plan: str, host: str, folder: str) -> tuple[list[WorkerConfig], str, Deployment]:
@@ -234,6 +234,10 @@ def checked(
         from narrows.protocols.runtime.network.key_files import member_key  # imports ZeroMQ, which few commands need
 
         member_key(options.key, "--key")
+    if is_stored(options.checkpoint_dir):
+        from narrows.protocols.runtime.storage.object_store import FileStore
+
+        FileStore(options.checkpoint_dir).check()  # the workers would find out after the first step
     if options.server:
         parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from narrows.protocols.runtime.cli.output import as_json, open_record
+from narrows.protocols.runtime.cli.output import as_json
+from narrows.protocols.runtime.storage.record_file import open_record
 from narrows.worker.runtime.launcher_pipe import FIGURES
 
 OURS = {*FIGURES, "total_steps"}  # names of Narrows in a step's line; the script gave the others to record()
@@ -24,7 +25,7 @@ class WorkerRecord:
         """Open the record.
 
         Args:
-            path: the file; "": no file, only the figures are kept.
+            path: the file, or an address in a store; "": no file, only the figures are kept.
             say: prints one line on the console.
         """
         self.file = open_record(path, say) if path else None

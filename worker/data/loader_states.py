@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from narrows.protocols.addresses import located
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.cli.output import set_aside
+from narrows.protocols.runtime.storage.store_copy import opened
 from narrows.worker import session
 from narrows.worker.checkpoint.optimizer_state import write_whole
 from narrows.worker.runtime.child_process import NotAWorkerError, WorkerOfChild
@@ -45,7 +46,7 @@ def resumable(
         loader: has state_dict() and load_state_dict(), as torchdata's StatefulDataLoader and litdata's
             StreamingDataLoader. Its dataset must be this worker's share. (A DataLoader with `sampler(dataset, batch)`
             resumes without this function.)
-        folder: keeps the loader's states. All workers may use the same folder.
+        folder: keeps the loader's states; a path, or an address such as s3://BUCKET/NAME. All workers may use the same.
         steps: steps of the whole run. The batches end once the run has taken them, and after the last of them the
             module shows the shared model, as after the optimizer's eval(). None: the batches have no end.
         batches: batches of one optimizer step.
@@ -63,10 +64,11 @@ def resumable(
         raise UsageError(f"resumable(batches={batches}, every={every}): give positive numbers")
     if steps is not None:
         session.makes(steps)
-    return _read(loader, Path(folder), math.inf if steps is None else steps, batches, every)
+    place = located("resumable:", os.fspath(folder))
+    return _read(loader, place, math.inf if steps is None else steps, batches, every)
 
 
-def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> Iterator[Any]:
+def _read(loader: Any, folder: str, steps: float, batches: int, every: int) -> Iterator[Any]:
     ours = session.current()
     if isinstance(ours, WorkerOfChild):
         raise NotAWorkerError("resumable()")
@@ -97,8 +99,10 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
 class LoaderStates:
     """The states of this worker's loader, a file each. A file is complete or absent."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.stem = folder, f"narrows-loader-{rank()}-of-{world_size()}.step-"
+    def __init__(self, place: str) -> None:
+        self.stem = f"narrows-loader-{rank()}-of-{world_size()}.step-"
+        self.folder, self.copy = opened(place, self.stem, "resumable:")
+        self.copy.pull(self.folder, lambda name: name.startswith(self.stem))
 
     def load(self, step: int, loader: Any) -> int:
         """Load the newest state that is not ahead of `step` into the loader.
@@ -111,27 +115,37 @@ class LoaderStates:
         """
         kept = self._steps()
         if kept and not step:
-            names = [set_aside(self._path(other)) for other in kept]
-            say(f"the states of an earlier run's loader are kept, the newest as {names[-1]}")
+            names = self.copy.set_aside(self.folder, lambda name: self._step(name) is not None, math.inf)
+            newest = max(names, key=lambda name: self._step(Path(name).stem) or 0, default="")
+            say(f"the states of an earlier run's loader are kept, the newest as {newest}")
             return 0
-        for ahead in [other for other in kept if other > step]:
-            self._path(ahead).unlink()
+        self._drop([other for other in kept if other > step])
         at = max([other for other in kept if other <= step], default=0)
         if at:
             loader.load_state_dict(torch.load(self._path(at), weights_only=True))
         return at
 
     def save(self, step: int, state: Any) -> None:
-        write_whole(self._path(step), state)
-        for between in superfluous(self._steps()):
-            self._path(between).unlink()
+        write_whole(self._path(step), state, copy=self.copy)
+        self._drop(superfluous(self._steps()))
+
+    def _drop(self, steps: Sequence[int]) -> None:
+        names = {self._path(step).name for step in steps}
+        for name in names:
+            (self.folder / name).unlink()
+        if names:
+            self.copy.remove(lambda there: names & {*there})
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{self.stem}{step}.pt"
 
     def _steps(self) -> list[int]:
-        found = (re.fullmatch(rf"{self.stem}(\d+)\.pt", path.name) for path in self.folder.glob(f"{self.stem}*.pt"))
-        return sorted(int(match[1]) for match in found if match)
+        found = (self._step(path.name) for path in self.folder.glob(f"{self.stem}*.pt"))
+        return sorted(step for step in found if step is not None)
+
+    def _step(self, name: str) -> int | None:
+        match = re.fullmatch(rf"{self.stem}(\d+)\.pt", name)
+        return int(match[1]) if match else None
 
 
 def superfluous(steps: Sequence[int]) -> list[int]:

@@ -262,6 +262,8 @@ def train(
     cities, limits = cities_of(clusters, workers, labels), RayLimits(every_s, room_s, after_s)
     words = run_flags(run, workers=len(clusters) or cities[0].low, shards=shards)
     name, began = f"narrows-{uuid.uuid4().hex[:8]}", time.monotonic()
+    if "://" in checkpoint_dir:
+        raise UsageError(f"checkpoint_dir {checkpoint_dir}: on Ray name a folder on a disk that all nodes see")
     folder = os.path.abspath(checkpoint_dir or f"checkpoints/{name}")
     need = dict(resources or {"CPU": 1})
     named = flags.words({"name": run.get("name")})

@@ -19,8 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
+from narrows.protocols.addresses import located
 from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.processes.children import STARTED_BY
@@ -43,7 +45,7 @@ class WorkerConfig:
         connect_timeout: seconds within which a server must answer.
         server_timeout: seconds of silence after which a server counts as lost.
         skip_limit: skipped steps in a row after which the worker ends.
-        checkpoint_dir: the folder of --checkpoint-dir; "" or "none" for none.
+        checkpoint_dir: the folder or the address of --checkpoint-dir; "" or "none" for none.
         machine_dir: a folder that all workers of one ps-worker share, "" for none.
         device: where the script computes, as --device says; "": as "auto".
         arrays: "host": arrays stay on the host; "device", for tests: the CPU counts as a device; "": neither.
@@ -166,7 +168,7 @@ VARIABLES = {
     "connect_timeout": Variable("NARROWS_CONNECT_TIMEOUT", _seconds, must=SECONDS),
     "server_timeout": Variable("NARROWS_SERVER_TIMEOUT", _seconds, must=SECONDS),
     "skip_limit": Variable("NARROWS_SKIP_LIMIT", _positive, must="give the number of steps, at least 1"),
-    "checkpoint_dir": Variable("NARROWS_CHECKPOINT_DIR"),
+    "checkpoint_dir": Variable("NARROWS_CHECKPOINT_DIR", partial(located, "NARROWS_CHECKPOINT_DIR")),
     "machine_dir": Variable("NARROWS_MACHINE_DIR"),
     "device": Variable("NARROWS_DEVICE"),
     "arrays": Variable("NARROWS_ARRAYS"),

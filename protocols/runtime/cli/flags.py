@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
+from narrows.protocols.addresses import located
 from narrows.protocols.config.modes import MODES
 from narrows.protocols.config.settings import NOT_GIVEN, Settings
 from narrows.protocols.config.topology import RANDOM, TOPOLOGIES, TOPOLOGY
@@ -174,6 +175,22 @@ def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --dashboard and --metrics to a click command. A flag that the user does not give arrives as ""."""
     text = "serve figures of the run for Prometheus, without HOST on loopback; beyond loopback as --dashboard [off]"
     return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
+
+
+class Place(click.ParamType):  # type: ignore[type-arg]  # an older click has none
+    """The value of a flag that names a folder or a file: a path, or an address in an object store."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        named = param.opts[0] if isinstance(param, click.Option) else ""
+        return located(named, value) if named else located("", value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "PLACE"
+
+
+PLACE = Place()
 
 
 class Bare(click.Command):

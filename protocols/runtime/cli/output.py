@@ -17,12 +17,21 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from narrows.protocols.errors import UsageError, printable
 
 KEPT_MAX = 1000  # kept earlier files of one name
-BUFFER_BYTES = 1 << 20  # of a record: a line that fits is written whole or, on a full disk, not at all
+
+
+class LineStream(Protocol):
+    """What lines are written to: a text file, or the parts of a record in a store."""
+
+    @property
+    def encoding(self) -> str: ...
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> object: ...
+    def close(self) -> object: ...
 
 
 class Output:
@@ -34,7 +43,7 @@ class Output:
         tell: Gets a sentence where the stream begins to refuse lines, and where it takes them again.
     """
 
-    def __init__(self, name: str, stream: Callable[[], TextIO | None], tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, stream: Callable[[], LineStream | None], tell: Callable[[str], None]) -> None:
         self.name, self.stream, self.tell = name, stream, tell
         self.lost = 0  # lines since the stream refused one
 
@@ -63,7 +72,7 @@ class Output:
             self.tell(f"{self.name}: the last {self.lost:,} lines are missing")
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: LineStream, text: str) -> None:
     try:
         stream.write(text)
     except UnicodeEncodeError:
@@ -212,21 +221,6 @@ def replace_text(path: str, text: str, flag: str) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     return kept
-
-
-def open_record(path: str, say: Callable[[str], None]) -> Output:
-    """Open the record file of a run. Raises UsageError.
-
-    A file with content is first renamed to PATH.1, or the next free number: counters and seconds of a record begin with
-    its run.
-    """
-    try:
-        if kept := set_aside(path, "--record"):
-            say(f"the record of an earlier run is kept as {kept}")
-        file: Any = open(path, "w", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by Output.close
-    except OSError as error:
-        raise UsageError(f"--record {path}: {error.strerror}") from None
-    return Output(f"--record {path}", lambda: file, say)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime.storage.record_file import tail_of, told
 from narrows.ps.planner.plan_writer import words_of
 from narrows.ps.probe.director import STEPS_S
 
@@ -38,14 +39,13 @@ def of_record(path: str, flag: str = "--record") -> list[float]:
     """
     found = list[float]()
     try:
-        with open(path) as lines:
-            for line, _ in zip(lines, range(LINES_MAX), strict=False):
-                event = json.loads(line) if line.endswith("\n") else {}
-                if event.get("event") == "step" and "step_seconds" in event and len(found) < STEPS:
-                    others = event.get("encode_seconds", 0.0) + event.get("wait_seconds", 0.0)
-                    found.append(max(0.0, float(event["step_seconds"]) - float(others)))
+        for line, _ in zip(tail_of(path).lines(), range(LINES_MAX), strict=False):
+            event = json.loads(line)
+            if event.get("event") == "step" and "step_seconds" in event and len(found) < STEPS:
+                others = event.get("encode_seconds", 0.0) + event.get("wait_seconds", 0.0)
+                found.append(max(0.0, float(event["step_seconds"]) - float(others)))
     except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+        raise UsageError(f"{flag} {told(path, error)}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{flag} {path}: this is no record of ps-worker ({error})") from None
     return found

@@ -11,27 +11,28 @@ import pytest
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli import output
+from narrows.protocols.runtime.storage.record_file import open_record
 
 
 def test_the_record_of_an_earlier_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "run.jsonl", list[str]()
     for run in range(3):
-        file = output.open_record(str(path), said.append)
+        file = open_record(str(path), said.append)
         file.line(f"run {run}")
         file.close()
     assert [(tmp_path / f"run.jsonl{end}").read_text() for end in (".1", ".2", "")] == ["run 0\n", "run 1\n", "run 2\n"]
     assert said == [f"the record of an earlier run is kept as {path}.{n}" for n in (1, 2)]
     monkeypatch.setattr(output, "KEPT_MAX", 2)
     with pytest.raises(UsageError, match="2 older files of this name are beside it"):
-        output.open_record(str(path), said.append)
+        open_record(str(path), said.append)
     assert path.read_text() == "run 2\n"
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     said = list[str]()
-    output.open_record("/dev/null", said.append).close()
+    open_record("/dev/null", said.append).close()
     (tmp_path / "empty").touch()
-    output.open_record(str(tmp_path / "empty"), said.append).close()
+    open_record(str(tmp_path / "empty"), said.append).close()
     assert not said
 
 
@@ -88,7 +89,7 @@ def test_a_console_of_another_encoding_gets_the_bytes_of_a_script_and_escapes_of
 
 def test_a_record_on_a_full_disk_ends_nothing() -> None:
     said = list[str]()
-    record = output.open_record("/dev/full", said.append)
+    record = open_record("/dev/full", said.append)
     record.line("{}")
     record.close()
     assert [text.partition(";")[0] for text in said] == [

@@ -486,10 +486,10 @@ def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
     cluster = OnDisk(settings, tmp_path)
     whole = array_files.publish
 
-    def refuses(temporary: Path, path: Path, size: int) -> None:
+    def refuses(temporary: Path, path: Path, size: int, *copy: Any) -> None:
         if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
             raise OSError(28, "No space left on device")
-        whole(temporary, path, size)
+        whole(temporary, path, size, *copy)
 
     monkeypatch.setattr(checkpoint_files, "publish", refuses)
     with run(settings, cluster) as started:

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.member.heartbeat_summary import Summary, SummaryRow, unpacked
 from narrows.protocols.runtime.cli.flags import DASHBOARD
-from narrows.protocols.runtime.cli.output import open_record
+from narrows.protocols.runtime.storage.record_file import open_record
 from narrows.protocols.wire import pack
 from narrows.ps.command.planning.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
