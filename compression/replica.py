@@ -179,7 +179,13 @@ class ArrayReplica(Generic[A]):
         """Set out, float32[end - begin], to pulled + gain * residual + sum of weight * piece, for keys [begin, end)."""
         target: Any = out
         pulled = self.pulled[begin - self.begin : end - self.begin]
-        residuals = [each for each in self.residuals if begin <= each[0] and each[1] <= end]
+        # After a move of keys [begin, end) may be parts of fragments.
+        cut = [(max(begin, low), min(end, high), low, kept) for low, high, kept in self.residuals]
+        residuals: list[tuple[int, int, Any]] = [
+            (low, high, kept[low - of : high - of])  # type: ignore[index]
+            for low, high, of, kept in cut
+            if low < high
+        ]
         if sum(high - low for low, high, _ in residuals) < end - begin:  # some keys have none
             self.home.copy(pulled, out)
         for low, high, residual in residuals:

@@ -1,8 +1,10 @@
-"""Writes the table of modes and capabilities in docs/modes.md: it asks the product's own checks about each cell.
+"""Writes the tables of modes and capabilities in docs/modes.md: it asks the product's own checks about each cell.
 
-`python docs/capabilities.py` rewrites it. `python docs/capabilities.py --check` exits with 1, and one sentence, where the page
-is stale. A cell is "yes", or the number of the sentence with which the product refuses. tests/test_docs.py checks that each
-"yes" has a test.
+The first has a column for each mode, the second one for each other kind of run: quorums, fragments, levels.
+
+`python docs/capabilities.py` rewrites them. `python docs/capabilities.py --check` exits with 1, and one sentence, where the
+page is stale. A cell is "yes", or the number of the sentence with which the product refuses. tests/test_docs.py checks that
+each "yes" has a test.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from typing import Any
 
 from marked_tables import MarkedTable
 
+from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import why_not
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
 from narrows.ps.command.serve import checked
+from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.coordinator.resharding import Resharding
+from narrows.ps.server.parent_membership import ParentMembership
 from narrows.worker.sync.engine import why_no_group, why_no_ranges
 
 MODES: dict[str, dict[str, Any]] = {
@@ -292,7 +297,108 @@ def table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {said.replace('|', '/')}" for said, number in sentences.items())])
 
 
-TABLE = MarkedTable("capabilities", Path(__file__).parent / "modes.md", table)
+@dataclass(frozen=True)
+class Kind:
+    """A column of the second table.
+
+    Attributes:
+        flags: of the server.
+        above: flags of its parent; None: it has none.
+        clusters: its members are clusters.
+    """
+
+    flags: dict[str, Any]
+    above: dict[str, Any] | None = None
+    clusters: bool = False
+
+    def decisions(self) -> Resharding:
+        """The decisions of a server of this kind that has a member."""
+        coordinator = Coordinator(Settings(workers=WORKERS, **self.flags).validated(), 1, child=self.above is not None)
+        seat = coordinator.run.sit(m.Hello("member", "here"), b"", 0)
+        seat.declare(coordinator.run.changed(), 0, "")
+        seat.beat(m.Heartbeat(seat.worker, seat.epoch, 0, below="a cluster" if self.clusters else ""))
+        return coordinator.resharding
+
+    def stands(self) -> str:
+        """Return why this server can have no standby; "" if it can."""
+        settings, parent = Settings(workers=WORKERS, **self.flags).validated(), "tcp://10.0.0.1:5555"
+        try:
+            checked(settings, "tcp://10.0.0.2:5560", parent if self.above else "", open_to_all=False, replicas=1)
+        except UsageError as error:
+            return str(error)
+        if self.above is None:
+            return ""
+        above = Settings(workers=WORKERS, **self.above).validated()
+        part: Any = SimpleNamespace(stands=True, _unreachable=False)
+        return ParentMembership._cannot_join(part, above, settings, settings.shards, elsewhere=False)
+
+
+KINDS: dict[str, Kind] = {
+    "`local --quorum`": Kind({"sync": "local", "quorum": 2}),
+    "`local --fragments`": Kind({"sync": "local", "fragments": 2, "merge_delay": 1}),
+    "above clusters": Kind({"sync": "ssp"}, clusters=True),
+    "a cluster": Kind({"sync": "bsp", "push": "update"}, above={"sync": "ssp"}),
+    "above clusters that gossip": Kind({"sync": "gossip"}, clusters=True),
+    "a cluster that gossips": Kind({"sync": "bsp", "push": "update"}, above={"sync": "gossip"}),
+}
+QUORUM, FRAGMENTS, ABOVE, CLUSTER, ABOVE_GOSSIP, GOSSIPS = KINDS
+EACH_KIND = f"{SIMULATION}/test_resharding.py: test_every_invariant_holds_while_keys_move_in_each_kind_of_run"
+PLANS_OF_TREES = f"{SIMULATION}/test_replanned_trees.py: test_every_invariant_holds_while_a_level_changes_its_plan"
+OWN_PLAN = f"{RUNS}/test_gossip_clusters.py: test_a_cluster_changes_its_own_plan_and_mixes_on"
+PAIRS = f"{SIMULATION}/test_standby_trees.py: test_nothing_is_lost_on_either_level"
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """A row of the second table. `tests`: by kind, the test that runs it."""
+
+    name: str
+    check: Callable[[Kind], str]
+    tests: dict[str, str]
+
+
+KIND_ROWS: tuple[KindRow, ...] = (
+    KindRow(
+        "keys that move: `ps-serve shards N`",
+        lambda kind: kind.decisions().unfit(2),
+        {QUORUM: EACH_KIND, FRAGMENTS: EACH_KIND},
+    ),
+    KindRow(
+        "shards on other machines: `--join`",
+        lambda kind: kind.decisions().unfit(2, "10.0.0.3"),
+        {QUORUM: EACH_KIND, FRAGMENTS: EACH_KIND},
+    ),
+    KindRow(
+        "`--replan change` in the running run",
+        lambda kind: kind.decisions().fixed,
+        {ABOVE: PLANS_OF_TREES, CLUSTER: PLANS_OF_TREES, GOSSIPS: OWN_PLAN},
+    ),
+    KindRow(
+        "a standby: `--replicas 1`",
+        lambda kind: kind.stands(),
+        {
+            QUORUM: STANDBY + "test_the_standby_goes_on_where_the_server_was",
+            FRAGMENTS: STANDBY + "test_the_standby_goes_on_where_the_server_was",
+            ABOVE: PAIRS,
+            CLUSTER: PAIRS,
+        },
+    ),
+)
+
+
+def table_of_kinds() -> str:
+    sentences: dict[str, int] = {}
+    lines = [f"| | {' | '.join(KINDS)} |", f"|---{'|---' * len(KINDS)}|"]
+    for row in KIND_ROWS:
+        said = [row.check(kind) for kind in KINDS.values()]
+        cells = [f"no {sentences.setdefault(why, len(sentences) + 1)}" if why else "yes" for why in said]
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {said.replace('|', '/')}" for said, number in sentences.items())])
+
+
+PAGE = Path(__file__).parent / "modes.md"
+TABLE = MarkedTable("capabilities", PAGE, table)
+OF_KINDS = MarkedTable("kinds", PAGE, table_of_kinds, script="capabilities")
 
 if __name__ == "__main__":
-    sys.exit(TABLE.main(sys.argv[1:]))
+    sys.exit(max(each.main(sys.argv[1:]) for each in (TABLE, OF_KINDS)))

@@ -17,11 +17,13 @@ class MarkedTable(NamedTuple):
         name: the name in the markers.
         page: the file that has the markers.
         make: makes the lines between the markers.
+        script: the file of docs/ that makes the table, without ".py"; "": it has the name of the table.
     """
 
     name: str
     page: Path
     make: Callable[[], str]
+    script: str = ""
 
     def rewritten(self, text: str) -> str:
         """Return the text of the page with a new table. Raises ValueError if a marker is not there exactly once."""
@@ -39,5 +41,7 @@ class MarkedTable(NamedTuple):
             self.page.write_text(new, "utf-8")
             return 0
         if new != old:
-            print(f"docs/{self.page.name}: the table of {self.name} is stale; run `python docs/{self.name}.py`")
+            print(
+                f"docs/{self.page.name}: the table of {self.name} is stale; run `python docs/{self.script or self.name}.py`"
+            )
         return int(new != old)

@@ -107,7 +107,7 @@ class MemberStarted:
 
 @dataclass(frozen=True, slots=True)
 class PushesPaused:
-    """Member: push no update from clock `at` on. Keys or plan change next."""
+    """Member: push no update from clock `at` on, or from its own on (`holds_apart`). Keys or plan change next."""
 
     at: int  # -1: the change is off, push as before
     number: int = 0  # of the Reshard

@@ -284,6 +284,22 @@ def test_each_capability_is_refused_with_a_sentence_or_has_a_test_that_runs_it()
     assert yes > 80
 
 
+def test_each_other_kind_of_run_is_refused_with_a_sentence_or_has_a_test_that_runs_it() -> None:
+    table = script_of_docs("capabilities")
+    page = (ROOT / "docs/modes.md").read_text("utf-8")
+    assert table.OF_KINDS.rewritten(page) == page, "python docs/capabilities.py"
+    yes = 0
+    for row in table.KIND_ROWS:
+        for name, kind in table.KINDS.items():
+            if said := row.check(kind):
+                assert len(said) > 40 and name not in row.tests, (row.name, name)
+                continue
+            file, _, test = row.tests[name].partition(": ")
+            assert f"def {test}(" in (ROOT / file).read_text("utf-8"), (row.name, name, test)
+            yes += 1
+    assert yes > 8
+
+
 def test_a_stale_table_is_named_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- rows: begin -->\nold\n<!-- rows: end -->\nbelow\n", "utf-8")

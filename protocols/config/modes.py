@@ -119,6 +119,16 @@ class Mode:
         return self.bound is None or clock <= settled + self.bound
 
 
+def holds_apart(mode: Mode, quorum: int) -> bool:
+    """True if members hold for a reshard at clocks of their own: the run has no clock that all of them come to.
+
+    Args:
+        mode: the mode of the run.
+        quorum: `Settings.quorum`. A round that closes without a member has no update of its own.
+    """
+    return mode.bound is None or quorum > 0
+
+
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (

@@ -91,6 +91,8 @@ class Exchange(Generic[A]):
             before: the exchanges with the earlier shards that had these keys.
         """
         asks, first = self.begin(worker, epoch, clock), before[0]
+        if self.mode.bound is None:
+            return asks  # the shards have folds of others that no publication has shown to this child
         if any((x.settled, x.publication, x.whole) != (clock, first.publication, self.whole) for x in before):
             return asks
         self.publication, self.min_clock, self.settled = first.publication, first.min_clock, first.settled
@@ -299,7 +301,7 @@ class Exchange(Generic[A]):
         """Write the replica of keys [begin, end) to `out`, and drop own updates that no longer stand in.
 
         Args:
-            begin, end: borders of fragments.
+            begin, end: borders of fragments, or of parts of them after a move of keys.
             out: float32[end - begin], overwritten.
         """
         self.replica.base(self._stand_ins(), begin, end, out, self.gain)

@@ -33,7 +33,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import are_addresses
 from narrows.protocols.config.key_ranges import Keys
 from narrows.protocols.config.model_spec import ModelSpec
-from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.modes import FoldRule, holds_apart
 from narrows.protocols.config.retry import LONG_AGO_NS
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
@@ -165,6 +165,7 @@ class Member:
         self.views = FailoverView(-1, 0)
         self.copied = False  # of a cluster: its own standby has a copy of all its state
         self.move = 0  # number of the newest Reshard that this member has carried out
+        self.hold = -1  # the clock that it holds at, where it has chosen one (`holds_at`)
 
     @property
     def token(self) -> str:
@@ -263,11 +264,12 @@ class Member:
         who = (self.worker, self._known_by)
         packed_rows, road_ns = self.figures.packed(self.meter, len(self.ports), now_ns), self.meter.road.most
         beat = m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, road_ns, packed_rows)
-        return Send(0, beat)
+        return Send(0, beat if self.hold < 0 else replace(beat, hold=self.hold))
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join again, under a new token. Updates in flight are given up."""
         self.attempt, self.epoch, self.ended, self.sessions, self.move = self.attempt + 1, 0, False, [], 0
+        self.hold = -1
         return self.join(now_ns)
 
     def end_session(self) -> None:
@@ -387,14 +389,16 @@ class Member:
     def _moved(self, move: m.Reshard, now_ns: int) -> list[MemberEffect]:
         """Handle a Reshard: keys or plan are about to change (`place` 0), or have changed.
 
-        A worker acknowledges the hold at once. A cluster calls `knows` itself, once all its shards hold.
+        A worker acknowledges the hold at once. A cluster calls `knows` itself, once all its shards hold. Where the
+        coordinator can name no clock that all workers come to, the owner of this member names one (`holds_at`).
         """
         ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is MemberPhase.RUNNING
         if not ours or move.number <= self.move or self.welcome is None:
             return []
         if not move.place:
             held = e.PushesPaused(move.at, move.number)
-            return [held] if self.below() else [held, self.knows(move.number, now_ns)]
+            chosen = move.at >= 0 and holds_apart(self.settings.mode(), self.settings.quorum)
+            return [held] if self.below() or chosen else [held, self.knows(move.number, now_ns)]
         self.settings, ranges = moved(move, self.plan, self.settings)
         self.welcome = replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self._seat(move.place)
@@ -403,8 +407,15 @@ class Member:
 
     def knows(self, number: int, now_ns: int) -> Send:
         """Acknowledge the Reshard of this number, with a heartbeat: all processes of this member carry it out."""
-        self.move = number
+        self.move, self.hold = number, -1
         return self.beat(now_ns)
+
+    def holds_at(self, number: int, clock: int, now_ns: int) -> list[MemberEffect]:
+        """Acknowledge the Reshard of this number: this member pushes all updates below `clock`, and none from it on."""
+        if number <= self.move or self.phase is not MemberPhase.RUNNING:
+            return []  # a newer Reshard has called it off, or the member has another place
+        self.move, self.hold = number, clock
+        return [self.beat(now_ns)]
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:

@@ -124,7 +124,7 @@ class Replica(Protocol[A]):
 
         Args:
             stand_ins: weight and piece of each own update that stands in.
-            begin, end: borders of fragments.
+            begin, end: borders of fragments, or of parts of them after a move of keys.
             out: float32[end - begin], overwritten.
             gain: of the pulled state.
         """

@@ -42,6 +42,7 @@ class Heartbeat(Message):
     copied: bool = False  # of a cluster: its standby has a copy of all, and goes on if this connection ends
     road_ns: int = 0  # the longest recent round trip of a heartbeat
     summary: bytes = b""  # figures of the child and of all below it (protocols/member/heartbeat_summary.py), packed
+    hold: int = -1  # the clock from which on the child pushes no update, as `move` asks; -1: that of the Reshard
 
 
 @dataclass(frozen=True, slots=True)

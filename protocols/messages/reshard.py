@@ -2,10 +2,11 @@
 
 How it works, between coordinator and child
 1. The coordinator sends `Reshard` with place 0 to every child: push no update from clock `at` on. Each child repeats the
-   number of that `Reshard` in its `Heartbeat` (control.py).
+   number of that `Reshard` in its `Heartbeat` (control.py). In a mode without a staleness bound a child may be past `at`:
+   it holds at a clock of its own, and its `Heartbeat` names that clock (`hold`).
 2. All earlier clocks close. The shards write a checkpoint of clock `at` and cut their keys anew from it.
 3. The coordinator sends `Reshard` with place > 0: the new shards, key ranges and settings. The child goes on at clock
-   `at`. A `Reshard` with `at` -1 calls the change off.
+   `at` of that message, the clock that it holds at. A `Reshard` with `at` -1 calls the change off.
 
 How it works, between a remote shard host (`ps-serve --join` on another machine) and shard 0
 1. The host sends `RemoteShardsOffer` without a token. Shard 0 answers `ReplicationBegin` (failover.py): the settings
@@ -28,7 +29,8 @@ from narrows.protocols.messages.base import Buffer, Ints, Message, Name, Sets, T
 class Reshard(Message):
     """Coordinator to child: the keys are cut anew, or the run has another plan. The newest Reshard replaces all before.
 
-    - `at` >= 0, `place` 0: push no update from this clock on, until the next Reshard.
+    - `at` >= 0, `place` 0: push no update from this clock on, until the next Reshard. A child of a mode without a bound
+      that is past this clock holds at its own.
     - `place` > 0: the shards named here have all updates before clock `at`. Go on with them at that clock, in the epoch
       `place`.
     - `at` -1: the change is off, go on as before.

@@ -82,7 +82,9 @@ def checked(
             "--insecure goes without them"
         )
     if replicas and mixes:
-        raise UsageError(f"--replicas {replicas}: under --sync gossip the workers hold the model; leave it out")
+        raise UsageError(
+            f"--replicas {replicas}: under --sync gossip the workers hold the model, and go on without the server; leave it out"
+        )
     if parent:
         parse_address("--parent", parent)
         if settings.start_steps > 0:

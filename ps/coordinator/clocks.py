@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from narrows.protocols import messages as m
+from narrows.protocols.config.modes import holds_apart
 from narrows.protocols.effects import NS, Log
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
@@ -73,6 +74,7 @@ class Clocks(Decision):
         self.shard_norms: dict[int, dict[int, float]] = {}  # by clock and shard, squared norms, until all have come
         self.said: list[Log] = []  # log events that go out with the ledger that has the set
         self.stop = -1  # clocks from this one on stay open; -1: no limit
+        self.drains = False  # the present clock closes without its quorum (`drain`)
         self.stalled = -1  # the newest clock whose late members the log has named
 
     # Members.
@@ -175,7 +177,8 @@ class Clocks(Decision):
 
     def anew(self) -> None:
         self.mode = self.run.mode  # a run that goes back may be in its start again
-        self.min_clock, self.quorum_ns, self.stop = max(self.run.restart_clock, 0), -1, -1
+        self.min_clock, self.quorum_ns = max(self.run.restart_clock, 0), -1
+        self.stop_at(-1)
         self.stalled = -1
         for table in (self.progress, self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
@@ -188,7 +191,25 @@ class Clocks(Decision):
 
     def stop_at(self, clock: int) -> None:
         """Close no clock from this one on; -1 lifts the limit."""
-        self.stop = clock
+        self.stop, self.drains = clock, False
+
+    def drain(self) -> int:
+        """With --quorum: close one more clock, over every update that is on all shards, however few these are.
+
+        If there is none, close no clock. Return the clock at which no update is in no set.
+        """
+        self.stop, self.drains = self.min_clock + (not self._drained), True
+        return self.stop
+
+    @property
+    def _drained(self) -> bool:
+        """True if every update that is on all shards is in a closed set."""
+        return not self.departed and not any(map(self._open, self.run.declared))
+
+    def starts(self, at: int) -> dict[int, int]:
+        """By member, the clock at which it goes on after a reshard at clock `at`, with all its updates folded."""
+        apart = holds_apart(self.mode, self.run.settings.quorum)
+        return {worker: min(progress.arrived) if apart else at for worker, progress in self.progress.items()}
 
     def shift(self) -> None:
         """Go on from the present clock over other shards or in another mode: every update of a member is folded."""
@@ -196,12 +217,14 @@ class Clocks(Decision):
         for worker, before in self.progress.items():
             start = self.run.seats[worker].start
             arrived = [start] * self.run.shards
-            self.progress[worker] = MemberProgress(arrived, start, start, before.moved_ns, before.step_ns)
+            due = before.due if self.run.settings.quorum > 0 else start  # a late update is as late as it was
+            self.progress[worker] = MemberProgress(arrived, start, due, before.moved_ns, before.step_ns)
         for table in (self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
         # Another bound looks up other clocks.
         self.reached_ns = {self.min_clock: self.reached_ns.get(self.min_clock, 0)}
-        self.stop = -1
+        self.stop_at(-1)
+        self.quorum_ns = -1
 
     def decide(self, now_ns: int) -> bool:
         """Close a clock, or complete a norm."""
@@ -232,7 +255,7 @@ class Clocks(Decision):
             return False
         if not all(map(self._open, going)):
             pushed = sum(map(self._open, going)) + len(self.departed) if self.run.settings.quorum > 0 else 0
-            if not self._grace_over(pushed, now_ns):
+            if not (self.drains and pushed) and not self._grace_over(pushed, now_ns):
                 return False
         # With a barrier the shards must have published the clock before: else late updates alone could close one clock
         # after the other without a state in between.

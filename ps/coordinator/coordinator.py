@@ -223,7 +223,7 @@ class Coordinator:
         known = (shown, self.min_clock, self.start_notice.clause(now_ns)[: m.TEXT_MAX])
         ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, *known)
         settled = self._settle(now_ns) if beat.ended and self.gossip_directory.end(seat) else []
-        settled += self._settle(now_ns) if self.resharding.knows(seat, beat.move) else []
+        settled += self._settle(now_ns) if self.resharding.knows(seat, beat.move, beat.hold) else []
         news = self.gossip_directory.rosters([seat]) if beat.roster != self.gossip_directory.epoch else []
         return [Send(seat.peer, ack), *settled, *news, *self.resharding.word(seat)]
 

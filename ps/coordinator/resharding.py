@@ -17,6 +17,9 @@ How it works
 2. Each shard writes a checkpoint of `at`. The next generation begins from it, over the new shards.
 3. Members keep their seats, and the updates that they have not pushed. Each gets a new epoch, so that no message from
    before counts.
+4. Where no clock is one that all members come to (`holds_apart`: async, --quorum), each member names the clock that it
+   holds at (`Heartbeat.hold`), and goes on there. TOLD then ends once all shards have every update below that clock. In
+   HELD one clock closes under async; with --quorum one more round does, over all updates that no set has (`Clocks.drain`).
 
 Rules
 - Until that checkpoint is on all disks (`may_stay`), a failure calls the resharding off, and the run goes on as before.
@@ -37,7 +40,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
-from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.modes import FoldRule, holds_apart
 from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import RESHARD_HOLD_LEASES
 from narrows.protocols.effects import NS, Log, Send
@@ -47,7 +50,10 @@ from narrows.ps.coordinator.members import Members
 from narrows.ps.coordinator.parent_place import ParentPlace
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
-LEVELS = "this run has two levels"
+LEVELS = (
+    "this run has two levels: each shard of a cluster pushes to the shard above it with the same keys, so the keys of all "
+    "levels would have to move at once"
+)
 
 
 class ReshardPhase(Enum):
@@ -56,7 +62,7 @@ class ReshardPhase(Enum):
     STILL = "still"  # no resharding is under way
     ASKED = "asked"  # the coordinator waits for the new shards and for the start of the run
     TOLD = "told"  # the coordinator has asked all members to hold
-    HELD = "held"  # all members hold; the shards fold the updates that are in flight
+    HELD = "held"  # all members hold; the shards fold what was pushed before
     WRITING = "writing"  # the shards write the checkpoint of the clock that all members hold at
     PASSED = "passed"  # the shards of the next generation begin from that checkpoint
 
@@ -145,6 +151,8 @@ class Resharding(Decision):
             return "the servers have the state of the optimizer, for gradients are pushed; with --push update workers have it"
         if mode.rule is FoldRule.OUTER:
             return "the servers have the momentum of the outer steps"
+        if mode.bound is None:
+            return f"--sync {mode.name} has no bound, so there is no clock at which all workers could change the plan"
         if self.away:
             return "some of its shards are on other machines"
         return self.never
@@ -171,10 +179,6 @@ class Resharding(Decision):
         mode = self.run.mode
         if mode.rule is FoldRule.MIX:
             return "under --sync gossip the workers hold the model"
-        if mode.bound is None:
-            return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
-        if self.run.settings.quorum > 0 or mode.streams:
-            return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
         if self.members.plan is not None and self.members.plan.tables:
             return "its model has an embedding table, whose rows stay on their shards"
         return "the run is over" if self.run.over else ""
@@ -260,12 +264,35 @@ class Resharding(Decision):
             return "no worker trains any more"
         if self._levels and self.target != self.run.shards:
             return LEVELS
-        late = (
-            self.phase is ReshardPhase.TOLD
-            and now_ns - self.since_ns > RESHARD_HOLD_LEASES * self.run.settings.lease * NS
-        )
-        silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
-        return f"worker {silent[0]} does not say that it holds" if silent else ""
+        if self.phase is not ReshardPhase.TOLD:
+            return ""
+        for seat in self._waited_for:
+            if now_ns - self.since_ns > RESHARD_HOLD_LEASES * self._lease_ns(seat) and not self._stands(seat):
+                missing = "push the updates before the clock that it holds at"
+                return f"worker {seat.worker} does not {missing if seat.move == self.number else 'say that it holds'}"
+        return ""
+
+    def _lease_ns(self, seat: Seat) -> float:
+        """The lease of a member. A worker that names the clock it holds at answers between two of its own steps."""
+        return self.members.lease_ns(seat) if self._apart else self.run.settings.lease * NS
+
+    @property
+    def _apart(self) -> bool:
+        return holds_apart(self.run.mode, self.run.settings.quorum)
+
+    @property
+    def _rounds(self) -> bool:
+        """True if a quorum closes rounds: a member may have fewer updates than the run has clocks."""
+        return self.run.settings.quorum > 0
+
+    def _stands(self, seat: Seat) -> bool:
+        """True if this member holds: no push of it can come any more but those that close the clocks below `at`.
+
+        Where members hold at clocks of their own, all updates of this member are also on all shards.
+        """
+        if seat.move != self.number or not self._apart:
+            return seat.move == self.number
+        return self.clocks.clock(seat) >= seat.hold or seat.worker in self.clocks.resting
 
     @property
     def _waited_for(self) -> list[Seat]:
@@ -274,8 +301,8 @@ class Resharding(Decision):
 
     @property
     def _known(self) -> bool:
-        """True if all these members have acknowledged the newest Reshard."""
-        return all(seat.move == self.number for seat in self._waited_for)
+        """True if all these members hold by the newest Reshard."""
+        return all(map(self._stands, self._waited_for))
 
     def _tell(self) -> bool:
         """ASKED to TOLD."""
@@ -284,13 +311,13 @@ class Resharding(Decision):
         # heartbeat: at the end of a start all members wait for it.
         starting = self.next.starting
         unaware = any(seat.before or (starting and not seat.ready_sent) for seat in self.run.declared)
-        if not (come and self.run.started and self._waited_for) or unaware:
+        # With a quorum the clock may stay as it is, and no clock has two generations' checkpoints.
+        fresh = not self._rounds or self.clocks.min_clock > self.run.restart_clock
+        if not (come and fresh and self.run.started and self._waited_for) or unaware:
             return False
-        bound = self.run.mode.bound
-        assert bound is not None
         self._move("tell")
         self.number += 1
-        self.at = self.clocks.min_clock + bound + 1
+        self.at = 0 if self._rounds else self.clocks.min_clock + (self.run.mode.bound or 0) + 1
         if self.next.starting and self.at >= self.next.start_steps:
             self.next = self.next.relaxed(self.at)
         self.clocks.stop_at(self.clocks.min_clock)
@@ -301,7 +328,10 @@ class Resharding(Decision):
         if not self._known:
             return False
         self._move("hold")
-        self.clocks.stop_at(self.at)
+        if self._rounds:
+            self.at = self.clocks.drain()
+        else:
+            self.clocks.stop_at(self.at)
         return True
 
     def _write(self) -> bool:
@@ -324,7 +354,7 @@ class Resharding(Decision):
             return True
         self._move("pass")
         before = self.run.settings
-        self.run.shift(self.next, self.at)
+        self.run.shift(self.next, self.at, self.clocks.starts(self.at))
         for shard, (_, report) in self.offered.items():  # a new shard can begin from the checkpoint of the others
             self.run.reports[shard] = replace(report, checkpoints=(self.at,))
         self.clocks.shift()
@@ -371,9 +401,9 @@ class Resharding(Decision):
         place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
         return [Send(seat.peer, m.Reshard(seat.worker, seat.before, self.number, seat.start, *place))]
 
-    def knows(self, seat: Seat, number: int) -> bool:
-        """Note the number of the newest Reshard that this member has. Return False if that was known."""
-        return seat.follow(number, done=number == self.number and not self.holds)
+    def knows(self, seat: Seat, number: int, hold: int = -1) -> bool:
+        """Note the newest Reshard that this member has, and the clock that it holds at. Return False if that was known."""
+        return seat.follow(number, done=number == self.number and not self.holds, hold=hold)
 
     def tell(self) -> list[Log]:
         said, self.said = self.said, []

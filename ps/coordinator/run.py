@@ -17,6 +17,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -87,6 +88,7 @@ class Seat:
     last: int = -1  # its final clock, while it is leaving
     name: bytes = b""  # prefix of its routing ids: the coordinator takes its messages under this name alone
     move: int = 0  # number of the newest Reshard that it has acknowledged
+    hold: int = -1  # the clock that it holds at by that Reshard, where members hold at clocks of their own
     before: int = 0  # its epoch before the newest resharding, until it acknowledges that resharding; then 0
     key: Key = NO_KEY
     copied: bool = False  # it has a standby, which would go on over another connection
@@ -147,13 +149,14 @@ class Seat:
         """A message to find out whether the worker is connected is on the way."""
         self.asked_ns = now_ns
 
-    def follow(self, number: int, done: bool) -> bool:
-        """The worker has the Reshard of this number. `done`: it is the newest, and the keys have moved.
+    def follow(self, number: int, done: bool, hold: int = -1) -> bool:
+        """The worker has the Reshard of this number. `done`: it is the newest, and the keys have moved. `hold`: the clock
+        that the worker holds at.
 
         Returns:
             False if that was known.
         """
-        news, self.move = self.move != number, number
+        news, self.move, self.hold = self.move != number, number, hold
         if done:
             self.before = 0
         return news
@@ -211,13 +214,19 @@ class Run:
         self.seats.clear()
         self._adopt(replace(self.settings.back_at(clock), shards=shards))
 
-    def shift(self, settings: Settings, clock: int) -> None:
-        """Begin a generation with these settings at `clock`, the present clock. The members keep their seats."""
+    def shift(self, settings: Settings, clock: int, starts: Mapping[int, int]) -> None:
+        """Begin a generation with these settings at `clock`, the present clock. The members keep their seats.
+
+        Args:
+            settings: of the generation.
+            clock: of the checkpoint that it begins from.
+            starts: by worker, the clock at which the member goes on.
+        """
         self.generation, self.restart_clock = self.changed(), clock
         for seat in [seat for seat in self.seats.values() if not seat.epoch]:
             del self.seats[seat.worker]  # its Welcome named the shards of the generation before: it joins again
         for seat in self.seats.values():
-            seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, clock
+            seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, starts[seat.worker]
         self._adopt(settings)
 
     def _adopt(self, settings: Settings) -> None:

@@ -341,7 +341,10 @@ class ParentMembership:
                 "machine that they reach"
             )
         if mode.rule is FoldRule.MIX and self.stands:
-            return "its clusters gossip, and would not find a standby of this one: leave out --replicas"
+            return (
+                "its clusters gossip, and would not find a standby of this one: each dials the address that another one joined "
+                "with; leave out --replicas"
+            )
         if mode.streams:
             return (
                 "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "

@@ -226,6 +226,8 @@ class ModelShard:
         self.apply([load])
         self.parent_slot.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
+        if self.mode.bound is None and self.min_clock != self.start_clock:  # a start is bsp, and has published all
+            self.publish()  # the newest publication may lack folds, which no child could stand in for any more
 
     def go_on(self, before: ModelShard) -> None:
         """Continue with the arrays of `before`, which has reached the same clock under other settings (replanning).

@@ -174,7 +174,8 @@ class Publications:
     def begin(self, min_clock: int, steps: int = 0) -> None:
         """Begin anew at this clock, with the store's first publication, that of a checkpoint, or none yet."""
         self.founder = (-1, -1)
-        self.made = {self.store.publication: PublicationRecord(min_clock, {}, self._merging(), steps)}
+        record = PublicationRecord(min_clock, self._late(min_clock), self._merging(), steps)
+        self.made = {self.store.publication: record}
 
     def members(self) -> None:
         """Forget the children that are no member any more."""
@@ -195,12 +196,7 @@ class Publications:
         """
         before, worker, after = self._asked_for()
         self.store.apply(Publish(keys, after if after != before else ""))
-        late = {
-            w: seat.settled
-            for w, seat in self.assembler.seats.items()
-            if seat.settled < min_clock and self.mode.barrier
-        }
-        self.made[self.store.publication] = PublicationRecord(min_clock, late, self._merging(), steps)
+        self.made[self.store.publication] = PublicationRecord(min_clock, self._late(min_clock), self._merging(), steps)
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
             del self.made[number]
         if after == before:
@@ -208,6 +204,11 @@ class Publications:
         where = {"shard": self.index, "clock": min_clock, "from": before, "to": after}
         text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
         return [Log("compress", where | {"text": text})]
+
+    def _late(self, min_clock: int) -> dict[int, int]:
+        """`PublicationRecord.late` of a state of this clock."""
+        seats = self.assembler.seats.items() if self.mode.barrier else ()
+        return {worker: seat.settled for worker, seat in seats if seat.settled < min_clock}
 
     def _merging(self) -> MergeFactors:
         return self.store.gain.merging(len(self.assembler.seats))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,13 @@ def target(worker: int, step: int) -> Array:
 
 
 class Reference:
-    """All workers and servers of a run in one loop. `local` are the workers' parameters, x the servers'."""
+    """All workers and servers of a run in one loop. `local` are the workers' parameters, x the servers'.
 
-    def __init__(self, settings: Settings) -> None:
+    `moves`: by clock, the number of shards that the keys are cut over from this clock on.
+    """
+
+    def __init__(self, settings: Settings, moves: Mapping[int, int] | None = None) -> None:
+        self.moves = moves if moves is not None else {}
         self.settings = settings = settings.validated()
         self.every = settings.local_steps // settings.fragments
         self.up, self.down = parse(settings.compress), parse(settings.compress_down).contraction()
@@ -66,9 +71,17 @@ class Reference:
             local -= np.float32(RATE) * (local - target(worker, self.step))
         self.merge(self.step)
         if self.step % self.every == 0:
+            self.move()
             self.waiting.append((self.clock, self.step + self.settings.merge_delay))
             self.exchange()
             self.merge(self.step)
+
+    def move(self) -> None:
+        """Cut the keys anew, if they move at this clock: all that was pushed before is merged at the keys of then."""
+        if self.clock in self.moves:
+            self.merge(1 << 30)
+            self.settings = replace(self.settings, shards=self.moves[self.clock])
+            self.feedback.clear()  # dense: there is no residual
 
     def exchange(self, last: bool = False) -> None:
         """Let each worker push, and the servers fold and publish."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from kit.gossip_reference import STEPS, TRAINS, adamw, ends, reference, sgd
 from kit.in_process import Cluster, member_of, store_of
 from kit.processes import serving, started, until
@@ -19,7 +21,7 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
-from narrows.protocols.effects import Log
+from narrows.protocols.effects import Log, ServerEffect, WriteCheckpoint
 from narrows.protocols.gossip.gain import WINDOW
 from narrows.protocols.member.member import MemberPhase
 from narrows.protocols.wire import encode
@@ -129,6 +131,63 @@ def test_every_mode_below_ends_with_one_model(above: dict[str, Any], shards: int
     assert_ended(root, clusters, models)
     first, alone_, ours = (mean_loss(weights, STEPS) for weights in (flat(build()), one_process(), models[0]))
     assert ours < first - 0.25 * (first - alone_)
+
+
+class Writing(Cluster):
+    """Its shards have a disk, from which nobody reads: a shard whose plan changes goes on from its memory."""
+
+    def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
+        super()._carry_out(index, made)
+        for at in [effect.clock for effect in made if isinstance(effect, WriteCheckpoint)]:
+            self._apply(index, self.servers[index].wrote_checkpoint(at, (at,), 0, self.now()))
+
+    def change(self, **way: Any) -> None:
+        """Change settings of the running run, as --replan change does."""
+        coordinator = self.servers[0].coordinator
+        assert coordinator is not None
+        with self.changed:
+            coordinator.resharding.change(coordinator.run.settings.changed(**way))
+            self._apply(0, self.servers[0].tick(self.now()))
+
+
+def test_a_cluster_changes_its_own_plan_and_mixes_on() -> None:
+    """Its shards go on with their weights and their peers: all end with one model, near that of the clusters as they began."""
+    below = Settings(sync="bsp", push="update", workers=1, shards=2, update_gain=1.0)
+
+    def ended(plans: bool) -> Array:
+        root = Cluster(gossip(workers=2, shards=2))
+        changing = Writing(below, root, "cluster0")
+        clusters = [changing, Cluster(below, root, "cluster1")]
+
+        def changes(worker: int) -> Array:
+            net = build()
+            optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(net, step, worker, 2).backward()
+                if plans and worker == 0 and step == STEPS // 3:
+                    changing.change(sync="ssp", staleness=2, compress="int8")
+                optimizer.step()
+            optimizer.finish()
+            with optimizer.shared():
+                return flat(net)
+
+        with tree(root, *clusters) as run:
+            models = run.together(changes)
+            for session in run.sessions:
+                session.close(failed=False)
+            everyone = [*clusters, root]
+            assert pump(run, everyone, lambda: all(cluster.stopped for cluster in everyone), 60.0), "they end"
+        coordinator = changing.servers[0].coordinator
+        assert coordinator is not None
+        plan = coordinator.run.settings
+        assert (plan.plan_number, plan.sync, plan.compress) == ((2, "ssp", "int8") if plans else (1, "bsp", "dense"))
+        assert_ended(root, clusters, models)
+        model: Array = models[0]
+        return model
+
+    undisturbed = ended(plans=False)
+    assert distance(ended(plans=True), undisturbed) < 0.1 * distance(flat(build()), undisturbed)
 
 
 def test_the_mean_of_the_clusters_is_kept_by_every_round() -> None:

@@ -491,12 +491,21 @@ def expire(started: Groups, member: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{"sync": "bsp", "push": "update", "compress": "topk:0.2+int8"}, {"sync": "bsp"}, {"sync": "ssp"}]
+    "flags",
+    [
+        {"sync": "bsp", "push": "update", "compress": "topk:0.2+int8"},
+        {"sync": "bsp"},
+        {"sync": "ssp"},
+        {"sync": "async"},
+        {"sync": "local", "local_steps": 2, "quorum": 1},
+        {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.0},
+    ],
 )
 def test_keys_that_move_to_other_shards_take_residual_and_optimizer_along(
     flags: dict[str, Any], tmp_path: Path
 ) -> None:
-    """From two shards to three and back: a rank has other keys then. With a barrier the run is the undisturbed one."""
+    """From two shards to three and back: a rank has other keys then. With a barrier the run is the undisturbed one. Fragments
+    have other keys afterwards, and under async a step may be on an older state."""
     settings = Settings(workers=1, shards=2, checkpoint_every=0, **flags)
 
     def moving(cluster: OnDisk) -> Callable[..., None]:
@@ -511,7 +520,8 @@ def test_keys_that_move_to_other_shards_take_residual_and_optimizer_along(
     assert {shard for shard, *_ in moved.pushes} == {0, 1, 2}
     still = trained(settings, [2], cluster=OnDisk(settings.validated(), tmp_path / "still"), steps=20)
     assert len({weights.tobytes() for weights in moved.weights.values()}) == 1
-    assert distance(moved.weights[0, 0], still.weights[0, 0]) < 1e-5
+    exact = settings.sync != "async" and settings.fragments == 1
+    assert distance(moved.weights[0, 0], still.weights[0, 0]) < (1e-5 if exact else 0.05)
 
 
 def test_the_first_rank_chooses_what_all_of_them_code_with(monkeypatch: pytest.MonkeyPatch) -> None:

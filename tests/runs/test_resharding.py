@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ import pytest
 from kit import one_process as alone
 from kit.on_disk import OnDisk
 from kit.one_process import ADAMW, until
-from kit.scripts import Array, build, distance
+from kit.scripts import Array, build, distance, flat, loss_of, run
+from kit.streaming_reference import DENSE, Flat, Reference, compare
 
 from narrows.compression.buffers import chunks_of
 from narrows.compression.codecs import add
@@ -29,12 +33,16 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.ps.checkpoints import checkpoint_writer
 from narrows.ps.checkpoints.checkpoint_files import ComingCheckpoint
+from narrows.ps.coordinator import run as cluster_run
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.shard.model_shard import ModelShard
+from narrows.worker import DistributedOptimizer, clock, step_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLOCKS = 12
+GATE_S = 30.0
 MOVES = {4: 3, 8: 2}  # by the clock of the first worker
 PLANS: dict[int, Any] = {3: {"sync": "bsp"}, 7: {"sync": "ssp", "staleness": 3, "compress": "topk:0.1+sign"}}
 
@@ -88,9 +96,18 @@ def test_a_run_that_is_resumed_goes_on_with_its_newest_plan(replan: str, plan: i
     assert told == ((2, "ssp", 3, "int4") if plan == 2 else (1, "bsp", 0, "dense")), "else the flags hold"
 
 
-@pytest.mark.parametrize("moves", [MOVES, PLANS], ids=["keys", "plans"])
+@pytest.mark.parametrize(
+    ("moves", "flags"),
+    [
+        (MOVES, {"sync": "ssp", "staleness": 2}),
+        (PLANS, {"sync": "ssp", "staleness": 2}),
+        (MOVES, {"sync": "async"}),
+        (MOVES, {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 3}),
+    ],
+    ids=["keys", "plans", "keys, no bound", "keys, fragments"],
+)
 def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
-    moves: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moves: dict[int, Any], flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part that was pushed is folded once; and all that workers have moved by is in what was folded, once they have sent
     what was left: so the residuals went along with their keys."""
@@ -124,11 +141,10 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     monkeypatch.setattr(ArrayReplica, "encode", encoding)
     monkeypatch.setattr(Exchange, "push", pushing)
     monkeypatch.setattr(ModelShard, "accept", accepting)
-    settings = Settings(sync="ssp", staleness=2, workers=2, shards=2, compress="topk:0.05+int8")
-    trained(settings, tmp_path, moves)
+    trained(Settings(**flags, workers=2, shards=2, compress="topk:0.05+int8"), tmp_path, moves)
     assert pushed == folded and set(folded.values()) == {1}
     cut = {begin for _, _, begin, *_ in folded}
-    assert moves is PLANS or cut == {0, size // 3, size // 2, 2 * size // 3}, "of two shards and of three"
+    assert moves is PLANS or cut >= {0, size // 3, size // 2, 2 * size // 3}, "of two shards and of three"
     if moves is PLANS:
         coded = [coded for coded, _ in groupby(codecs[clock] > 0 for clock in range(CLOCKS))]
         assert coded == [True, False, True], "bsp is dense"
@@ -136,13 +152,111 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     np.testing.assert_allclose(summed, moved, atol=1e-5 + sum(roundings))
 
 
+@pytest.mark.parametrize("more", [{}, {"overlap": True}], ids=["at step()", "in backward"])
+def test_each_gradient_counts_once_where_no_clock_is_one_that_all_come_to(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that leave in backward are of an update that is pushed whole, whatever a Reshard says meanwhile. A worker whose
+    last step was made pushes one without values instead."""
+    folded, accept = Counter[tuple[int, int]](), ModelShard.accept
+
+    def accepting(planned: Any, seat: Any, update: Any) -> Any:
+        if not update.empty:
+            folded[seat.worker, seat.clock] += sum(piece.end - piece.begin for piece in update)
+        return accept(planned, seat, update)
+
+    monkeypatch.setattr(ModelShard, "accept", accepting)
+    trained(Settings(sync="async", push="gradient", workers=2, shards=2), tmp_path, MOVES, **more)
+    size = sum(parameter.numel() for parameter in build().parameters())
+    assert folded == {(worker, clock): size for worker in range(2) for clock in range(CLOCKS)}
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "alpha"), [(1, 3, 0.0), (2, 0, 0.0), (2, 3, 0.0), (4, 1, 0.5), (4, 7, 0.0)]
+)
+def test_fragments_take_turns_over_the_keys_as_they_are_cut(
+    fragments: int, delay: int, alpha: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker after every step, and the end, beside a loop in NumPy; with long delays fragments are merged early once."""
+    settings = replace(DENSE, fragments=fragments, merge_delay=delay, merge_alpha=alpha, shards=2)
+    cluster, moves, ways = OnDisk(settings, tmp_path), dict[int, int](), {9: 3, 37: 4, 53: 2}  # by step of worker 0
+    shift, loss = cluster_run.Run.shift, Flat.loss
+
+    def shifting(of: cluster_run.Run, after: Settings, at: int, starts: Mapping[int, int]) -> None:
+        moves[at] = after.shards
+        shift(of, after, at, starts)
+
+    def losing(model: Flat, worker: int, step: int) -> Any:
+        if worker == 0 and step in ways:
+            cluster.move(ways.pop(step))
+        return loss(model, worker, step)
+
+    monkeypatch.setattr(cluster_run.Run, "shift", shifting)
+    monkeypatch.setattr(Flat, "loss", losing)
+    with run(settings, cluster) as started:
+        compare(started, Reference(settings, moves), range(1, 84), exact=not alpha)
+    assert [*moves.values()] == [3, 4, 2]
+
+
+def test_a_late_worker_goes_on_where_it_was_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is three rounds behind, and in the midst of one, as keys move. Its clock never goes back. Its updates count once."""
+    folded, accept, late = Counter[tuple[int, int]](), ModelShard.accept, list[tuple[object, Any]]()
+
+    def accepting(planned: Any, seat: Any, update: Any) -> Any:
+        folded[seat.worker, seat.clock] += sum(piece.end - piece.begin for piece in update)
+        return accept(planned, seat, update)
+
+    def closes(clocks: Clocks, now_ns: int) -> None:
+        close(clocks, now_ns)
+        late.extend((log.values["worker"], log.values["age"]) for log in clocks.said)
+
+    close = Clocks._close
+    monkeypatch.setattr(ModelShard, "accept", accepting)
+    monkeypatch.setattr(Clocks, "_close", closes)
+    settings = Settings(sync="local", local_steps=2, workers=3, shards=2, quorum=2, grace=0.0, compress="topk:0.3+int8")
+    cluster, meet = OnDisk(settings, tmp_path), threading.Barrier(3)
+
+    def script(worker: int) -> tuple[list[int], Array]:
+        net, clocks = build(), [0]
+        optimizer = DistributedOptimizer(ADAMW(net.parameters()), net)
+
+        def until_clock(limit: int, steps: int) -> None:
+            while steps and clocks[-1] < limit:
+                optimizer.zero_grad()
+                loss_of(net, step_count(), worker, 3).backward()
+                optimizer.step()
+                clocks.append(clock())
+                steps -= 1
+
+        meet.wait(GATE_S)
+        until_clock(3, 1 if worker == 2 else CLOCKS)
+        meet.wait(GATE_S)
+        if worker == 0:
+            cluster.move(3)
+        meet.wait(GATE_S)
+        until_clock(CLOCKS, 4 * CLOCKS)
+        optimizer.finish()
+        with optimizer.shared():
+            return clocks, flat(net)
+
+    with run(settings, cluster) as started:
+        results = started.together(script)
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None and coordinator.run.shards == 3
+    for clocks, model in results:
+        assert clocks == sorted(clocks) and np.array_equal(model, results[0][1])
+    size = sum(parameter.numel() for parameter in build().parameters())
+    assert set(folded.values()) == {size}
+    for worker in range(3):
+        own = sorted(at for of, at in folded if of == worker)
+        assert own == list(range(len(own))) and len(own) > 1
+    assert any(age >= 3 for of, age in late if of == 2), "it is as late as it was"
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"sync": "async"}, "has no bound"),
         ({"sync": "gossip"}, "gossip"),
-        ({"sync": "local", "quorum": 1}, "updates of several clocks"),
-        ({"sync": "local", "fragments": 2}, "updates of several clocks"),
     ],
 )
 def test_a_run_that_cannot_move_says_why(flags: dict[str, Any], why: str) -> None:

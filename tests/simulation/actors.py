@@ -25,7 +25,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.config.embedding_spec import TableSpec, rows_of
 from narrows.protocols.config.key_ranges import fragment, parts, split
 from narrows.protocols.config.model_spec import ModelSpec, TensorSpec, pack_arrays
-from narrows.protocols.config.modes import FoldRule
+from narrows.protocols.config.modes import FoldRule, holds_apart
 from narrows.protocols.config.retry import RETRY_FACTOR_MAX, Retry
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.config.timing import Timing
@@ -764,8 +764,7 @@ class Worker:
         elif isinstance(event, e.RangeArrived):
             self._told(event)
         elif isinstance(event, e.PushesPaused):
-            for exchange in self.exchanges:
-                exchange.hold(event.at)
+            self._hold(event.at, event.number)
         elif isinstance(event, e.MemberResharded):
             self._move(event)
         elif isinstance(event, e.GiveWeights):
@@ -822,6 +821,15 @@ class Worker:
             ask = m.MomentsRequest(self.worker, self.epoch, self.moments_asked, *keys, TOTAL)
             self._send(shard, [ask])
 
+    def _hold(self, at: int, number: int) -> None:
+        """Push nothing from this clock on, or from the present one, where each worker names its own."""
+        chosen = at >= 0 and holds_apart(self.mode, self.settings.quorum)
+        at = max(at, self.clock) if chosen else at
+        for exchange in self.exchanges:
+            exchange.hold(at)
+        if chosen:
+            self._apply(self.member.holds_at(number, at, self.awake.now()))
+
     def _move(self, event: e.MemberResharded) -> None:
         """The keys are cut anew, or the plan is another one, and this life goes on."""
         starting = self.settings.starting
@@ -870,7 +878,7 @@ class Worker:
             self.enough = True
         elif told.over:
             self.finishing = True
-        elif self.mode.bound is None:
+        elif self.mode.bound is None and not any(x.held_at >= 0 for x in self.exchanges):
             self.asking = True
             self.run.sim.at(self.run.sim.now_ns + IDLE_NS, self._ask_again, self.ask.number)
         else:

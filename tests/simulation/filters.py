@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,12 +64,24 @@ class Screen:
         gone = min(math.ceil(self.cut * count), (count - 1) // 2)
         out = np.zeros(len(rows[0]), np.float32)
         for key in range(len(out)):
-            kept = sorted(row[key] for row in rows)[gone : count - gone]
+            kept = _without_ends([row[key] for row in rows], gone)
             total = kept[0]
             for value in kept[1:]:
                 total = np.float32(total + value)
             out[key] = np.float32(total / np.float32(len(kept))) * np.float32(count)
         return out
+
+
+def _without_ends(values: list[Any], gone: int) -> list[Any]:
+    """The values without the lowest and the highest `gone`, in the order in which servers sum them up: that of a sort by
+    exchanges of neighbours which ends once both ends are in their places. In float32 another order is another sum.
+    """
+    count = len(values)
+    for done in range(gone):
+        for i in (*range(done, count - 1 - done), *range(count - 3 - done, done - 1, -1)):
+            values[i : i + 2] = sorted(values[i : i + 2])
+    assert sorted(values)[gone : count - gone] == sorted(values[gone : count - gone])
+    return values[gone : count - gone]
 
 
 def _count(worker: int, means: dict[int, Wide]) -> bool | None:

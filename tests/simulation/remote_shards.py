@@ -19,7 +19,7 @@ from narrows.ps.shard.shard import Shard
 from simulation.actors import Kit, Process
 from simulation.campaigns import Case, Trace, case_of
 from simulation.mirror import Violation
-from simulation.resharding import Moved, Moves, movable
+from simulation.resharding import Moved, Moves, kind_of
 from simulation.simulator import MS, Random
 
 
@@ -35,11 +35,13 @@ class Visit:
     lost_ns: int
 
 
-def visit_of(seed: int, lost: bool = False) -> Visit:
+def visit_of(seed: int, lost: bool = False, only: str = "") -> Visit:
+    """`only`: as in `moves_of`."""
     random = Random(seed * 2 + lost)
     found = (case_of(other) for other in count(seed * 31 + 7))
     # The mirror of a norm over all shards does not know what each of them leaves out.
-    case = next(case for case in found if movable(case) and not (case.settings.robust and case.max_grad_norm))
+    known = (case for case in found if not (case.settings.robust and case.max_grad_norm))
+    case = next(case for case in known if only in ("", kind_of(case)))
     joins, shards, goes = random.between(1, 5), random.between(1, 2), random.between(8, 14)
     return Visit(case, joins, shards, goes, random.between(1, 4 * NS) if lost else 0)
 

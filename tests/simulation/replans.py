@@ -28,7 +28,7 @@ from narrows.ps.replication.events import MachineEvent
 from simulation.actors import KEYS, Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.mirror import FloatArray, Violation
-from simulation.resharding import MoveChecker, Moved, Moves, movable
+from simulation.resharding import MoveChecker, Moved, Moves
 from simulation.simulator import Random
 
 CLOCKS = 60  # of each worker: three times what other runs have, for a plan takes its time
@@ -50,7 +50,8 @@ def drops_of(seed: int, restart: bool = False, kills: bool = False) -> Drops:
     """The drops of a run whose updates are added and whose plan can change."""
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
-    case = next(case for case in found if movable(case) and case.settings.mode().rule is FoldRule.ADD)
+    modes = ((case, case.settings.mode()) for case in found)
+    case = next(case for case, mode in modes if mode.bound is not None and mode.rule is FoldRule.ADD)
     begins: dict[str, Any] = {"sync": "bsp", "staleness": -1} if random.chance(0.5) else {"sync": "ssp", "staleness": 1}
     begins |= {"compress": "dense", "compress_down": "dense", "replan": "change", "replan_after": 1.0}
     settings = replace(case.settings, **begins).validated()

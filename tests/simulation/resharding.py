@@ -4,6 +4,7 @@
     at a clock    the keys are cut where every member has pushed all updates before that clock, and none from it on
     exactly once  what was folded before is not folded again under the next epoch
     nothing lost  who leaves has every update in the model that it has pushed over whichever shards
+    own writes    a state that a member is sent after a move has all updates that the member had pushed before it
 
 `MemberResharded` stands where ps/command/reshard.py stands: it starts and ends processes as the coordinator says.
 """
@@ -14,14 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 
+from narrows.protocols import messages as m
+from narrows.protocols.config.modes import holds_apart
 from narrows.protocols.effects import ServerEffect
 from narrows.ps.coordinator.coordinator import Coordinator
+from narrows.ps.coordinator.resharding import ReshardPhase
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.store.store import Store
 from simulation.actors import Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.invariants import Checker
-from simulation.mirror import Held, Violation
+from simulation.mirror import Held, Mirror, Violation
 from simulation.simulator import MS, Random
 
 SHARDS = (2, 3, 4)  # of one alone the checker cannot see a set: it is folded and forgotten in one event
@@ -35,11 +39,11 @@ class Moves:
     moves: tuple[tuple[int, int], ...]
 
 
-def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
-    """The moves of a run whose keys can move."""
+def moves_of(seed: int, restart: bool = False, kills: bool = False, only: str = "") -> Moves:
+    """The moves of a run whose keys can move. `only`: of a kind of mode (`kind_of`); "": of any."""
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
-    case = next(case for case in found if movable(case))
+    case = next(case for case in found if only in ("", kind_of(case)))
     shards, moves = case.settings.shards, list[tuple[int, int]]()
     for clock in (random.between(1, 7), random.between(9, 15)):
         shards = [each for each in SHARDS if each != shards][random.between(0, len(SHARDS) - 2)]
@@ -48,9 +52,10 @@ def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
     return Moves(replace(case, torn=0), tuple(moves))
 
 
-def movable(case: Case) -> bool:
-    mode = case.settings.mode()
-    return mode.bound is not None and not mode.streams and case.settings.quorum < 0
+def kind_of(case: Case) -> str:
+    """The mode of a run; "quorum" and "streams" for those of `local`."""
+    streams, settings = case.settings.mode().streams, case.settings
+    return "quorum" if settings.quorum > 0 else "streams" if streams else settings.sync
 
 
 class MoveChecker(Checker):
@@ -68,18 +73,33 @@ class MoveChecker(Checker):
         moved = [seat for seat in coordinator.declared if seat.epoch == coordinator.run.generation]
         if self.generation < 0 or not moved:
             return super()._on_generation(coordinator, effects)
-        at, self.generation = coordinator.run.restart_clock, coordinator.run.generation
+        at, was, self.generation = coordinator.run.restart_clock, self.generation, coordinator.run.generation
         self._moved("a move", 2 * self.run.disk.slow_ns)  # that of the move, which waits for the one before
         for seat in moved:
-            who = (seat.worker, seat.before)
+            who, apart = (seat.worker, seat.before), holds_apart(coordinator.run.mode, coordinator.run.settings.quorum)
             pushed = self.made.get(who, at)
-            if self.ends.get(who) == pushed < at:
+            if self.ends.get(who) == pushed < at and not apart:
                 pushed = at  # it waits for the last model: clocks have closed without it
-            if not at == self.min_clock == coordinator.min_clock == pushed:
+            own = seat.start if apart else at  # each worker goes on where it was, and all may be past `at`
+            reached = coordinator.min_clock
+            if at != self.min_clock or not (at <= reached if apart else at == reached) or pushed != own:
                 raise Violation(
-                    f"the keys are cut at clock {at} of {self.min_clock}, worker {seat.worker} is at {pushed}"
+                    f"the keys are cut at clock {at} of {self.min_clock}, worker {seat.worker} is at {pushed} and goes on "
+                    f"at {own}"
                 )
             self.before[seat.worker, seat.epoch] = who
+            if self.quorum > 0:  # as late as it was
+                self.due[self.generation, seat.worker] = self.due.pop((was, seat.worker))
+        self.quorum_ns = self.closable_ns = -1
+
+    def _drains(self, coordinator: Coordinator) -> bool:
+        return coordinator.resharding.phase is ReshardPhase.HELD
+
+    def _on_quorum(self, coordinator: Coordinator) -> None:
+        if coordinator.resharding.holds:
+            self.closable_ns = -1  # no clock closes for a quorum meanwhile
+        else:
+            super()._on_quorum(coordinator)
 
     def _line(self, who: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """It, and what it was before each move."""
@@ -105,6 +125,16 @@ class MoveChecker(Checker):
             if (first, clock) in found:
                 raise Violation(f"update {clock} of worker {worker} is folded twice, before a move and after it")
             found.add((first, clock))
+
+    def _on_state(self, mirror: Mirror, state: m.State) -> None:
+        super()._on_state(mirror, state)
+        who = (state.worker, state.epoch)
+        if state.request or not state.whole or who not in self.before:
+            return
+        line = {*self._line(who)} - {who}
+        lacks = [p for p, shown in mirror.held.shown.items() if p[:2] in line and shown > state.publication]
+        if lacks:
+            raise Violation(f"shard {mirror.index} shows worker {who[0]} a state without its updates {lacks}")
 
     def _one_owner(self, process: Process) -> None:
         """No two shards of a generation have a key. Each event may change those of its own shard."""

@@ -85,7 +85,7 @@ class Work:
         assert isinstance(epoch, int) and isinstance(said, int)
         of_epoch = range(epoch * self.each, (epoch + 1) * self.each)
         found = {row for counts in self._folded(process).values() for row in of_epoch if counts[row] > 1}
-        back = run.sim.struck["shard restarted"] + run.sim.struck["shard failed"]
+        back = sum(run.sim.struck[fault] for fault in ("shard restarted", "shard failed", "machine lost"))
         exact = run.settings.mode().barrier or not back
         if said != len(found) if exact else said < len(found):
             raise Violation(f"epoch {epoch} is over with {said} ranges done twice, and {sorted(found)} are")

@@ -33,7 +33,7 @@ FOUND = {
     "a range done when its update is held": (21, 5, "runs"),
     "a dead worker's range kept": (45, 3, "moves"),
     "a dead worker's range handed out at once": (21, 5, "runs"),
-    "ranges that a restart forgets": (70, 5, "moves"),
+    "ranges that a restart forgets": (145, 11, "moves"),
     "the last clock of a start closes before all know": (33, 1, "starts"),
     "workers are not told to take over": (10, 0, "starts"),
     "a start that is not begun again": (60, 2, "starts"),

@@ -11,29 +11,47 @@ from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols import messages as m
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import ServerEffect
+from narrows.ps.coordinator.clocks import Clocks
 from narrows.ps.coordinator.remote_shards import RemoteHost, RemoteShards
 from narrows.ps.coordinator.resharding import Resharding
-from narrows.ps.coordinator.run import Run
+from narrows.ps.coordinator.run import Run, Seat
+from narrows.ps.shard.model_shard import ModelShard
+from narrows.ps.shard.publications import Publications
 from narrows.ps.shard.shard import Shard
 from narrows.ps.store import reshard_arrays as recutting
+from narrows.ps.store.changes import LoadArrays
 from simulation import actors
-from simulation.actors import Bug, Kit, Process, planted
+from simulation.actors import Bug, Kit, Process, Worker, planted
 from simulation.bug_hunt import hunt
 from simulation.mirror import Violation
 from simulation.remote_shards import Visited, visit_of
 from simulation.replay_twins import Twin
-from simulation.resharding import Moved, moves_of
+from simulation.resharding import Moved, kind_of, moves_of
 
-RUNS, RESTARTS, KILLS, TWINS, VISITS = 7, 4, 5, 1, 6
+RUNS, RESTARTS, KILLS, TWINS, VISITS, APARTS = 7, 4, 5, 1, 6, 4
+APART = ("async", "quorum")  # kinds of runs in which members hold at clocks of their own
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 
 
 def test_every_invariant_holds_while_keys_move() -> None:
     runs = [Moved(moves_of(seed)).run() for seed in range(RUNS)]
     assert sum(len(run.done) for run in runs) > 1.7 * RUNS
-    assert {run.case.settings.sync for run in runs} == {"bsp", "ssp", "local"}
+    assert {kind_of(run.case) for run in runs} >= {"bsp", "ssp", "local"}
     for fault in ("lost", "duplicated", "reordered", "worker crashed"):
         assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.8 * len(runs), fault
+
+
+@pytest.mark.parametrize("kind", [*APART, "streams"])
+def test_every_invariant_holds_while_keys_move_in_each_kind_of_run(kind: str) -> None:
+    """Where no clock is one that all workers come to, and where fragments take turns."""
+    runs = [Moved(moves_of(seed, only=kind)).run() for seed in range(APARTS)]
+    runs += [Moved(moves_of(seed, restart=True, only=kind)).run() for seed in range(APARTS)]
+    runs += [Moved(moves_of(seed, kills=True, only=kind)).run() for seed in range(APARTS)]
+    assert sum(len(run.done) for run in runs) > 1.2 * len(runs)
+    visits = [Visited(visit_of(seed, lost, only=kind)).run() for seed in range(2) for lost in (False, True)]
+    assert sum(visit.sim.struck["machine went"] for visit in visits) > 0
+    for fault in ("worker crashed", "shard restarted", "shard killed"):
+        assert sum(run.sim.struck[fault] for run in runs) > 0.5 * APARTS, fault
 
 
 def test_a_shard_that_fails_in_the_midst_of_a_move_ends_no_run() -> None:
@@ -89,11 +107,11 @@ class KeepsItsKeys(Shard):
         return effects
 
 
-def one_early(run: Run, settings: Settings, clock: int) -> None:
+def one_early(run: Run, settings: Settings, clock: int, starts: dict[int, int]) -> None:
     """Members go on one clock before that of the checkpoint: what was under way is folded on both sides."""
-    shift(run, settings, clock)
+    shift(run, settings, clock, starts)
     for seat in run.seats.values():
-        seat.start = clock - 1
+        seat.start -= 1
 
 
 def without_momentum(*words: Any) -> Any:
@@ -123,6 +141,57 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
         hunt(bug, lambda seed: Moved(moves_of(seed), kit).run(), PLANTED_SEEDS, complaint)
+
+
+# The same, where members hold at clocks of their own.
+
+
+def unfolded(resharding: Resharding, seat: Seat) -> bool:
+    """Who has said where it holds counts, though a shard lacks its updates."""
+    return seat.move == resharding.number
+
+
+def at_one_clock(clocks: Clocks, at: int) -> dict[int, int]:
+    return dict.fromkeys(clocks.progress, at)
+
+
+def unshown(shard: ModelShard, load: LoadArrays, recut: bool = False, steps: int = 0) -> None:
+    """The newest publication lacks folds, and nobody has them as updates of its own any more."""
+    shard.publish = list  # type: ignore[method-assign]
+    begin(shard, load, recut, steps)
+    del shard.publish
+
+
+def goes_on(worker: Worker, at: int, number: int) -> None:
+    """It says where it holds, and pushes on."""
+    if at >= 0:
+        worker._apply(worker.member.holds_at(number, max(at, worker.clock), worker.awake.now()))
+
+
+def all_on_time(publications: Publications, min_clock: int, steps: int = 0) -> None:
+    """A worker that is behind the run is told that the state has updates that it has yet to make."""
+    publications._late = lambda min_clock: {}  # type: ignore[method-assign]
+    publish(publications, min_clock, steps)
+    del publications._late
+
+
+begin, publish = ModelShard.begin, Publications.begin
+PLANTED_APART: dict[str, tuple[Bug, str]] = {
+    "updates that are not folded": ([(Resharding, "_stands", unfolded)], "not all shards have folded|is at .* goes on"),
+    "one clock for all": ([(Clocks, "starts", at_one_clock)], "the keys are cut at .* goes on at"),
+    "folds that no state shows": ([(ModelShard, "begin", unshown)], "a state without its updates"),
+    "a worker that goes on": ([(Worker, "_hold", goes_on)], "not all shards have folded|is at .* goes on"),
+    "a quorum's updates in no set": ([(Clocks, "_drained", property(lambda clocks: True))], "after a move|is not$"),
+    "a quorum's late worker on time": ([(Publications, "begin", all_on_time)], "own writes: .* is settled to"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED_APART)
+def test_a_planted_bug_is_found_where_members_hold_apart(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    which, complaint = PLANTED_APART[bug]
+    kit, kind = planted(which, monkeypatch), "quorum" if "quorum" in bug else "async"
+    with pytest.raises(Violation, match=complaint):
+        hunt(bug, lambda seed: Moved(moves_of(seed, only=kind), kit).run(), PLANTED_SEEDS, complaint)
 
 
 def with_its_keys(guests: RemoteShards, guest: RemoteHost) -> bool:

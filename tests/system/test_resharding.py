@@ -56,6 +56,47 @@ def test_two_shards_become_three_and_two_again(tmp_path: Path) -> None:
         assert sum(file.get_tensor(name).size for name in file.keys()) == alone.size  # noqa: SIM118 - it is no dict
 
 
+OTHER = """
+import pathlib, sys, time
+import torch
+from torch import nn
+from narrows.worker import DistributedOptimizer
+
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # as kit.processes has it
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model)
+while not pathlib.Path(sys.argv[1]).exists():
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+"""
+
+
+def test_keys_move_where_no_worker_waits_for_another(tmp_path: Path) -> None:
+    """Trace: 2 to 3, in which shard 0 is killed; a machine joins, and goes. Of the two workers one is slower."""
+    script, enough = tmp_path / "script.py", tmp_path / "enough"
+    script.write_text(OTHER)
+    flags = ("--sync", "async", "--workers", "2", "--shards", "2", "--checkpoint-dir", str(tmp_path / "kept"))
+    with serving(*flags) as server:
+        with started("ps-worker", "--server", server.address, str(script), str(enough)) as other:
+            worker = Worker(server.address, rate=RATE)
+            worker.train(5)
+            assert "the keys of 2 shards are those of 3" in moved(server, worker, 3, kill=0), server.command
+            with joined(server, tmp_path) as guest:
+                trains(worker, lambda: guest.pids, guest.command)
+                worker.train(5)
+                guest.command.process.send_signal(signal.SIGINT)
+                trains(worker, lambda: guest.command.process.poll() is not None, guest.command)
+                assert guest.command.wait() == 0, guest.command
+            enough.touch()
+            worker.close()
+            assert other.wait() == 0, other
+        assert server.command.wait() == 0, server.command
+        out = server.command.out
+        assert "the keys of 3 shards are those of 4" in out and "the keys of 4 shards are those of 3" in out
+        assert out.count(" joined at clock ") == 2 and "lost" not in out and "goes back" not in out, server.command
+
+
 def test_nobody_is_there_to_be_asked() -> None:
     code, _, err = finished("ps-serve", "shards", "3", "--at", "tcp://127.0.0.1:1")
     assert code == 3 and "no ps-serve serves port 1 on this machine" in err
@@ -171,7 +212,6 @@ def test_where_a_machine_that_joined_is_lost_the_run_goes_back_without_it(tmp_pa
 
 @pytest.mark.parametrize(("server_flags", "flags", "code", "sentence"), [
     (("--sync", "gossip"), (), 5, "the workers hold the model"),
-    (("--sync", "async"), (), 5, "has no bound"),
     ((*UPDATES, "--replicas", "1"), (), 5, "a server with a standby keeps its shards"),
     (UPDATES, ("--sync", "ssp"), 2, "leave out --sync"),
     (UPDATES, ("--checkpoint-dir", "here"), 2, "leave out --checkpoint-dir"),

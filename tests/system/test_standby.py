@@ -67,6 +67,7 @@ def ends_with(standby: Server, *workers: Worker, joined: int = 0) -> None:
     ("--sync ssp --staleness 0 --push gradient", True),
     ("--sync async --compress topk:0.2+int8", False),
     ("--sync local --local-steps 4 --fragments 2 --merge-delay 1 --compress 2bit", False),
+    ("--sync local --local-steps 4 --quorum 1 --compress 2bit", False),
 ])  # fmt: skip
 def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool, tmp_path: Path) -> None:
     with (

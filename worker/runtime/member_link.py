@@ -150,6 +150,10 @@ class LinkCommands:
     def ask_range(self, ask: m.RangeRequest) -> None:
         self.call(lambda member, now: member.send(0, [ask], now))
 
+    def holds_at(self, number: int, clock: int) -> None:
+        """Acknowledge the Reshard of this number, with the clock that this worker holds at."""
+        self.call(lambda member, now: member.holds_at(number, clock, now))
+
     def ask_agreed(self, ask: m.AgreeRequest) -> None:
         self.call(lambda member, now: member.send(0, [ask], now))
 

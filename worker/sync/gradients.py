@@ -162,6 +162,7 @@ class GradientStep(UpdateStep):
         if self.overlap is not None:
             self.overlap.end()
         self.overlap, self.passes = None, 0
+        self.shards.let_leave(False)
 
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)
@@ -175,19 +176,29 @@ class GradientStep(UpdateStep):
         if self.overlap is not None:  # parts that leave in backward need room in the window
             self.shards.wait_window()
         if self.overlap is not None:  # the start of the run may have ended meanwhile
-            self.overlap.open(self.arrays.landing(self.shards.clock))
+            self._open(self.overlap)
+
+    def _open(self, overlap: GradientOverlap) -> None:
+        """Let parts of the present clock's update leave: from here on it is pushed, whatever a Reshard says."""
+        self.shards.let_leave(True)
+        overlap.open(self.arrays.landing(self.shards.clock))
+
+    def _drop(self, overlap: GradientOverlap) -> None:
+        self.shards.let_leave(False)
+        overlap.drop()
 
     def resume(self) -> bool:
         if self.overlap is not None and self.composed != self.shards.epoch:
-            self.overlap.drop()
+            self._drop(self.overlap)
         return super().resume()
 
     def idle(self) -> None:
         if self.overlap is not None:
-            self.overlap.drop()
+            self._drop(self.overlap)
         super().idle()
         if self.overlap is not None and self.overlap.target is None:
-            self.overlap.open(self.arrays.landing(self.shards.clock))
+            self.shards.wait_window()  # async: this worker may hold, and parts that leave are of an update that is pushed
+            self._open(self.overlap)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         if self.overlap is None:
@@ -222,6 +233,7 @@ class GradientStep(UpdateStep):
 
     def _close(self, overlap: GradientOverlap) -> None:
         gradient, absent = overlap.close()
+        self.shards.let_leave(False)
         flat, values = self.engine.flat, torch.from_numpy(gradient)
         cuts_of = zip(flat.names, flat.offsets, flat.offsets[1:], strict=False)
         counts = self.engine.skips.look([(name, values[begin:end]) for name, begin, end in cuts_of])
@@ -264,8 +276,12 @@ class GradientStep(UpdateStep):
 
     def flush(self, last: bool) -> SharedWeights:
         """Pull the model to end with. No gradient is left to send, and a residual of gradients is not sent."""
+        if self.overlap is not None:
+            self._drop(self.overlap)
         self.shards.wait_window()
         self.resume()
+        if self.shards.promised:
+            self.shards.skip()  # other members wait for an update that was to leave in a backward pass
         return self.end(last)
 
     def load_residual(self, whole: FloatArray) -> None:

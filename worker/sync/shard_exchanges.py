@@ -30,9 +30,9 @@ from narrows.compression.home import Feedback
 from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.config.key_ranges import CodedPiece, fragments
+from narrows.protocols.config.key_ranges import CodedPiece, Keys, fragments
 from narrows.protocols.config.memory import update_buffers
-from narrows.protocols.config.modes import FoldRule, Mode
+from narrows.protocols.config.modes import FoldRule, Mode, holds_apart
 from narrows.protocols.config.timing import WAIT_LIMIT_S
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.member.exchange import Exchange
@@ -78,6 +78,7 @@ class ShardExchanges:
         self.exchanges: list[Exchange[Array]] = []
         self._each: list[tuple[int, Exchange[Array]]] = []  # pairs of a shard's number and its exchange
         self.replicas: list[ArrayReplica[Array]] = []
+        self._turns: list[list[Keys]] = []  # by shard, the keys of each fragment
         self.ours = range(0)  # the shards of these exchanges: all shards, or those of this rank's slice
         self.count = 0  # number of all shards; 0: no place in the run yet
         self.clock = 0
@@ -88,6 +89,8 @@ class ShardExchanges:
         self.samples_pending = 0  # the weight of the next push; 0: the default
         self._last: dict[int, list[m.Push]] = {}  # by shard, the part of the present update that waits for `pushed`
         self.steps: dict[int, int] = {}  # by clock, local steps of own updates (`note_steps`)
+        self._missed = 0  # `missed` when this place began: a move of keys keeps it
+        self._early = False  # parts of the present clock's update may leave during backward (overlap)
 
     @property
     def held(self) -> bool:
@@ -109,6 +112,8 @@ class ShardExchanges:
     @property
     def missed(self) -> int:
         """Rounds that closed without an update of this worker since it took its place (--quorum)."""
+        if any(x.settled < 0 for x in self.exchanges):
+            return self._missed  # the first state at this place has not come
         return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.group is None else m.CLOCK_MAX)
 
     @property
@@ -157,7 +162,7 @@ class ShardExchanges:
             self._cut(event)
         self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
         self.place = event.epoch
-        self.steps = {}
+        self.steps, self._missed = {}, 0
         for shard, exchange in self._each:
             begun = exchange.begin(*_place(event))
             self.link.send(shard, begun if follow else [])
@@ -180,6 +185,7 @@ class ShardExchanges:
         else:
             for replica in self.replicas:
                 replica.inherit(before)
+        self._turns = [self._fragments(begin, end) for begin, end in event.ranges]
         self.exchanges = [Exchange(self.mode, each, self.whole, steps) for each in self.replicas]
         self._each = list(zip(self.ours, self.exchanges, strict=True))
 
@@ -188,6 +194,7 @@ class ShardExchanges:
 
         The server moves keys only between two clocks, with all pushes folded. So no update is given up.
         """
+        self._missed = self.missed
         before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:
@@ -202,11 +209,17 @@ class ShardExchanges:
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
         """Make the error feedback of each fragment. They may share a seed, since they encode at different clocks."""
-        cuts = fragments(begin, end, self.mode.fragments, self.tuning.cut, self.arrays.flat.offsets)
-        home = self.arrays.home
+        cuts, home = self._fragments(begin, end), self.arrays.home
         # Under gossip no update goes to a shard: a coder that leaves nothing out has no residual.
         compressor = parse("dense") if self.mode.rule is FoldRule.MIX else self.tuning.compressor
         return [(keys, home.feedback(compressor, keys[1] - keys[0], seed)) for keys in cuts]
+
+    def _fragments(self, begin: int, end: int) -> list[Keys]:
+        return fragments(begin, end, self.mode.fragments, self.tuning.cut, self.arrays.flat.offsets)
+
+    def turn(self, clock: int) -> list[Keys]:
+        """The keys that update `clock` carries, on each shard; in a group also on those of other ranks."""
+        return [cuts[self.mode.fragment(clock)] for cuts in self._turns]
 
     def handle(self, event: MemberEffect) -> None:
         match event:
@@ -220,13 +233,26 @@ class ShardExchanges:
                 self.link.send(shard, says)
             case e.MasterArrived(shard) | e.PushSettled(shard):
                 self.link.send(shard, self._with(shard).take(event))
-            case e.PushesPaused(at):
-                for exchange in self.exchanges:
-                    exchange.hold(at)
+            case e.PushesPaused(at, number):
+                self._hold(at, number)
             case e.MemberResharded():
                 self._moved(event)
             case e.LinkMeasured():
                 self.tuning.measured(event)
+
+    def _hold(self, at: int, number: int) -> None:
+        """Push no update from clock `at` on. Where workers hold at clocks of their own: from this worker's clock on."""
+        chosen = at >= 0 and holds_apart(self.mode, self.tuning.quorum)
+        at = max(at, self.clock + self._early) if chosen else at
+        for exchange in self.exchanges:
+            exchange.hold(at)
+        if chosen:
+            self.link.holds_at(number, at)
+
+    @property
+    def promised(self) -> bool:
+        """True if this worker has named a clock of its own to hold at, and has yet to push an update before it."""
+        return holds_apart(self.mode, self.tuning.quorum) and any(x.held_at > self.clock for x in self.exchanges)
 
     def _with(self, shard: int) -> Exchange[Array]:
         return self.exchanges[shard - self.ours.start]
@@ -258,6 +284,10 @@ class ShardExchanges:
         self.wait(done, WAIT_LIMIT_S, f"the updates before clock {settled}")
 
     # Pushing.
+
+    def let_leave(self, early: bool) -> None:
+        """Note whether parts of the present clock's update may leave during backward. Such an update is pushed whole."""
+        self._early = early
 
     def weigh(self, samples: int) -> None:
         """Set the weight of the next push; 0: the default."""

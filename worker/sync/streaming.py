@@ -12,6 +12,8 @@ Rules
   into its local values L: L = a L + (1 - a) G. The next update of the fragment is L - G.
 - With --local-seconds a clock ends by time (`RoundClock`), so its steps differ between workers. A worker with fewer than
   `merge_delay` steps in a clock merges before its next push.
+- If keys move, other fragments take turns, and their keys are not those of the fragments before. So an update keeps the
+  keys that it was of (`Unmerged`), and the updates of before are all merged before the next push.
 - At the end of the run each fragment is pushed once more, with its residual. The number of these turns follows
   from the settings and the clock alone, because all workers must take part in the same turns.
 """
@@ -19,13 +21,24 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols import effects as e
+from narrows.protocols.config.key_ranges import Keys
+from narrows.protocols.effects import MemberEffect
 from narrows.worker.model.arrays import SharedWeights, WorkerArrays
 from narrows.worker.sync.sync_step import StepEngine
 from narrows.worker.sync.updates import UpdateStep
+
+
+@dataclass(frozen=True, slots=True)
+class Unmerged:
+    """An update that was pushed, and whose fragment is not merged yet. `keys`: of the fragment, on each shard of then."""
+
+    clock: int
+    keys: Sequence[Keys]
 
 
 class StreamingStep(UpdateStep):
@@ -33,15 +46,21 @@ class StreamingStep(UpdateStep):
 
     def __init__(self, engine: StepEngine, arrays: WorkerArrays, before: UpdateStep | None = None) -> None:
         super().__init__(engine, arrays, before)
-        self.unmerged = deque[int]()  # clocks that were pushed and whose fragment is not merged yet, rising
+        self.unmerged = deque[Unmerged]()  # by clock, rising
+        self.moved_at = -1  # the clock at which keys have moved last, in this epoch
 
     def begin(self, event: e.MemberStarted) -> None:
-        self.unmerged = deque()
+        self.unmerged, self.moved_at = deque(), -1
         super().begin(event)
+
+    def handle(self, event: MemberEffect) -> None:
+        super().handle(event)
+        if isinstance(event, e.MemberResharded):
+            self.moved_at = event.clock
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         if self.unmerged:
-            self.shards.need(self.unmerged[-1] + 1)  # the state may then arrive during this step
+            self.shards.need(self.unmerged[-1].clock + 1)  # the state may then arrive during this step
         pushes = self.awaits_turn()
         if self.resume() and self.drops(closure):
             return None
@@ -53,7 +72,8 @@ class StreamingStep(UpdateStep):
         return loss
 
     def _pushed(self) -> None:
-        self.unmerged.append(self.shards.clock - 1)
+        clock = self.shards.clock - 1
+        self.unmerged.append(Unmerged(clock, self.shards.turn(clock)))
         self._merge_due(False)
 
     def idle(self) -> None:
@@ -68,12 +88,14 @@ class StreamingStep(UpdateStep):
         """Merge the fragments of all clocks whose delay is over. Returns False if this worker had to rejoin.
 
         Args:
-            pushes: the present clock ends. One that ends by time has then merged all clocks before it.
+            pushes: the present clock ends. One that ends by time has then merged all clocks before it, and the first
+                one after a move of keys has merged all clocks before the move.
         """
         steps, delay = self.mode.local_steps, self.mode.merge_delay
         while self.unmerged:
-            since = (self.shards.clock - self.unmerged[0] - 1) * steps + self.local_step
-            if since < delay and not (pushes and self.mode.seconds):
+            clock = self.unmerged[0].clock
+            since = (self.shards.clock - clock - 1) * steps + self.local_step
+            if since < delay and not (pushes and (self.mode.seconds or clock < self.moved_at)):
                 return True
             if not self._merge():
                 return False
@@ -82,13 +104,16 @@ class StreamingStep(UpdateStep):
     def _merge(self) -> bool:
         """Wait until the oldest clock is folded, and merge its fragment. Returns False if this worker had to rejoin."""
         with self.round.waiting():
-            self.shards.wait_settled(self.unmerged[0] + 1)
+            self.shards.wait_settled(self.unmerged[0].clock + 1)
         if self.resume():
             return False
-        clock = self.unmerged.popleft()
+        merged = self.unmerged.popleft()
         with self.engine.trace.compose:
             for exchange in self.shards.exchanges:
-                self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
+                begin, end = exchange.replica.begin, exchange.replica.end
+                for low, high in [(max(begin, low), min(end, high)) for low, high in merged.keys]:
+                    if low < high:
+                        self.arrays.merge(exchange, (low, high), self.mode.merge_alpha)
         self.moved &= self.mode.streams
         return True
 
@@ -99,6 +124,7 @@ class StreamingStep(UpdateStep):
         # The fragment that was pushed last has nothing left to send, unless a residual or a merge has left some.
         kept = not self.shards.tuning.up_lossless or self.mode.merge_alpha > 0 if self.mode.streams else self.owes
         turns = self.mode.fragments
+        kept |= self.moved_at == self.shards.clock  # no fragment of this cut was pushed yet
         for _ in range(turns if self.local_step or kept else turns - 1):
             self.shards.wait_window()
             self.push(last=True)

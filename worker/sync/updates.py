@@ -242,9 +242,9 @@ class UpdateStep:
     def idle(self) -> None:
         """Take part in the present clock without new samples: push the local steps so far, or an update of weight 0.
 
-        Under async no other worker waits for this one, so it only sleeps for IDLE_S.
+        Under async no other worker waits for this one, so it only sleeps for IDLE_S, unless keys are about to move.
         """
-        if self.mode.bound is None:
+        if self.mode.bound is None and not self.shards.promised:
             time.sleep(IDLE_S)
             return
         self.shards.wait_window()

@@ -51,6 +51,18 @@ def held(exchange: Exchange[FloatArray]) -> tuple[Any, ...]:
     return (*said, *where, sorted(exchange.in_flight), sorted(exchange.own), base(exchange).tobytes())
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, KEYS), (1, KEYS - 1), (2, 3), (KEYS - 1, KEYS)])
+def test_parts_of_a_fragment_have_their_parts_of_its_residual(begin: int, end: int) -> None:
+    """As where keys have moved: what was a fragment when it was pushed is none any more."""
+    exchange = exchange_of()
+    exchange.own.clear()
+    out = np.empty(end - begin, np.float32)
+    exchange.base(begin, end, out)
+    np.testing.assert_array_equal(out, base(exchange)[begin:end])
+    ((_, _, residual),) = cast(HostReplica, exchange.replica).residuals
+    assert residual[1:-1].any()
+
+
 @pytest.mark.parametrize(("gain", "ahead"), [(1.0, 1.0), (1.25, 1.25), (1.25, 1.5), (0.5, 0.75), (GAIN_MAX, GAIN_MAX)])
 def test_the_residual_stands_in_at_the_gain_and_what_is_in_flight_ahead_of_it(gain: float, ahead: float) -> None:
     exchange = exchange_of()

@@ -553,9 +553,9 @@ def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
 # Keys that move.
 
 
-def moving(members: int) -> tuple[Resharding, list[Seat]]:
+def moving(members: int, sync: str = "bsp") -> tuple[Resharding, list[Seat]]:
     """A run of two shards whose members have been told to hold at clock 1, for a third shard."""
-    ours = Coordinator(Settings(sync="bsp", workers=members, shards=2).validated(), 1)
+    ours = Coordinator(Settings(sync=sync, workers=members, shards=2).validated(), 1)
     run, rounds, moves = ours.run, ours.clocks, ours.resharding
     seats = [member(run, rounds) for _ in range(members)]
     run.move("start")
@@ -596,7 +596,7 @@ def test_the_last_clock_of_a_start_closes_once_all_hold_after_it() -> None:
         assert not clocks.decide(0)
         moves.knows(seat, moves.number)
     assert moves.decide(0) and clocks.decide(0) and clocks.min_clock == 2 and not clocks.decide(0)
-    run.shift(moves.next, 2)
+    run.shift(moves.next, 2, clocks.starts(2))
     assert run.settings.push == "update" and not run.settings.starting
     run.restart(1, 1)
     assert run.settings.starting and run.settings.plan_number == 3, "it goes back into its start"
@@ -625,6 +625,33 @@ def test_who_does_not_say_that_it_holds_is_waited_for_no_longer_than_two_leases(
     assert moves.decide(20 * NS + 1) and not moves.holds
     (log,) = moves.tell()
     assert f"worker {second.worker} does not say" in str(log.values["text"])
+
+
+def test_where_no_clock_is_one_that_all_come_to_each_member_names_its_own() -> None:
+    """Keys move once each shard has all that a member had pushed by then. One that is behind names the clock asked for."""
+    moves, (fast, slow) = moving(2, sync="async")
+    clocks = moves.clocks
+    push(clocks, fast, 5)
+    moves.knows(fast, moves.number, 7)
+    moves.knows(slow, moves.number, moves.at)
+    push(clocks, slow, 1)
+    assert not moves.decide(0) and not clocks.decide(0), "update 6 of the fast one is under way"
+    clocks.heard(report(moves.run, 0, arrived=((fast.worker, 7),)), 0)
+    assert not moves.decide(0), "shard 1 lacks it"
+    clocks.heard(report(moves.run, 1, arrived=((fast.worker, 7),)), 0)
+    assert moves.decide(0) and moves.phase is ReshardPhase.HELD
+    assert clocks.decide(0) and clocks.min_clock == moves.at == 1 and not clocks.decide(0)
+    assert clocks.starts(1) == {fast.worker: 7, slow.worker: 1}
+
+
+def test_who_does_not_push_what_it_named_is_waited_for_no_longer_than_two_leases() -> None:
+    moves, (first, second) = moving(2, sync="async")
+    for seat in (first, second):
+        moves.knows(seat, moves.number, 1)
+    push(moves.clocks, first, 1)
+    assert not moves.decide(20 * NS) and moves.decide(20 * NS + 1) and not moves.holds
+    (log,) = moves.tell()
+    assert f"worker {second.worker} does not push the updates before" in str(log.values["text"])
 
 
 def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
@@ -762,8 +789,8 @@ def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
     house.ours.reshard(0, 0)
     room = house.says("a")
     assert (room.over, room.code) == (True, 1) and "a new shard did not start" in room.text
-    room = House(sync="async").says("a")
-    assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "no bound" in room.text
+    room = House(sync="gossip").says("a")
+    assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "the workers hold the model" in room.text
     room = house.says("b", SHARDS_MAX)
     assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
     house, table = House(), TableSpec("t", 9, 1, 0, 1.0, "SGD")

@@ -122,7 +122,7 @@ def test_what_was_measured_before_a_change_does_not_count_after_it() -> None:
     watched.links[1] = NARROW / 10
     (log,) = watched.goes(80)
     watched.moves.phase = ReshardPhase.STILL
-    watched.run.shift(watched.moves.next, 9)
+    watched.run.shift(watched.moves.next, 9, {seat.worker: 9 for seat in watched.run.declared})
     watched.says(watched.seats[0], WIDE)
     assert watched.replans.plan == 2 and len(watched.replans.steps) == 1, "the other one has said nothing since"
     watched.links[1] = WIDE
@@ -147,7 +147,7 @@ def test_it_is_said_once_where_the_run_is_to_stay_as_it_is() -> None:
     [
         ({"push": "gradient"}, "the servers have the state of the optimizer"),
         ({"sync": "local", "local_steps": 2}, "momentum of the outer steps"),
-        ({"sync": "async"}, "has no bound"),
+        ({"sync": "async"}, "has no bound, so there is no clock at which all workers could change the plan"),
     ],
 )
 def test_what_takes_a_restart_is_said(flags: dict[str, Any], why: str) -> None:
@@ -243,7 +243,7 @@ def test_clusters_are_compared_by_what_those_below_them_compute() -> None:
     (log,) = watched.replans.tell()
     assert "the run changes to it" in str(log.values["text"]) and watched.moves.next.plan_number == 2
     watched.moves.call_off("")
-    assert watched.moves.unfit(3) == "this run has two levels", "whose keys stay where they are"
+    assert watched.moves.unfit(3).startswith("this run has two levels"), "whose keys stay where they are"
 
 
 def test_nothing_is_said_until_every_member_has_measured() -> None:
