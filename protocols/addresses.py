@@ -1,6 +1,9 @@
-"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it on the same machine, shards behind one port, stores.
+"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it here, shards behind one port, nodes, stores.
 
-In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
+- In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
+- A node that is met through a relay has socks5://HOST:PORT/node-...@NEAR, and the key behind that: the relay's place,
+  the node's name, and HOST:PORT of the node itself, where only peers of its own network reach it. Without the first
+  HOST:PORT the relay is at the server: each peer reaches it where it reaches the server.
 """
 
 from __future__ import annotations
@@ -62,23 +65,28 @@ def parse_addresses(flag: str, addresses: str) -> list[str]:
 
 
 HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
-BEHIND = re.compile(r"socks5://([^/]*:[0-9]+)/(shard-[0-9]+)")
-KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
+NODE_HEX = 32  # hex digits of a node's name
+NODE = re.compile(rf"node-[0-9a-f]{{{NODE_HEX}}}")
+BEHIND = re.compile(rf"socks5://([^/]*:[0-9]+)/(shard-[0-9]+|{NODE.pattern})(?:@([^/]*:[0-9]+))?")
+KEYED = re.compile(rf"(tcp://[^/]*|socks5://[^/]*/{NODE.pattern}@[^/]*)(?:/([0-9a-f]{{64}}))?")
+AT_SERVER = "socks5:///"  # begins the address of a node whose relay is at the server
 
 
 def parted(address: str) -> tuple[str, str]:
-    """Return tcp://host:port and the key of an address that a peer sent; key "" if the address has none."""
+    """Return the address without its key, and the key, of an address that a peer sent; key "" if it has none."""
     match = KEYED.fullmatch(address)
     return (match[1], match[2] or "") if match else (address, "")
 
 
 def is_address(address: str) -> bool:
     """True if an address that a peer sent is valid."""
+    places = [bare := parted(address)[0]]
+    if (by := by_proxy(bare)) is not None and NODE.fullmatch(by[1]):
+        places = [f"tcp://{by[0]}", f"tcp://{by[2]}"]
     try:
-        host, _ = parse_address("", parted(address)[0])
+        return all(parse_address("", place)[0] != "*" for place in places)
     except UsageError:
         return False
-    return host != "*"
 
 
 def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
@@ -108,10 +116,35 @@ def behind(address: str, shard: int) -> str:
     return f"socks5://{address.removeprefix('tcp://')}/{shard_name(shard)}" if shard else address
 
 
-def by_proxy(address: str) -> tuple[str, str] | None:
-    """Return the proxy, host:port, and the host to ask it for; None for an address that is dialled directly."""
+def at_relay(relay: str, node: str, near: str) -> str:
+    """Return the address of a node that is met through a relay.
+
+    Args:
+        relay: tcp://host:port of the relay; "": it is at the server.
+        node: the name of the node.
+        near: host:port of the node itself.
+    """
+    return f"socks5://{relay.removeprefix('tcp://')}/{node}@{near}"
+
+
+def reached_by(address: str, server: str) -> str:
+    """Return the address of a peer with the place of its relay.
+
+    Args:
+        address: as the peer has declared it.
+        server: host:port at which this process reaches the server.
+    """
+    return f"socks5://{server}/{address.removeprefix(AT_SERVER)}" if address.startswith(AT_SERVER) else address
+
+
+def by_proxy(address: str) -> tuple[str, str, str] | None:
+    """Return the proxy, host:port, the host to ask it for, and its near place; None for an address without a proxy.
+
+    The host is a shard behind the one port of its server, or a node that is met through a relay. The near place is
+    host:port where peers of the node's own network ask for it, "" for none.
+    """
     match = BEHIND.fullmatch(address)
-    return (match[1], match[2]) if match else None
+    return (match[1], match[2], match[3] or "") if match else None
 
 
 def local_endpoint(port: int, shard: int = 0) -> str:

@@ -39,7 +39,7 @@ OWNERS = {
 
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
 RUNNERS = (
-    *("ps/journal/", "ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/"),
+    *("ps/journal/", "ps/process/", "ps/checkpoints/", "ps/probe/", "ps/command/", "ps/relay/"),
     *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
     "ps/dashboard/record_reader.py",  # records, here or in a store
     *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),

@@ -213,7 +213,9 @@ class RunSession(LoaderFacts):
     ) -> Engine:
         if self.engine is not None:
             raise UsageError(SECOND_AFTER if self.engine.finished else SECOND)
-        if self.settings.mode().rule is FoldRule.MIX and self.group is None:
+        if self.config.relay:
+            self.link.open_tunnel()
+        elif self.settings.mode().rule is FoldRule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(
             self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank, self.config

@@ -61,11 +61,12 @@ CLONE_NEWNET = 0x40000000
 # Per namespace. Buffers: half of one is overhead, so these carry 1 Gbit/s over a round trip of 250 ms, and the kernel's own
 # 4 MB only 80 Mbit/s over 200 ms. Metrics: what one connection has found out about a path must not speed up the next one.
 # IPv6: its neighbour discovery would be among the bytes.
+FORWARDS = "net/ipv4/ip_forward"
 SYSCTLS = {
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
     "net/ipv4/tcp_no_metrics_save": "1",
-    "net/ipv4/ip_forward": "1",  # for the switch of a star
+    FORWARDS: "1",  # for the switch of a star
     "net/ipv6/conf/all/disable_ipv6": "1",
 }
 CONGESTION = "cubic"  # the kernel's default, and so what two ordinary machines speak
@@ -218,6 +219,15 @@ def star(ways: Sequence[Way], seed: int = 0, congestion: str = CONGESTION) -> It
         switch = lab.host()
         for host, way in zip(hosts, ways, strict=True):
             lab.join(host, switch, way)
+        yield lab
+
+
+@contextmanager
+def apart(ways: Sequence[Way], seed: int = 0, congestion: str = CONGESTION) -> Iterator[Lab]:
+    """Hosts that reach the last of `hosts` alone, as those behind a NAT each do; `links[i]` joins hosts[i] to it."""
+    with star(ways, seed, congestion) as lab:
+        with lab.hosts[-1].inside():
+            (Path("/proc/sys") / FORWARDS).write_text("0")
         yield lab
 
 

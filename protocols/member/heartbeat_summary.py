@@ -65,6 +65,8 @@ class Summary:
     # Of the member's host; of a cluster: what its server leaves of it for what its parent's mode needs. 0: not known.
     memory_bytes: int = 0
     way: int = 0  # index in WAYS, of the slowest of the member's links to shards
+    relayed: int = 0  # 1: peers reach the member through a relay (gossip)
+    relay_bytes: int = 0  # counter: bytes of these peers, both ways, as the relay counts them
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """Return `stale` with one more step of this staleness."""

@@ -52,6 +52,7 @@ class Welcome(Message):
     hosts: Texts = ()  # of each shard; "" or (): the host that the child dialled
     view: int = 0  # number of the newest view (failover.py)
     standby: Name = ""  # address of the standby of that view; "": none
+    relay: Texts = ()  # gossip: name and key of the child at the relay, the relay's address ("": the server's); (): none
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ from narrows.ps.command.serve import checked, serve
               help="address of shard 0; the port of shard i is i higher")  # fmt: skip
 @click.option("--one-port", is_flag=True, help="serve all shards at the port of --bind; a page or metrics at the same address "
               "are served there too")  # fmt: skip
+@click.option("--relay-at", default="", metavar="ADDR", help="workers of ps-worker --relay meet at the ps-serve relay at ADDR; "
+              "without, at the port of --one-port")  # fmt: skip
+@click.option("--relay-key", default="", metavar="FILE", help="a copy of the file that ps-serve relay --key made")
 @run_flags
 @click.option(
     "--parent",
@@ -132,6 +135,22 @@ def runs(as_json: bool) -> None:
     from narrows.ps.dashboard.run_table import lines, table
 
     click.echo("\n".join(lines(found()) if as_json else table(found())))
+
+
+@command.command()
+@click.option(
+    "--bind", default="tcp://0.0.0.0:5556", show_default=True, help="address that workers of all places reach"
+)
+@click.option("--key", required=True, metavar="FILE", help="file of the secret that the relay shares with ps-serve "
+              "--relay-key; made if there is none")  # fmt: skip
+def relay(bind: str, key: str) -> int:
+    """Serve a relay until Ctrl-C: workers of gossip that cannot dial each other, as behind NATs, meet there.
+
+    It leads to workers of runs that have a copy of the key, and nowhere else. It reads nothing of what it moves.
+    """
+    from narrows.ps.command.relay import serve_relay
+
+    return serve_relay(bind, key)
 
 
 @command.group()

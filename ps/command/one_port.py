@@ -17,6 +17,7 @@ from narrows.protocols.runtime.network.connections import BACKLOG
 from narrows.protocols.runtime.network.hosts import is_ipv6
 from narrows.protocols.runtime.processes.children import ChildProcesses, StartedChild
 from narrows.ps.process.port_relay import LINGER_S, LISTENER, PAGE
+from narrows.ps.relay.node_relay import SECRET
 
 RELAY = -2  # index of the process, in place of a shard's
 SOON_S = 1.0  # a process that lives for less has died at once
@@ -30,13 +31,14 @@ class OnePort:
     Args:
         host: the host to bind.
         port: the port to bind, 0 for a free one.
+        secret: by which nodes of a gossip run may meet here too (node_relay.py), in hex digits; "": none may.
 
     Raises:
         UsageError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host = host
+    def __init__(self, host: str, port: int, secret: str = "") -> None:
+        self.host, self.secret = host, secret
         family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         name = "::" if host == "[::]" else "0.0.0.0" if host in ANY_HOSTS else host.strip("[]")
         try:
@@ -61,11 +63,14 @@ class OnePort:
 
     def start(self, children: ChildProcesses, env: Mapping[str, str]) -> None:
         """Start the process."""
-        words, passed = ["-m", "narrows.ps.process.port_relay"], {LISTENER: self.listener.fileno()}
+        module = "narrows.ps.relay.node_relay" if self.secret else "narrows.ps.process.port_relay"
+        words, passed = ["-m", module], {LISTENER: self.listener.fileno()}
         self.process = children.start(
             RELAY, words, env, listens={1: "event"}, stdin=True, passed=passed, name="ps-one-port"
         )
         self.began_s = time.monotonic()
+        if self.secret:
+            self.process.write(json.dumps({SECRET: self.secret}))
         self._tell()
 
     def lead(self, ports: Mapping[int, int], page: int) -> None:

@@ -36,6 +36,7 @@ from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 from narrows.ps.command.one_port import OnePort
+from narrows.ps.command.relay import place
 from narrows.ps.command.shard_supervisor import ShardSupervisor
 from narrows.ps.dashboard.run_registry import RunFacts
 
@@ -121,6 +122,8 @@ def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
 def serve(
     bind: str,
     one_port: bool,
+    relay_at: str,
+    relay_key: str,
     parent: str,
     parent_timeout: float,
     insecure: bool,
@@ -156,7 +159,7 @@ def serve(
         named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
         named |= {"--run-id": run_id, "--steps": steps, "--fresh-run": fresh_run}
         named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record, "--trace": trace}
-        named |= {"--dashboard": dashboard, "--metrics": metrics}
+        named |= {"--dashboard": dashboard, "--metrics": metrics, "--relay-at": relay_at, "--relay-key": relay_key}
         return remote_shards.join(
             join,
             bind,
@@ -203,6 +206,7 @@ def serve(
             say(told)
         held = lock(folder) if folder else None
         mixes = cluster.settings.mode().rule is FoldRule.MIX  # gossip: the workers hold the models
+        relay, relay_secret = place(relay_at, relay_key, one_port, mixes)
         if resume and not mixes and (why := checkpoint_files.why_anew(folder, checkpoint_dir)):
             say(f"--resume: {why}")
         if store is not None and resume:
@@ -216,7 +220,7 @@ def serve(
             cluster.run_watch.open_record(record, say)
         asked = (cluster.host, cluster.port) if one_port else None
         if one_port:
-            cluster.behind(OnePort(cluster.host, cluster.port))
+            cluster.behind(OnePort(cluster.host, cluster.port, "" if relay else relay_secret))
         front = cluster.reached_at if one_port else None
         cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure), asked, front)
         cluster.config = replace(
@@ -235,6 +239,8 @@ def serve(
             replicas=replicas,
             shared_memory=shared_memory,
             trace=trace,
+            relay=relay,
+            relay_secret=relay_secret,
         )
         if standby:
             cluster.follow(standby, original)
@@ -250,6 +256,7 @@ def serve(
             if code:
                 return code
             cluster.merge()
+            cluster.close_port()
         if cluster.restart_policy.deserted.finished:
             return StageLostError.exit_code
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
@@ -432,5 +439,7 @@ def announce(cluster: ShardSupervisor) -> None:
         folder = f"to {cluster.config.kept_at}" if cluster.config.keeps else "nowhere"
         say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")
+        if cluster.config.relay_secret:
+            say("a worker that its peers cannot dial, as behind a NAT: give it --relay too")
     if seals := cluster.config.seals:
         say(f"messages are encrypted; a core of this machine seals {seals / 1e6:,.0f} MB/s")

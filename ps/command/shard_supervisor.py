@@ -78,6 +78,7 @@ class StandbyNotice:
 
 START_S = 120.0  # all shards must have bound within this; a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"
+PORT_END_S = 1.0  # for the last events of the one port, whose process has ended
 END_S = 40.0  # seconds from "stop" to the kill of a shard; longer where a shard has said that one event takes longer
 LIFE_EPOCHS = 1 << 32  # more epochs than one process of shard 0 counts
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
@@ -484,6 +485,14 @@ class ShardSupervisor:
         if not stopped:
             return "no worker has sent its model: the one with which the run began"
         return f"the mean of the models of {stopped} workers that were stopped" if stopped > 1 else ONE_STOPPED
+
+    def close_port(self) -> None:
+        """End the process of the one port once the last bytes have left, and show what it says of them."""
+        if self.one_port is not None:
+            self.one_port.close()
+            while (event := self.children.next(PORT_END_S)) is not None and event[:2] != (RELAY, "exit"):
+                if event[:2] == (RELAY, "log"):
+                    self._taken(event)
 
     def kill(self) -> None:
         """Kill the shards that are left, and close the dashboard and the record."""

@@ -3,6 +3,7 @@
 Rules
 - Each member gets a new roster at each change of the members. A member whose heartbeat names an older roster gets it
   again.
+- A worker that its peers cannot dial registers at a relay. `ticket` is what the relay takes from it as a proof.
 - Once all members have done their last step no worker joins any more. So all end with the mean of the same models.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from narrows.protocols import messages as m
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import Send
+from narrows.protocols.gossip.relay_ticket import node_key, node_name
 from narrows.ps.coordinator.run import Decision, Run, Seat
 
 
@@ -24,6 +26,7 @@ class GossipDirectory(Decision):
         self.ended: set[int] = set()  # workers that have done their last step
         self.closed = False  # all members have done their last step
         self.introduced = 0  # epoch of the newest roster that all members were sent
+        self.relay = ("", "")  # address of the relay where workers may meet, and its secret; no secret: there is none
 
     @property
     def begun(self) -> bool:
@@ -47,6 +50,27 @@ class GossipDirectory(Decision):
             "workers and clusters of more than one shard do not gossip with each other: let each of them join what the "
             "others join"
         )
+
+    def meet_at(self, address: str, secret: str) -> None:
+        """Let workers register at a relay from now on.
+
+        Args:
+            address: tcp://host:port of the relay; "": it is where workers reach this server.
+            secret: shared with the relay, in hex digits.
+        """
+        self.relay = address, secret
+
+    def ticket(self, token: str) -> tuple[str, ...]:
+        """Return what a worker needs to register at the relay: its name, its key, the relay's address; () without one.
+
+        Args:
+            token: of its Hello.
+        """
+        address, secret = self.relay
+        if not (secret and self.mixes):
+            return ()
+        name = node_name(secret, token)
+        return name, node_key(secret, name), address
 
     def end(self, seat: Seat) -> bool:
         """Note that a member has done its last step. Return False if that was known."""

@@ -132,6 +132,7 @@ class Members(Decision):
             self.run.epoch,
             settings.packed(),
             *self.run.where,
+            relay=self.gossip_directory.ticket(seat.token),
         )
 
     def greet(self, now_ns: int) -> list[ServerEffect]:

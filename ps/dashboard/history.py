@@ -71,6 +71,7 @@ REPEATED = (
     "hyper",
     "late",
     "disk",
+    "relay",
 )  # events of which only the newest of a kind and member is shown
 DIED = ("died", "restart")  # a shard was restarted, or the run went back to a checkpoint
 
@@ -357,6 +358,7 @@ class RunHistory:
             "left_seconds": self.left_seconds,
             "bytes_up": self.total("bytes_up"),
             "bytes_down": self.total("bytes_down"),
+            "relay_bytes": self.total("relay_bytes"),
             "ratio": self.ratio,
             "parameters": self.parameters,
             "live": sum(lane.live for lane in self.workers),
@@ -392,6 +394,8 @@ class RunHistory:
             "busy": [round(share, 4) for share in lane.busy],
             "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
+            "relayed": bool(newest["relayed"]),
+            "relay_bytes": lane.total["relay_bytes"],
             "dropped": lane.total["dropped"],
             "skipped": lane.total["skipped"],
             "gpu": [lane.total["launches"], lane.total["replays"], newest["graphs"], newest["scratch_bytes"]],

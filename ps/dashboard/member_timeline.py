@@ -20,6 +20,7 @@ from narrows.ps.dashboard.time_buckets import ROWS, TimeBuckets
 COUNTERS = (
     *("steps", "updates", "samples", "compute_seconds", "encode_seconds", "wait_seconds", "bytes_up", "bytes_down"),
     *("busy_up_seconds", "busy_down_seconds", "dropped", "skipped", "launches", "replays", "seconds"),
+    "relay_bytes",
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]

@@ -98,6 +98,7 @@ class _Collector:
             yield family
         counters = {
             "narrows_dropped_messages": ("Messages that found no room", "dropped"),
+            "narrows_relay_bytes": ("Bytes of a member's peers that went through a relay", "relay_bytes"),
             "narrows_gpu_launches": ("Kernels launched on a worker's GPU", "launches"),
             "narrows_gpu_graph_replays": ("CUDA graphs replayed there", "replays"),
         }

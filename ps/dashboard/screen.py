@@ -37,6 +37,7 @@ def screen(frame: dict[str, Any]) -> Group:
         else f"{frame['samples_rate']:.3g} samples/s",
         f"up {size(frame['bytes_up'])}" + (f" ({frame['ratio']:.0f}x less than fp32)" if frame["ratio"] > 1.5 else ""),
         f"down {size(frame['bytes_down'])}",
+        *([f"through a relay {size(frame['relay_bytes'])}"] if frame["relay_bytes"] else []),
         f"{frame['seconds']:.0f} s",
         *([f"{frame['left_seconds']:.0f} s left"] if frame["left_seconds"] is not None else []),
         *(["over"] if frame["over"] else []),
@@ -111,7 +112,8 @@ def _name(member: dict[str, Any]) -> str:
     indent, kind = "  " * (len(member["path"]) - 1), "cluster of rank" if member["runs"] else "rank"
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
     skipped = f"({member['skipped']:.0f} skipped)" if member["skipped"] else ""
-    return " ".join(filter(None, (name, member["how"], skipped)))
+    relayed = f"(met through a relay, {size(member['relay_bytes'])})" if member["relayed"] else ""
+    return " ".join(filter(None, (name, member["how"], skipped, relayed)))
 
 
 def _gpu(member: dict[str, Any]) -> str:

@@ -59,6 +59,8 @@ class ServerConfig:
         trace: the clocks from one traced update to the next; 0: none is traced.
         away: (shard, host) of each remote shard.
         shared_memory: large frames between this process and others of this machine lie in shared memory.
+        relay: the address of the relay at which workers of a gossip run may meet; "": it is at the one port.
+        relay_secret: shared with that relay, in hex digits; "": there is none.
         journal: the descriptors of the journal's files, None without a journal.
 
     Raises:
@@ -91,6 +93,8 @@ class ServerConfig:
     shared_memory: bool = True
     one_port: str = ""
     store: str = ""
+    relay: str = ""
+    relay_secret: str = ""
     journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

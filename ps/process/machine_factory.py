@@ -194,6 +194,8 @@ def machine(
         here = HostMemory(socket.gethostname(), memory_bytes())
         away = dict(config.away)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), away, priced, here)
+        if config.relay_secret:
+            coordinator.gossip_directory.meet_at(config.relay, config.relay_secret)
         if not config.again:
             coordinator.checkpoint_schedule.resumed(from_workers=mixes and config.resume)
             if restart >= 0:

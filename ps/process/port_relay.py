@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from narrows.protocols.addresses import shard_name
 from narrows.protocols.runtime.cli.output import emit
@@ -215,6 +215,10 @@ class RelayedConnection:
         self.server.connect_ex(address)
         return self.server
 
+    def lead(self, server: socket.socket) -> None:
+        """Lead to this connection, which is there already."""
+        self.server = server
+
     def begin(self, pipes: Pipes) -> None:
         """Begin to move bytes: the server is reached."""
         assert self.server is not None
@@ -229,16 +233,22 @@ class RelayedConnection:
                 each.close()
 
 
+def dropped(text: str) -> None:
+    """Send a sentence about an ended connection to ps-serve."""
+    emit("log", name="dropped", values={"text": text})
+
+
 class PortRelay:
     """Moves the bytes of all connections to the one port.
 
     Args:
         listener: the port, bound and listening.
         most: connections at a time.
+        tell: gets a sentence about the first connection that is ended for each reason.
     """
 
-    def __init__(self, listener: socket.socket, most: int) -> None:
-        self.listener, self.most = listener, most
+    def __init__(self, listener: socket.socket, most: int, tell: Callable[[str], None] = dropped) -> None:
+        self.listener, self.most, self.tell = listener, most, tell
         self.doors: dict[str, int] = {}  # by name, the port on loopback
         self.selector = selectors.DefaultSelector()
         self.wants: dict[socket.socket, int] = {}  # events that are waited for
@@ -411,14 +421,24 @@ class PortRelay:
         greeted = len(connection.said) >= 2 and len(connection.said) >= 2 + connection.said[1]
         said = connection.hear(more)
         if not greeted and len(said) >= 2 and len(said) == 2 + said[1]:
-            known = NO_AUTHENTICATION in said[2:]
-            client.send(bytes((SOCKS, NO_AUTHENTICATION if known else NO_METHOD)))
-            return None if known else self._finish(connection)
+            return self._greeted(connection, said[2:])
         if missing(said) == 0:
             name, code = requested(said)
-            if code != DONE or name not in self.doors:
-                return self._refuse(connection, code or NOT_ALLOWED)
+            return self._named(connection, name) if code == DONE else self._refuse(connection, code)
+
+    def _greeted(self, connection: RelayedConnection, methods: bytes) -> None:
+        """Answer a greeting that offers these methods of authentication."""
+        known = NO_AUTHENTICATION in methods
+        connection.client.send(bytes((SOCKS, NO_AUTHENTICATION if known else NO_METHOD)))
+        if not known:
+            self._finish(connection)
+
+    def _named(self, connection: RelayedConnection, name: str) -> None:
+        """Lead a connection to the host that its CONNECT names."""
+        if name in self.doors:
             self._reach(connection, name)
+        else:
+            self._refuse(connection, NOT_ALLOWED)
 
     def _reach(self, connection: RelayedConnection, name: str) -> None:
         if name not in self.doors:  # before shard 0 has bound
@@ -430,12 +450,16 @@ class PortRelay:
 
     def _reached(self, connection: RelayedConnection) -> None:
         """Begin to move bytes, now that the server has accepted or refused the connection."""
-        client, server = connection.client, connection.server
+        server = connection.server
         assert server is not None
         if server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # the shard has died, and comes back
             return self._refuse(connection, REFUSED) if connection.socks else self._end(connection)
+        self._begin(connection)
+
+    def _begin(self, connection: RelayedConnection) -> None:
+        """Begin to move bytes. Raises OSError."""
         if connection.socks:
-            client.send(answer(DONE))
+            connection.client.send(answer(DONE))
         connection.begin(self.pipes)
         del self.asked[connection]
         self.little[connection] = None
@@ -477,8 +501,7 @@ class PortRelay:
         if why:
             self.ended[why] += 1
             if self.ended[why] == 1:
-                text = f"a connection to the one port was ended: {why}; more of them are only counted"
-                emit("log", name="dropped", values={"text": text})
+                self.tell(f"a connection to the one port was ended: {why}; more of them are only counted")
 
 
 def most_connections() -> int:

@@ -60,6 +60,23 @@ def seconds(arrived: Arrivals) -> float:
 
 
 @needs_lab
+def test_hosts_apart_reach_the_last_one_alone() -> None:
+    with netns.apart([Way(100e6, 0.005)] * 2) as lab:
+        first, second, hub = lab.hosts
+        with hub.socket() as listener, second.socket() as other:
+            for each, host in ((listener, hub), (other, second)):
+                each.bind((host.address, 4000))
+                each.listen()
+            with first.socket() as line:
+                line.settimeout(10)
+                line.connect((hub.address, 4000))
+            with first.socket() as line:
+                line.settimeout(0.5)
+                with pytest.raises(TimeoutError):
+                    line.connect((second.address, 4000))
+
+
+@needs_lab
 def test_delay_is_what_was_asked_and_a_change_takes_effect() -> None:
     with pair(Way(100e6, delay_s=0.03), Way(100e6, delay_s=0.01)) as two:
         here, there = two.hosts

@@ -41,6 +41,8 @@ from narrows.worker.command.options import checked
 @click.option(
     "--server-timeout", type=float, default=30.0, help="seconds of silence after which a server counts as lost [30]"
 )
+@click.option("--relay", is_flag=True, help="under --sync gossip: peers cannot dial this machine, as behind a NAT; they reach "
+              "its workers through the run's relay")  # fmt: skip
 @click.option("--skip-limit", type=int, default=50, help="skip steps whose gradient is not finite, and end the worker after "
               "this many in a row [50]")  # fmt: skip
 @click.option("--checkpoint-dir", default="", type=PLACE, metavar="DIR", help="folder, or s3://BUCKET/NAME, for the "

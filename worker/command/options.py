@@ -48,6 +48,7 @@ class WorkerOptions:
     trace: int
     connect_timeout: float
     server_timeout: float
+    relay: bool
     skip_limit: int
     checkpoint_dir: str
     resume: bool
@@ -87,6 +88,7 @@ class WorkerOptions:
             expect=pack(self.run) if self.run else b"",
             connect_timeout=self.connect_timeout,
             server_timeout=self.server_timeout,
+            relay=self.relay,
             skip_limit=self.skip_limit,
             trace=self.trace,
             group=self.group,
@@ -238,6 +240,13 @@ def checked(
         from narrows.protocols.runtime.storage.object_store import FileStore
 
         FileStore(options.checkpoint_dir).check()  # the workers would find out after the first step
+    if options.relay:
+        if not options.server:
+            raise UsageError("--relay: workers of this machine alone dial each other; leave it out, or give --server")
+        if options.group:
+            raise UsageError("--relay: only --sync gossip has a relay, and it has no --group; leave one of the two out")
+        if run.get("sync", "gossip") != "gossip":
+            raise UsageError(f"--relay: workers meet only under --sync gossip, not {run['sync']}; leave it out")
     if options.server:
         parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:

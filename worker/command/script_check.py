@@ -29,6 +29,7 @@ OFF: dict[str, Any] = {
     "record": "",
     "trace": 0,
     "restarts": 0,
+    "relay": False,
     "dashboard": "",
     "metrics": "",
 }

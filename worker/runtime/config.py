@@ -30,6 +30,7 @@ from narrows.protocols.wire import pack, unpack
 
 CONNECT_S = LOST_S = 30.0  # defaults of --connect-timeout and --server-timeout
 NAME = "NARROWS_NAME"  # the run's name, for a script under plain python; ps-worker has it as --name
+OFF = ("0", "false", "no", "off", "f", "n")  # texts of a switch that is off, as ps-worker takes them
 SKIP_LIMIT = 50  # steps in a row; a GradScaler that begins at 2**16 skips some 20 before a float16 model trains
 
 
@@ -44,6 +45,7 @@ class WorkerConfig:
         key: the path of the worker's key file, "" for none.
         connect_timeout: seconds within which a server must answer.
         server_timeout: seconds of silence after which a server counts as lost.
+        relay: peers reach this worker through the relay of the run.
         skip_limit: skipped steps in a row after which the worker ends.
         checkpoint_dir: the folder or the address of --checkpoint-dir; "" or "none" for none.
         machine_dir: a folder that all workers of one ps-worker share, "" for none.
@@ -71,6 +73,7 @@ class WorkerConfig:
     key: str = ""
     connect_timeout: float = CONNECT_S
     server_timeout: float = LOST_S
+    relay: bool = False
     skip_limit: int = SKIP_LIMIT
     checkpoint_dir: str = ""
     machine_dir: str = ""
@@ -167,6 +170,7 @@ VARIABLES = {
     "key": Variable("NARROWS_KEY"),
     "connect_timeout": Variable("NARROWS_CONNECT_TIMEOUT", _seconds, must=SECONDS),
     "server_timeout": Variable("NARROWS_SERVER_TIMEOUT", _seconds, must=SECONDS),
+    "relay": Variable("NARROWS_RELAY", lambda text: text.lower() not in OFF, lambda relay: "1"),
     "skip_limit": Variable("NARROWS_SKIP_LIMIT", _positive, must="give the number of steps, at least 1"),
     "checkpoint_dir": Variable("NARROWS_CHECKPOINT_DIR", partial(located, "NARROWS_CHECKPOINT_DIR")),
     "machine_dir": Variable("NARROWS_MACHINE_DIR"),

@@ -16,7 +16,7 @@ How it works
 5. An error of the session is kept; each later `take` raises it, once all events before it are taken.
 
 Each shard is dialled, and shard 0 a second time for messages that must not wait behind large ones (`CONTROL`). Under
-gossip peers are dialled too, and peers dial this worker.
+gossip peers are dialled too, and peers dial this worker, or come through a relay (reverse_tunnel.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
+from narrows.protocols.addresses import at_relay, is_address, parse_address, parse_addresses, parted, reached_by
 from narrows.protocols.config.timing import Timing
 from narrows.protocols.effects import (
     NS,
@@ -46,10 +47,12 @@ from narrows.protocols.effects import (
 from narrows.protocols.errors import (
     BY_EXIT_CODE,
     AuthenticationError,
+    IncompatibleError,
     NarrowsError,
     RemoteProtocolError,
     UnreachableError,
 )
+from narrows.protocols.gossip.relay_ticket import checked
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.member.push_trace import PushTrace
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
@@ -57,6 +60,7 @@ from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, Dial
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
 from narrows.protocols.runtime.network.key_files import SecretKeyFile, keyed, refusal
 from narrows.protocols.runtime.network.loop import Loop
+from narrows.protocols.runtime.network.reverse_tunnel import ReverseTunnel
 from narrows.protocols.runtime.network.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.worker.runtime import launcher_pipe
@@ -113,6 +117,7 @@ class LinkCommands:
     """The commands that an engine gives the I/O thread."""
 
     run_clock = 0  # the run's clock, as the server has sent it last
+    relayed = False, 0  # peers come through a relay; their bytes
     waits = ""  # a clause that says for which members the run waits; "": none
     ways: Sequence[str] = ()  # by shard, how its large messages go, of WAYS
     pushes: PushTrace | None = None  # of this link, with --trace
@@ -213,6 +218,7 @@ class MemberLink(LinkEvents, LinkCommands):
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say_here)
         self._shards = [endpoint(self.host, self.port)]  # the endpoint of each shard
+        self._tunnel: ReverseTunnel | None = None  # by which peers come; None: they dial this worker
         self._standby = ""  # the endpoint of the standby; "": not dialled
         self._silence = SilenceNotice()
         self._peers: set[str] = set()  # gossip peers that are dialled
@@ -270,6 +276,35 @@ class MemberLink(LinkEvents, LinkCommands):
 
         self.call(open_to_peers)
 
+    def open_tunnel(self) -> None:
+        """Let peers reach this worker through the relay of the run, and in its own network.
+
+        Raises:
+            IncompatibleError: the run has no relay.
+            RemoteProtocolError: the server sent a ticket that is none.
+        """
+        ticket = self.member.welcome.relay if self.member.welcome is not None else ()
+        if not ticket:
+            raise IncompatibleError(
+                f"--relay: the server at {self.address} names no relay: --sync gossip has one, with --one-port or with "
+                "--relay-at ADDR, the address of a ps-serve relay; give one of these there, or leave --relay out"
+            )
+        name, key, relay = checked(ticket)
+
+        def open_to_relay(member: Member, now_ns: int) -> list[MemberEffect]:
+            port, limit_s = self._sockets.listen("tcp://127.0.0.1:0", ""), member.timing.connect_ns / NS
+            place, host = relay or f"tcp://{self.host}:{self.port}", own_host(self.host, self.port)
+            self._tunnel = ReverseTunnel(place, host, name, key, port, limit_s, say_here, self._fail)
+            member.reached_at(keyed(at_relay(relay, name, self._tunnel.near), self.key))
+            return []
+
+        self.call(open_to_relay)
+
+    @property
+    def relayed(self) -> tuple[bool, int]:  # type: ignore[override]
+        """Whether peers reach this worker through a relay, and the bytes of these peers as the relay has counted them."""
+        return (True, self._tunnel.peer_bytes.total) if self._tunnel is not None else (False, 0)
+
     def close(self) -> None:
         """End the thread and its sockets; last messages have LINGER_MS to leave. Does nothing in a child process."""
         if os.getpid() != self._pid:
@@ -290,6 +325,8 @@ class MemberLink(LinkEvents, LinkCommands):
             self._fail(type(error)(f"{self.address}: {error}") if isinstance(error, RemoteProtocolError) else error)
         finally:
             self._sockets.close()
+            if self._tunnel is not None:
+                self._tunnel.close()
 
     def _tick(self, now_ns: int) -> None:
         self._apply(self.member.tick(now_ns))
@@ -302,6 +339,8 @@ class MemberLink(LinkEvents, LinkCommands):
             shard, message, now_ns = self._shards.index(peer), decode(frames), self.clock.now()
             if self.pushes is not None:
                 self.pushes.heard(shard, message, now_ns)
+            if isinstance(message, m.Roster):
+                message = replace(message, addresses=tuple(self._reached_by(each) for each in message.addresses))
             self._apply(self.member.receive(shard, message, now_ns))
         elif peer == self._standby:
             self.bytes_down += sum(map(len, frames))
@@ -362,13 +401,18 @@ class MemberLink(LinkEvents, LinkCommands):
             self._sockets.hang_up(gone)
         self._shards = there
 
+    def _reached_by(self, address: str) -> str:
+        """Return where a peer is reached that has declared this address."""
+        return reached_by(address, f"{self.host}:{self.port}")
+
     def _endpoint(self, shard: int, port: int, host: str = "") -> str:
         """Return the endpoint of a shard by its port, 0 behind one port, and its host, "" for that of the server."""
         return endpoint(host or self.host, port) if port else endpoint(self.host, self.port, shard)
 
     def _dial(self, roster: m.Roster) -> None:
         """Dial the peers of the roster, and hang up on others. A peer with an invalid address will count as silent."""
-        named = {address for address in roster.addresses if is_address(address)} - {self.member.address}
+        ours = self._reached_by(self.member.address)
+        named = {address for address in roster.addresses if is_address(address)} - {ours}
         names = {address: name.encode() for address, name in zip(roster.addresses, roster.names, strict=False)}
         for gone in {*(self._peers - named), *(each for each in self._names if self._names[each] != names.get(each))}:
             self._sockets.hang_up(gone)

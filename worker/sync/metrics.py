@@ -108,7 +108,7 @@ class WorkerMetrics:
 
     def rows(self) -> tuple[SummaryRow, ...]:
         """The summary row of this worker alone."""
-        waited, encoded = self.spent
+        (waited, encoded), (relayed, relay_bytes) = self.spent, self.link.relayed
         summary = Summary(
             clock=self.clock,
             steps=self.steps,
@@ -120,6 +120,8 @@ class WorkerMetrics:
             bytes_up=self.link.bytes_up,
             bytes_down=self.link.bytes_down,
             way=min(map(WAYS.index, self.link.ways), default=0),
+            relayed=int(relayed),
+            relay_bytes=relay_bytes,
             staleness=self.staleness,
             stale=tuple(self.stale),
             held_back=self.merging.get("held_back", 0.0),

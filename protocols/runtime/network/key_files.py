@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import stat
 import time
 from dataclasses import asdict, dataclass
@@ -22,10 +23,12 @@ from pathlib import Path
 
 from narrows.protocols.config.run_name import NAME
 from narrows.protocols.errors import UsageError
+from narrows.protocols.gossip.relay_ticket import SECRET_BYTES
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure, KeyPair, new_pair, public_of
 
 LIST_S = 0.5  # the largest age of the list
 ROLES = ("worker", "cluster")  # that a key is made for
+RELAY = "relay"  # the role in the file of a relay's secret
 SERVER = "server"  # the role of a server's own key: its shards have it
 HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -112,6 +115,31 @@ def server_key(folder: str) -> SecretKeyFile:
     if secret.role != SERVER:
         raise UsageError(f"--keys {folder}: server.key is the key of a {secret.role}, and no server can have it")
     return secret
+
+
+def make_relay_key(path: str) -> None:
+    """Make the file of the secret that a relay shares with servers. Raises UsageError."""
+    _write(Path(path), {"role": RELAY, "secret": secrets.token_hex(SECRET_BYTES)})
+
+
+def relay_secret(path: str, flag: str) -> str:
+    """Return the secret in a file that `make_relay_key` made, in hex digits. Raises UsageError."""
+    try:
+        others = _others(Path(path))
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}; ps-serve relay --key made it, copy it from there") from None
+    if others:
+        raise UsageError(f"{flag} {path}: others can read this secret; chmod 600 {path}")
+    try:
+        values = json.loads(text)
+        if values["role"] != RELAY or not HEX.fullmatch(values["secret"]):
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        raise UsageError(
+            f"{flag} {path}: this is no key of a relay; give the file that ps-serve relay --key made"
+        ) from None
+    return str(values["secret"])
 
 
 def make(folder: str) -> Path:

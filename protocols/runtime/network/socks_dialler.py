@@ -1,4 +1,4 @@
-"""Dials a shard behind the one port of its server: a SOCKS5 client (RFC 1928) in threads of its own.
+"""Dials a shard behind the one port of its server, or a node through a relay: a SOCKS5 client (RFC 1928) in threads.
 
 How it works
 
@@ -7,7 +7,9 @@ How it works
 1. `SocksDialler` listens for ZeroMQ of this process, at `endpoint`.
 2. A thread takes each connection, dials the port, and asks for the shard. Then two threads move the bytes, one each
    way, as they are. They wait in system calls, without the GIL.
-3. Where that fails, the connection of ZeroMQ is ended, and ZeroMQ dials anew as it does elsewhere.
+3. A node that is met through a relay listens in its own network too (reverse_tunnel.py). The dialler asks it there
+   first. Where nobody answers to its name within NEAR_S, the relay is asked, for the next NEAR_AGAIN_S at once.
+4. Where that fails, the connection of ZeroMQ is ended, and ZeroMQ dials anew as it does elsewhere.
 
 ZeroMQ speaks SOCKS5 itself (SOCKS_PROXY). But libzmq 4.3.5 aborts the process if a socket is closed while it waits to dial
 a proxy anew, as it does whenever the server is gone.
@@ -29,6 +31,8 @@ from narrows.protocols.runtime.network.hosts import peer_uid
 SOCKS, CONNECT, NAME, NO_AUTHENTICATION, DONE = 5, 1, 3, 0, 0
 ANSWER_BYTES = 10  # of an answer with an IPv4 address, as the one port gives it
 DIAL_S = 10.0  # limit of connecting, and of the answers
+NEAR_S = 1.0  # the same in the network of a node that has a relay
+NEAR_AGAIN_S = 60.0  # between two tries to meet it there
 SILENT_MS = 60_000  # a peer that takes nothing of what it is sent for this time is cut off
 CHUNK_BYTES = 1 << 18  # moved at a time
 SPLICES = hasattr(os, "splice")
@@ -66,17 +70,22 @@ def moved(source: socket.socket, sink: socket.socket) -> None:
             sink.shutdown(socket.SHUT_WR)
 
 
+def _place(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class SocksDialler:
-    """Dials one shard for the ZeroMQ of this process.
+    """Dials one shard, or one node, for the ZeroMQ of this process.
 
     Args:
-        proxy: the one port, host:port.
+        proxy: the one port or the relay, host:port.
         name: the host to ask it for.
+        near: host:port where peers of the node's own network ask for it; "": none.
     """
 
-    def __init__(self, proxy: str, name: str) -> None:
-        host, _, port = proxy.rpartition(":")
-        self.where, self.name = (host.strip("[]"), int(port)), name
+    def __init__(self, proxy: str, name: str, near: str = "") -> None:
+        self.where, self.name, self.near, self.near_s = _place(proxy), name, near, 0.0
         self.local = sys.platform == "linux"
         if self.local:
             self.listener = socket.socket(socket.AF_UNIX)
@@ -105,9 +114,26 @@ class SocksDialler:
                 else:
                     self._start(self._lead, line)
 
-    def _lead(self, line: socket.socket) -> None:
-        with line, contextlib.suppress(OSError), socket.create_connection(self.where, DIAL_S) as there:
+    def _reached(self) -> socket.socket:
+        """Return a connection to the host. Raises OSError."""
+        if self.near and time.monotonic() >= self.near_s:
+            try:
+                return self._asked(_place(self.near), NEAR_S)
+            except OSError:  # another network, or another host that has this address here
+                self.near_s = time.monotonic() + NEAR_AGAIN_S
+        return self._asked(self.where, DIAL_S)
+
+    def _asked(self, where: tuple[str, int], limit_s: float) -> socket.socket:
+        there = socket.create_connection(where, limit_s)
+        try:
             asked(there, self.name)
+        except BaseException:
+            there.close()
+            raise
+        return there
+
+    def _lead(self, line: socket.socket) -> None:
+        with line, contextlib.suppress(OSError), self._reached() as there:
             there.settimeout(None)
             there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -111,10 +111,11 @@ function showMember(member, frame) {
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
     member.skipped && `${member.skipped} steps skipped: gradient not finite`,
     member.way && `link: ${member.way}`,
+    member.relayed && `met through a relay: ${bytes(member.relay_bytes)} of its peers`,
     member.gpu[0] && gpu(...member.gpu),
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);
-  put(cell.host, member.host);
+  put(cell.host, member.relayed ? `${member.host} (relay, ${bytes(member.relay_bytes)})` : member.host);
   const texts = [
     late && !member.runs ? `none for ${long(member.quiet_seconds)}` : brief(step),
     String(member.lag),

@@ -15,6 +15,7 @@ from narrows.protocols.config.settings import SHARDS_MAX, Settings
 from narrows.protocols.config.timing import CHECKPOINT_LEAST_NS
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.relay_ticket import node_key, node_name
 from narrows.protocols.messages import RemoteShardsWish
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
 from narrows.ps.coordinator import coordinator
@@ -997,3 +998,17 @@ def test_calls_at_two_steps_do_not_wait_for_each_other() -> None:
     assert agreements.decide(0)
     ((answer,),) = [[effect.message for effect in agreements.answers()]]
     assert isinstance(answer, m.AgreeAnswer) and (answer.worker, answer.value) == (first.worker, 4.0)
+
+
+def test_a_worker_of_gossip_gets_a_ticket_of_the_relay_and_others_get_none() -> None:
+    """Each start of a worker has a name of its own, and its key is what the relay makes of the name."""
+    secret = "5e" * 32
+    directory = GossipDirectory(run_of(sync="gossip"))
+    assert directory.ticket("a") == ()
+    directory.meet_at("tcp://relay:1", secret)
+    name, key, address = directory.ticket("a")
+    assert (name, key, address) == (node_name(secret, "a"), node_key(secret, name), "tcp://relay:1")
+    assert directory.ticket("a") == (name, key, address) != directory.ticket("a.1")
+    of_ssp = GossipDirectory(run_of(sync="ssp"))
+    of_ssp.meet_at("", secret)
+    assert of_ssp.ticket("a") == ()

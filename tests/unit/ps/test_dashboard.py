@@ -294,6 +294,29 @@ def test_what_a_gpu_did_is_shown_of_each_life_of_its_worker() -> None:
         assert f'narrows_{text}{{level="1",peer="0"}}' in told
 
 
+def test_members_that_are_met_through_a_relay_are_named_with_its_bytes() -> None:
+    """A row of an older record has no such figures."""
+    met = summary(3.0, 1, 10, relayed=1, relay_bytes=3_200_000)
+    live = history_of(summary(1.0, 0, 10), summary(2.0, 1, 10, relayed=1, relay_bytes=3_000_000), met)
+    live.take(summary(9.0, 1, 1, life_s=1.0, relayed=1, relay_bytes=200_000))  # its next process
+    older = summary(9.5, 0, 12)
+    for row in older["rows"]:
+        del row["relayed"], row["relay_bytes"]
+    live.take(older)
+    live.take({"event": "relay", "seconds": 9.6, "bytes": 3_400_000, "nodes": 1})
+    live.take(
+        {"event": "relay", "seconds": 9.7, "bytes": 3_400_001, "nodes": 0, "text": "3.40 MB went through the relay"}
+    )
+    frame = live.frame()
+    assert [(each["relayed"], each["relay_bytes"]) for each in frame["members"]] == [(False, 0), (True, 3_400_000)]
+    assert frame["relay_bytes"] == 3_400_000 and frame["events"][-1][1:] == ["relay", "3.40 MB went through the relay"]
+    text = shown(frame)
+    assert "through a relay 3.40 MB" in text and "(met through a relay, 3.40 MB)" in text
+    assert text.count("met through a relay") == 1
+    assert 'narrows_relay_bytes_total{level="1",peer="1"} 3.4e+06' in prometheus.text(live, 0.0).decode()
+    assert "relay" not in shown(history_of(summary(1.0, 0, 10)).frame())
+
+
 def test_a_rate_does_not_jump_where_a_heartbeat_sees_one_step_or_two() -> None:
     """A step of 0.6 s, and a heartbeat once a second: a summary counts one step more than the one before, or two."""
     history, seen = history_of(), []

@@ -12,8 +12,8 @@ from narrows.protocols.wire import pack, unpack
 from narrows.worker.runtime.config import DEFAULTS, INHERITED, PRIVATE, VARIABLES, WorkerConfig, take, told
 
 FULL = WorkerConfig(
-    *("tcp://h:1", "token", b"\x81\x00", "/k", 2.5, 60.0, 7, "/c", "/m", "cuda:1", "host", 3, True, ("RANK", "WORLD_SIZE")),
-    *("/plan.json", 1, 0, 32),
+    *("tcp://h:1", "token", b"\x81\x00", "/k", 2.5, 60.0, True, 7, "/c", "/m", "cuda:1", "host", 3, True),
+    *(("RANK", "WORLD_SIZE"), "/plan.json", 1, 0, 32),
     watch=("dense", "topk:0.01"),
     tty="/dev/pts/1",
     debug=True,
