@@ -67,21 +67,21 @@ def parse_addresses(flag: str, addresses: str) -> list[str]:
 HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 NODE_HEX = 32  # hex digits of a node's name
 NODE = re.compile(rf"node-[0-9a-f]{{{NODE_HEX}}}")
-BEHIND = re.compile(rf"socks5://([^/]*:[0-9]+)/(shard-[0-9]+|{NODE.pattern})(?:@([^/]*:[0-9]+))?")
-KEYED = re.compile(rf"(tcp://[^/]*|socks5://[^/]*/{NODE.pattern}@[^/]*)(?:/([0-9a-f]{{64}}))?")
+BEHIND = re.compile(rf"socks5://([^/]*:[0-9]+)/(?:(shard-[0-9]+)|({NODE.pattern})@([^/]*:[0-9]+))")
+KEYED = re.compile(rf"(tcp://[^/]*|socks5://[^/]*/(?:shard-[0-9]+|{NODE.pattern}@[^/]*))(?:/([0-9a-f]{{64}}))?")
 AT_SERVER = "socks5:///"  # begins the address of a node whose relay is at the server
 
 
 def parted(address: str) -> tuple[str, str]:
-    """Return the address without its key, and the key, of an address that a peer sent; key "" if it has none."""
+    """Return an address that a peer sent without its key, and the key; "" if the address has none."""
     match = KEYED.fullmatch(address)
     return (match[1], match[2] or "") if match else (address, "")
 
 
 def is_address(address: str) -> bool:
-    """True if an address that a peer sent is valid."""
+    """True if an address that a peer sent is valid: tcp://host:port, or a node at a relay, with a key or without."""
     places = [bare := parted(address)[0]]
-    if (by := by_proxy(bare)) is not None and NODE.fullmatch(by[1]):
+    if (by := by_proxy(bare)) is not None and by[2]:
         places = [f"tcp://{by[0]}", f"tcp://{by[2]}"]
     try:
         return all(parse_address("", place)[0] != "*" for place in places)
@@ -92,15 +92,16 @@ def is_address(address: str) -> bool:
 def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
     """True if hosts and ports that a peer sent are valid.
 
-    No hosts, or "" for one, mean the host of the peer itself. If all ports are 0 they mean its port too: all shards are
-    behind one port.
+    No hosts, or "" for one, mean the host of the peer itself. Port 0 means behind one port: with host "" the port of the
+    peer itself, else that of the host, which is HOST:PORT then. All shards of the peer's own are behind its port, or none.
     """
     if len(hosts) not in (0, len(ports)):
         return False
-    if ports and not any(ports):
-        return not any(hosts)
-    pairs = zip(hosts or [""] * len(ports), ports, strict=True)
-    return all(is_address(f"tcp://{host or ANY_HOST}:{port}") for host, port in pairs)
+    pairs = [*zip(hosts or [""] * len(ports), ports, strict=True)]
+    if len({port == 0 for host, port in pairs if not host}) > 1:
+        return False
+    others = [(host or ANY_HOST, port) for host, port in pairs if host or port]
+    return all(is_address(f"tcp://{host}:{port}" if port else f"tcp://{host}") for host, port in others)
 
 
 def shard_name(shard: int) -> str:
@@ -137,6 +138,17 @@ def reached_by(address: str, server: str) -> str:
     return f"socks5://{server}/{address.removeprefix(AT_SERVER)}" if address.startswith(AT_SERVER) else address
 
 
+def shard_address(server: str, port: int, shard: int) -> str:
+    """Return the address of a shard.
+
+    Args:
+        server: where its server is dialled, tcp://host:port.
+        port: of the shard on the same host; 0: it is behind the port of `server`.
+        shard: its number.
+    """
+    return f"{server.rpartition(':')[0]}:{port}" if port else behind(server, shard)
+
+
 def by_proxy(address: str) -> tuple[str, str, str] | None:
     """Return the proxy, host:port, the host to ask it for, and its near place; None for an address without a proxy.
 
@@ -144,7 +156,13 @@ def by_proxy(address: str) -> tuple[str, str, str] | None:
     host:port where peers of the node's own network ask for it, "" for none.
     """
     match = BEHIND.fullmatch(address)
-    return (match[1], match[2], match[3] or "") if match else None
+    return (match[1], match[2] or match[3], match[4] or "") if match else None
+
+
+def front(address: str) -> str:
+    """Return where TCP dials an address that a peer sent, tcp://host:port: for a shard behind one port that port."""
+    bare, _ = parted(address)
+    return f"tcp://{by[0]}" if (by := by_proxy(bare)) else bare
 
 
 def local_endpoint(port: int, shard: int = 0) -> str:

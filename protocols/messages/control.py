@@ -180,7 +180,7 @@ class Report(Message):
     """
 
     shard: int
-    port: int
+    port: int  # by which members reach the shard, 0 behind one port
     version: int  # number of this report
     incarnation: int  # of the shard's process; a new one means that the shard was restarted
     generation: int
@@ -204,7 +204,7 @@ class Report(Message):
     wrote_ns: int = 0  # time that this took
     bytes_up: int = 0  # sent to the parent
     bytes_down: int = 0  # received from the parent
-    host: Name = ""  # where members find a shard on another machine than shard 0
+    host: Name = ""  # where members find a shard on another machine than shard 0; behind one port HOST:PORT
     saved: Pairs = ()  # worker, clock: updates in the checkpoint of `saved_at` (if updates are folded at once)
     saved_at: int = -1
     steps: int = 0  # the run's steps before `min_clock`, as in `State`

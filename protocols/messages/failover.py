@@ -67,7 +67,7 @@ class ReplicationProgress(Message):
     shard: int
     view: int
     standby: Name  # address of the standby that has all of this shard, or had it a moment ago; "": none
-    port: int  # where this shard listens
+    port: int  # by which members reach this shard, 0 behind one port
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FailoverNotice(Message):
     """Shard 0 to members and to the other shards: the server of a view. Each change of server has a new view.
 
     From the server that members know: this server serves. From the standby: the standby serves now, and its shards
-    listen on `ports`, on the host where members dialled it.
+    listen on `ports`, on the host where members dialled it; ports of 0 are behind the port that members dialled.
     """
 
     view: int

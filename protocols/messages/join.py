@@ -48,8 +48,8 @@ class Welcome(Message):
     world_size: int
     epoch: int
     settings: bytes  # `Settings`, packed
-    ports: Ints  # of each shard
-    hosts: Texts = ()  # of each shard; "" or (): the host that the child dialled
+    ports: Ints  # of each shard; 0: it is behind one port
+    hosts: Texts = ()  # of each shard; "" or (): the host that the child dialled. With port 0 HOST:PORT, or the same
     view: int = 0  # number of the newest view (failover.py)
     standby: Name = ""  # address of the standby of that view; "": none
     relay: Texts = ()  # gossip: name and key of the child at the relay, the relay's address ("": the server's); (): none

@@ -60,7 +60,7 @@ class RemoteShardsOffer(Message):
     """Remote shard host to shard 0: it has room for shards of this server. Sent again as a heartbeat."""
 
     token: Name  # names the host and this attempt to join; "": a request for ReplicationBegin
-    host: Name  # where members find its shards
+    host: Name  # where members find its shards; behind one port HOST:PORT
     shards: int  # number of shards that it has room for
     first: int  # number of the first shard that it has; -1: it knows of none
     wish: int  # a `RemoteShardsWish`

@@ -44,6 +44,7 @@ from narrows.protocols.runtime.processes.children import Event
 from narrows.protocols.runtime.processes.scratch import ScratchFolder
 from narrows.protocols.wire import decode, encode
 from narrows.ps.command.console import say
+from narrows.ps.command.one_port import OnePort
 from narrows.ps.command.reshard import ReshardRequest, ShardProcesses
 from narrows.ps.command.shard_supervisor import START_S, ShardSupervisor
 
@@ -145,7 +146,7 @@ class RemoteShardSupervisor(ShardSupervisor):
         there: the address of the server.
         told: the server's answer: its settings and its secret.
         keys: the folder of the keys, "" for none.
-        host: the address at which others reach this machine.
+        host: the host at which others reach this machine.
         wanted: the number of shards that this machine offers to have.
         journal: shards keep journals.
         ready_file: the value of --ready-file, "" for none.
@@ -169,6 +170,10 @@ class RemoteShardSupervisor(ShardSupervisor):
 
     def process_0(self, index: int) -> str:
         return self.there
+
+    def behind(self, one_port: OnePort) -> None:
+        super().behind(one_port)
+        self.known_as += f":{one_port.port}"
 
     def over(self, index: int) -> bool:
         """Return True if a dead shard needs no successor. While keys move back, every shard is needed."""
@@ -198,6 +203,8 @@ class RemoteShardSupervisor(ShardSupervisor):
                 if event[1] == "done":
                     self.run_over |= bool(event[2].get("over"))
                 super()._taken(event)
+                if event[1] == "ready":
+                    self.open_port()
                 if event[1] == "ready" and self.room is not None:
                     self.reshard_request.follow(self.room)
 
@@ -293,6 +300,7 @@ def _shards(which: range) -> str:
 def join(
     there: str,
     bind: str,
+    one_port: bool,
     keys: str,
     flags: dict[str, Any],
     more: list[str],
@@ -307,6 +315,7 @@ def join(
     Args:
         there: the address of the server.
         bind: the value of --bind.
+        one_port: the value of --one-port.
         keys: the folder of the keys, "" for none.
         flags: the flags of a run that the user has given; only `shards` and `name` are allowed.
         more: names of further flags that the user has given and that are not allowed.
@@ -331,7 +340,7 @@ def join(
         raise UsageError(f"--join: the flags of the run come from the server at {there}; leave out {more[0]}")
     if not 1 <= wanted <= SHARDS_MAX:
         raise UsageError(f"--shards {wanted}: give a number from 1 to {SHARDS_MAX}")
-    if port + wanted - 1 >= 65536:
+    if not one_port and port + wanted - 1 >= 65536:
         raise UsageError(f"--bind {bind}: --shards {wanted} take the ports from there on, and 65535 is the last")
     answer = ask("--join", there, keys, JOIN)
     settings = Settings(**answer["settings"])
@@ -345,6 +354,8 @@ def join(
     try:
         guest.prepare()
         guest.host, guest.port = host, port
+        if one_port:
+            guest.behind(OnePort(host, port))
         scratch = ScratchFolder()  # holds a checkpoint on its way to the server
         guest.config = replace(
             guest.config,

@@ -147,8 +147,6 @@ def serve(
     **flags: Any,
 ) -> int:
     digest = int(os.environ.get(PLAN_DIGEST, "0"))
-    if one_port:
-        alone(parent, replicas, standby, join)
     for flag, there in (("--parent", parent), ("--standby", standby), ("--join", join)):
         if there and (why := unknown(parse_address(flag, there)[0])):
             say(f"{flag} {there}: {why}; waiting for it ...", error=True)
@@ -163,6 +161,7 @@ def serve(
         return remote_shards.join(
             join,
             bind,
+            one_port,
             keys,
             given(flags),
             [flag for flag, value in named.items() if value],
@@ -291,13 +290,6 @@ def check_folder(folder: Path, name: str, told: str = "") -> None:
             f"--resume: {told or folder} has checkpoints of the run {kept}, and {here} was given: give --name {kept} to go "
             "on with it, or name another --checkpoint-dir"
         )
-
-
-def alone(parent: str, replicas: int, standby: str, join: str) -> None:
-    """Check that no flag is given whose processes must be reached by a port of each. Raises UsageError."""
-    apart = {"--parent": parent, "--replicas": replicas, "--standby": standby, "--join": join}
-    for flag in [flag for flag, value in apart.items() if value]:
-        raise UsageError(f"--one-port: {flag} needs a port for each shard of this server; leave one of the two out")
 
 
 def begin_anew(folder: str) -> None:

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, shard_address
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
@@ -137,14 +137,18 @@ class ShardSupervisor:
 
         `original` is the primary's answer to its standby.
         """
-        host, _ = parse_address("--standby", standby)
-        self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
+        self.follows = {shard: shard_address(standby, port, shard) for shard, port in enumerate(original["ports"])}
         self.config = self.config.of_standby(original)
 
     def behind(self, one_port: OnePort) -> None:
         """Have the shards listen on loopback alone, behind this port."""
         self.one_port, self.host, self.port = one_port, LOOPBACK, 0
         self.config = replace(self.config, one_port=one_port.address)
+
+    def _lead(self) -> None:
+        """Tell the process of the one port where the shards and the page listen now."""
+        if self.one_port is not None:
+            self.one_port.lead(self.ports, self.run_watch.behind)
 
     @property
     def reached_at(self) -> tuple[str, int]:
@@ -181,7 +185,12 @@ class ShardSupervisor:
             for index in indices if not self.signals else ():
                 self.start_shard(index)
             self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
-        if self.one_port is not None and not self.signals:
+        if not self.signals:
+            self.open_port()
+
+    def open_port(self) -> None:
+        """Start the process of the one port, if there is one."""
+        if self.one_port is not None:
             self.one_port.start(self.children, environment(self.hash_seed))
 
     def _until(self, done: Callable[[], bool], deadline: float) -> None:
@@ -269,7 +278,7 @@ class ShardSupervisor:
             return
         say(text := "the process of the one port died and is started again", error=True)
         self.run_watch.note("died", {"shard": RELAY, "text": text})
-        one_port.start(self.children, environment(self.hash_seed))
+        self.open_port()
 
     def over(self, index: int) -> bool:
         """Return True if a dead process of this shard needs no successor."""
@@ -279,6 +288,7 @@ class ShardSupervisor:
         """Drop a shard that has no keys any more."""
         self.shards.pop(index).close_stdin()
         self.ports.pop(index, None)
+        self._lead()  # another process of this machine may get the port
         self.done.discard(index)
         self.restart_policy.forget(index)
         self.restart_policy.serving.discard(index)
@@ -379,8 +389,7 @@ class ShardSupervisor:
                 doing(text)
             case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
                 self.ports[index] = port
-                if self.one_port is not None:
-                    self.one_port.lead(self.ports, self.run_watch.behind)
+                self._lead()
                 self.restart_policy.serving.add(index)
                 if not index:  # the epochs of shard 0's next process begin later, whatever its checkpoints say
                     self.config = replace(self.config, first_epoch=epoch + LIFE_EPOCHS, parent=parent)

@@ -16,7 +16,7 @@ from narrows.protocols.runtime.network.loop import Loop
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode, unpack
 from narrows.ps.process.access_control import AccessControl
-from narrows.ps.process.machine_factory import release
+from narrows.ps.process.machine_factory import UNKNOWN, release
 
 CONNECT_S = 30.0
 AGAIN_MS = 500
@@ -55,7 +55,7 @@ def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> di
             raise IncompatibleError(f"{address}: {message.text}")
         if isinstance(message, m.ReplicationBegin):
             told = checked(address, unpack(message.told))
-            (answers if all(told["ports"]) else early).append(told)
+            (early if UNKNOWN in told["ports"] else answers).append(told)
 
     access_control = AccessControl(keys, "", "", "", address)
     with contextlib.closing(

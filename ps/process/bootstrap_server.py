@@ -34,7 +34,7 @@ class BootstrapServer:
             return []
         if isinstance(message, m.RemoteShardsOffer):
             why = self._no_room(server)
-            return [Send(peer, _refuse(why) if why else introduction(self.config, server, "keeps", "bind"))]
+            return [Send(peer, _refuse(why) if why else introduction(self.config, server, "keeps"))]
         first = self.config.replicas and not self.config.index
         return [Send(peer, introduction(self.config, server) if first else _refuse(ALONE))]
 
@@ -50,8 +50,6 @@ class BootstrapServer:
             return "name the address of its shard 0, as ps-serve printed it there"
         if self.config.replicas:
             return "a server with a standby keeps its shards: its standby has a process for each"
-        if self.config.one_port:
-            return "its shards are behind one port (--one-port), and a shard on another machine has a port of its own"
         if self.config.folder is None:
             return "it has no folder for checkpoints, by which keys move"
         return server.coordinator.resharding.never

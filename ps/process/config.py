@@ -54,7 +54,7 @@ class ServerConfig:
         done: shards that had ended when this process was restarted.
         replicas: the number of standbys that may follow this server.
         follows: the address of the shard that this one follows as a standby, "" for none.
-        host: of a remote shard, the host at which members reach it; else "".
+        host: of a remote shard, the host at which members reach it, HOST:PORT behind one port; else "".
         watched: a console or dashboard shows the members' summaries.
         trace: the clocks from one traced update to the next; 0: none is traced.
         away: (shard, host) of each remote shard.
@@ -102,6 +102,10 @@ class ServerConfig:
             kinds, value = TYPES.get(str(each.type)), getattr(self, each.name)
             if kinds is not None and type(value) not in kinds:
                 raise LocalProtocolError(f"the config of a shard has {each.name} = {value!r}, which is no {each.type}")
+
+    def front(self, port: int) -> str:
+        """Return the address that peers dial, as it is bound: the one port, else the port that this process has bound."""
+        return self.one_port or f"{self.bind.rpartition(':')[0]}:{port}"
 
     @property
     def beside(self) -> str | None:

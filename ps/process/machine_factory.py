@@ -25,6 +25,7 @@ from typing import Any
 
 from narrows.compression import ladder
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import parse_address
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN, Settings
@@ -49,6 +50,7 @@ from narrows.ps.shard.shard import Shard
 from narrows.ps.store.store import ArrayAllocator, ServerOptimizer
 
 RUN_EPOCHS = 1 << 40  # more epochs than a run has before it is resumed
+UNKNOWN = -1  # port of a shard that has not reported yet; 0 is that of a shard behind one port
 
 # Takes the number of shards. Returns the clocks that a shard can begin from, and a sentence for each damaged file.
 SoundCheckpoints = Callable[[int], tuple[tuple[int, ...], list[str]]]
@@ -86,7 +88,7 @@ def original(
     Args:
         config: the config of the process.
         server: its machine.
-        port: the port that it listens on.
+        port: the TCP port by which peers reach it, 0 behind one port.
         freeze: returns the machine as bytes.
         siblings: what shard 0 knows of the other shards, if this server was a standby; else None.
     """
@@ -104,7 +106,8 @@ def introduction(config: ServerConfig, server: Server, *more: str) -> m.Replicat
     told = {
         "release": release(),
         "settings": asdict(settings),
-        "ports": [reports[shard].port if shard in reports else 0 for shard in range(settings.shards)],
+        "ports": [reports[shard].port if shard in reports else UNKNOWN for shard in range(settings.shards)],
+        "bind": config.one_port or config.bind,
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "parent": server.above,
         "has_parent_key": bool(config.parent_key),
@@ -158,7 +161,7 @@ def machine(
 
     Args:
         config: the config of the process.
-        port: the port that it listens on.
+        port: the TCP port by which peers reach it, 0 behind one port.
         lent: returns True while arrays of the machine are lent to a reader.
         arrays: the allocator of the machine's arrays.
         own: the key by which other clusters know this process; None: without keys.
@@ -215,7 +218,8 @@ def machine(
             lost_ns = int(config.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
             expect = pack({"plan_digest": settings.plan_digest, "name": settings.name})
-            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
+            name = f"{socket.gethostname()}:{parse_address('', config.front(port))[1]}"
+            member = Member(uuid.uuid4().hex, name, expect, timing, coordinator.tree)
     resources = ShardResources(
         optimizer=_optimizers(arrays)
         if settings.mode().rule is FoldRule.OPTIMIZER or settings.start_steps > 0
@@ -228,6 +232,7 @@ def machine(
         host=config.host,
     )
     shard = Shard(config.index, settings, time.time_ns(), port, kept, resources)
-    host = reached(config.bind, config.parent) if member else ""
+    host = reached(config.front(port), config.parent) if member else ""
+    host += f":{parse_address('', config.one_port)[1]}" if member and config.one_port else ""
     public = own.public if own is not None else ""
     return Server(shard, coordinator, member, config.parent, host, public, config.replicas > 0)

@@ -39,7 +39,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address
+from narrows.protocols.addresses import front, is_address
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.effects import (
     CopyEffect,
@@ -512,7 +512,7 @@ class ParentAddresses:
 
         Return False if it is no address; then its owner will count as silent.
         """
-        if address not in self.clusters and is_address(address):
+        if address not in self.clusters and is_address(front(address)):
             for gone in self.clusters - known:
                 self.lose(gone)
             self.clusters.add(address)

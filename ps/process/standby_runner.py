@@ -37,7 +37,7 @@ class StandbyRunner:
     Args:
         config: the config of the process.
         port: its sockets.
-        number: the TCP port that it listens on.
+        number: the TCP port by which peers reach it, 0 behind one port.
         access_control: its access control.
     """
 
@@ -53,8 +53,8 @@ class StandbyRunner:
         self.serves: list[StartServing] = []  # the view in which this server takes over, once there is one
         self.stale = False  # the primary went back to a checkpoint that is not here
         self.refused_ns = 0  # since when the primary has another standby, 0: it has none
-        first = parse_address("", config.coordinator)[1] if config.coordinator else number
-        address = f"tcp://{reached(config.bind, config.follows)}:{first}"
+        first = config.front(parse_address("", config.coordinator)[1] if config.coordinator else number)
+        address = f"tcp://{reached(first, config.follows)}:{parse_address('', first)[1]}"
         lost_ns = standby_lost_ns(config.settings.lease)
         siblings = PeerShards(config.settings.shards, lost_ns)
         self.standby = Standby(

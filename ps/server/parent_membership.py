@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import LOCAL_HOSTS
+from narrows.protocols.addresses import LOCAL_HOSTS, behind
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.effects import Log, MemberEffect, Send, SendToPeer, ServerEffect, StopProcess
@@ -96,7 +96,7 @@ class ParentMembership:
             coordinator: The coordinator of this cluster.
             member: The member of the parent's run.
             parent: The address of the parent.
-            host: The host under which other clusters reach this one.
+            host: The host under which other clusters reach this one; HOST:PORT behind one port.
             public: The public key that other clusters find there, "" for none.
             stands: True if this server may have a standby.
         """
@@ -146,7 +146,11 @@ class ParentMembership:
         # The parent gets updates only, so the optimizer and the clipping are this cluster's own.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.run.shards)]
         there = f"/{self.public}" if self.public else ""
-        member.reached_at(" ".join(f"tcp://{self.host}:{port}{there}" for port in ports))
+        where = [
+            f"tcp://{self.host}:{port}" if port else behind(f"tcp://{self.host}", shard)
+            for shard, port in enumerate(ports)
+        ]
+        member.reached_at(" ".join(address + there for address in where))
         upward = replace(coordinator.members.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 
@@ -379,7 +383,7 @@ class ParentMembership:
     def _unreachable(self) -> bool:
         """True if only this machine can reach this cluster, and the parent is on another machine."""
         above = self.parent.removeprefix("tcp://").rpartition(":")[0]
-        return self.host in LOCAL_HOSTS and above not in LOCAL_HOSTS
+        return self.host.partition(":")[0] in LOCAL_HOSTS and above not in LOCAL_HOSTS
 
     def _started(self, event: e.MemberStarted, now_ns: int) -> list[ServerEffect]:
         """Take the seat that the parent gives.

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import behind
+from narrows.protocols.addresses import shard_address
 from narrows.protocols.effects import Log, Send, ServerEffect, StopProcess
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.gossip.peers import GossipPeer
@@ -70,7 +70,7 @@ class Server:
             coordinator: In process 0: the coordinator.
             member: In process 0 of a cluster: its member of the run of the server at `parent`.
             parent: The address of the parent, "" for none.
-            host: The host under which other clusters reach this one.
+            host: The host under which other clusters reach this one; HOST:PORT behind one port.
             public: The public key that other clusters find there, "" for none.
             stands: True if this server may have a standby.
         """
@@ -110,8 +110,7 @@ class Server:
             return self.membership.parent
         if (seat := self.shard.parent_slot.seat) is None:
             return ""
-        port = seat.place.ports[self.shard.index]
-        return f"{seat.place.server.rpartition(':')[0]}:{port}" if port else behind(seat.place.server, self.shard.index)
+        return shard_address(seat.place.server, seat.place.ports[self.shard.index], self.shard.index)
 
     @property
     def beside(self) -> str:

@@ -7,6 +7,8 @@ import socket
 import struct
 from contextlib import suppress
 
+from kit.one_port import DIRECTLY, dialled
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + bytes(32)
 TYPE = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 READY = b"\x05READY" + TYPE + b"\x08Identity" + bytes(4)
@@ -29,9 +31,9 @@ def noise(rng: random.Random, kind: str) -> bytes:
     return frame(OURS + body if kind == "ours" else body)
 
 
-def shaken(port: int) -> socket.socket:
-    """A connection that is good for frames. Raises OSError where the other end hangs up."""
-    made = socket.create_connection(("127.0.0.1", port), 10)
+def shaken(port: int, shard: int = DIRECTLY) -> socket.socket:
+    """A connection that is good for frames; `shard` as of `dialled`. Raises OSError where the other end hangs up."""
+    made = dialled(port, shard)
     made.sendall(HANDSHAKE)
     heard = 0
     while heard <= len(GREETING):  # its own, and some of its READY
@@ -41,8 +43,8 @@ def shaken(port: int) -> socket.socket:
     return made
 
 
-def reset(port: int, kind: str) -> None:
+def reset(port: int, kind: str, shard: int = DIRECTLY) -> None:
     """One connection that sends a message and is reset before the other end can have answered."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as made:
+    with suppress(OSError), dialled(port, shard) as made:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         made.sendall(RESETS[kind])

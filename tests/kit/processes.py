@@ -185,6 +185,22 @@ def descendants(pid: int) -> list[Pid]:
     return found
 
 
+def relay_of(pid: int) -> int:
+    """Return the pid of the process that serves the one port of a ps-serve; 0: there is none now."""
+    names = dict[Pid, str]()
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            names[each] = Path(f"/proc/{each}/comm").read_text().strip()
+    return next((int(each) for each, name in names.items() if name == "ps-one-port"), 0)
+
+
+def kill_relay(pid: int) -> None:
+    """Kill that process, and wait for another in its place."""
+    old = relay_of(pid)
+    os.kill(old, signal.SIGKILL)
+    until(lambda: relay_of(pid) not in (0, old), "another process at the port")
+
+
 def kill_all(pid: int) -> None:
     """Kill a process and its descendants.
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from kit.one_port import DIRECTLY, dialled
 from kit.processes import (
     GONE_S,
     ROOT,
@@ -44,7 +45,9 @@ from safetensors.torch import load_file
 
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import shard_name
 from narrows.protocols.errors import ServerLostError
+from narrows.protocols.runtime.network.socks_dialler import SocksDialler
 from narrows.protocols.wire import HEADER_BYTES_MAX, decode, encode
 from narrows.ps.checkpoints.checkpoint_files import clocks
 
@@ -349,14 +352,18 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
 # Strangers at the port.
 
 
-@pytest.fixture(scope="module")
-def attacked() -> Iterator[tuple[Server, Worker]]:
-    with serving("--sync", "bsp") as server, Worker(server.address) as worker:
-        yield server, worker
+Attacked = tuple[Server, Worker, int]  # the shard that strangers name to the one port
 
 
-def raw(server: Server, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
+@pytest.fixture(scope="module", params=["own port", "one port", "CONNECT"])
+def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
+    way = () if request.param == "own port" else ("--one-port",)
+    with serving("--sync", "bsp", *way) as server, Worker(server.address) as worker:
+        yield server, worker, 0 if request.param == "CONNECT" else DIRECTLY
+
+
+def raw(server: Server, data: bytes, shard: int) -> None:
+    with dialled(server.port, shard) as stranger:
         stranger.sendall(data)
         stranger.settimeout(0.1)
         try:
@@ -375,9 +382,9 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)  # o
     GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + bytes(1000),
     GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + b"\xff" * 8,  # a frame of 2^64 - 1 bytes
 ], ids=["http", "noise", "half a greeting", "zeros", "endless frame"])  # fmt: skip
-def test_bytes_that_are_no_zeromq(data: bytes, attacked: tuple[Server, Worker]) -> None:
-    server, worker = attacked
-    raw(server, data)
+def test_bytes_that_are_no_zeromq(data: bytes, attacked: Attacked) -> None:
+    server, worker, shard = attacked
+    raw(server, data, shard)
     undisturbed(worker)
 
 
@@ -459,11 +466,15 @@ LONG = ("oversized header",)  # answered, or hung up on: of a stranger more byte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_messages_that_are_none(name: str, attacked: tuple[Server, Worker]) -> None:
-    server, worker = attacked
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+def test_messages_that_are_none(name: str, attacked: Attacked) -> None:
+    server, worker, shard = attacked
+    with ExitStack() as stack, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
-        stranger.connect(f"tcp://127.0.0.1:{server.port}")
+        if shard == DIRECTLY:
+            stranger.connect(f"tcp://127.0.0.1:{server.port}")
+        else:
+            by = stack.enter_context(closing(SocksDialler(f"127.0.0.1:{server.port}", shard_name(shard))))
+            stranger.connect(by.endpoint)
         stranger.send_multipart(forged(worker)[name])
         answered = stranger.poll(100 if name in SILENT else 1000 if name in LONG else 5000)
         assert name in LONG or bool(answered) == (name not in SILENT)

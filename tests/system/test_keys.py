@@ -22,6 +22,7 @@ from kit.processes import LIMIT_S, SCRIPT, Server, Worker, finished, serving, st
 from kit.scripts import distance, flat
 
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import behind, by_proxy
 from narrows.protocols.errors import AuthenticationError, UsageError
 from narrows.protocols.runtime.network import key_files
 from narrows.protocols.runtime.network.curve_auth import (
@@ -35,6 +36,7 @@ from narrows.protocols.runtime.network.curve_auth import (
     new_pair,
 )
 from narrows.protocols.runtime.network.key_files import LIST_S, AdmittedKeys, Identity
+from narrows.protocols.runtime.network.socks_dialler import SocksDialler
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.access_control import AccessControl
 from narrows.worker.runtime.member_link import tell_left
@@ -161,7 +163,14 @@ def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> 
     assert guard.who(guard.own.public) == Identity("server", "server")
 
 
-# Runs.
+# Runs. Strangers come by each way, and get what they get at a shard's own port.
+
+WAYS: list[tuple[str, ...]] = [(), ("--one-port", "--shards", "2")]
+
+
+def plainly(host: str, port: int, shard: int = 0) -> str:
+    """As `hosts.endpoint`, without Unix sockets."""
+    return behind(f"tcp://{host}:{port}", shard)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp"])
@@ -184,13 +193,14 @@ def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path, tmp_path: Pa
     assert np.isfinite(flat(worker.model)).all()
 
 
-def test_a_key_takes_away_no_place_of_another_key(folder: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_key_takes_away_no_place_of_another_key(way: tuple[str, ...], folder: Path) -> None:
     """Nor does it where shard 0 is killed meanwhile: what was said under which key is done again."""
     for name in ("village", "town"):
         key_files.add(str(folder), name, "worker")
     city = key_files.member_key(key_of(folder), "--key")
     said = "ps-serve: a worker with the key of city failed before it joined: the run waits for 2\n"
-    with serving("--workers", "3", "--keys", str(folder)) as server, ThreadPoolExecutor(1) as pool:
+    with serving("--workers", "3", "--keys", str(folder), *way) as server, ThreadPoolExecutor(1) as pool:
         for number in range(3):
             tell_left(server.address, f"of a worker that never came {number}", city)
         until(lambda: server.command.out.count(said) == 2, server.command)
@@ -222,7 +232,10 @@ class Strangers:
             return command.err
 
 
-def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(
+    way: tuple[str, ...], folder: Path, tmp_path: Path, script: str
+) -> None:
     """No key, a key of nobody's list, a key for another server, and one that is revoked while it trains."""
     key_files.make(str(tmp_path / "other"))
     foreign = key_files.add(str(tmp_path / "other"), "city", "worker")
@@ -232,7 +245,7 @@ def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, 
     path.write_text(json.dumps(unlisted))
     os.chmod(path, 0o600)
     gone = str(key_files.add(str(folder), "gone", "worker"))
-    with serving("--sync", "async", "--keys", str(folder), "--lease", "2") as server:
+    with serving("--sync", "async", "--keys", str(folder), "--lease", "2", *way) as server:
         worker = Worker(server.address, key_of(folder))
         worker.train(3)
         strangers = Strangers(server, script)
@@ -251,7 +264,8 @@ def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, 
         assert server.command.process.returncode == 0, server.command
         said = server.command.out
     for text in ("without the keys of this run", "that is not on the list", "the key of gone was taken off the list"):
-        assert said.count(text) == 2, said  # as it happened, and how often at the end
+        # As it happened, and how often at the end. Each shard refuses the revoked key.
+        assert said.count(text) == 2 or (way and "gone" in text and said.count(text) == 4), said
 
 
 def test_a_server_without_keys_is_not_trusted_with_one(folder: Path, script: str) -> None:
@@ -302,11 +316,12 @@ def tapped(port: int) -> Iterator[tuple[int, list[bytes]]]:
         yield listener.getsockname()[1], sent
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_sent_cannot_be_read_and_a_recording_opens_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    way: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", lambda host, port: f"tcp://{host}:{port}")
-    with serving("--sync", "async", "--keys", str(folder)) as server, tapped(server.port) as (port, sent):
+    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", plainly)
+    with serving("--sync", "async", "--keys", str(folder), *way) as server, tapped(server.port) as (port, sent):
         worker = Worker(f"tcp://127.0.0.1:{port}", key_of(folder))
         worker.train(4)
         recorded = b"".join(sent)
@@ -335,8 +350,9 @@ def dealer(
         made.setsockopt(zmq.LINGER, 0)
         if own is not None:
             dials(made, own, there)
-        with closing(HandshakeMonitor(made, address)) as failures:
-            made.connect(address)
+        with closing(HandshakeMonitor(made, address)) as failures, ExitStack() as stack:
+            by = by_proxy(address)
+            made.connect(stack.enter_context(closing(SocksDialler(*by))).endpoint if by else address)
             yield made, failures
 
 
@@ -344,17 +360,18 @@ def refuses(failures: HandshakeMonitor, why: HandshakeFailure) -> bool:
     return why in failures.take()
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    way: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run ends as if they had not been there. The seconds that each took are printed."""
-    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", lambda host, port: f"tcp://{host}:{port}")
+    monkeypatch.setattr("narrows.worker.runtime.member_link.endpoint", plainly)
     other, gone = (
         key_files.member_key(str(key_files.add(str(folder), name, "worker")), "--key") for name in ("second", "gone")
     )
     took: dict[str, float] = {}
     with ExitStack() as stack:
-        server = stack.enter_context(serving("--sync", "ssp", "--keys", str(folder)))
+        server = stack.enter_context(serving("--sync", "ssp", "--keys", str(folder), *way))
         port, sent = stack.enter_context(tapped(server.port))
 
         def timed(kind: str, done: Callable[[], Any]) -> None:
@@ -380,8 +397,9 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
             ("no key", None, HandshakeFailure.KEYLESS),
             ("a wrong key", new_pair(), HandshakeFailure.REFUSED),
         ):
-            with dealer(address, pair, there) as (_, failures):
-                timed(kind, partial(refuses, failures, why))
+            for shard in range(1 + bool(way)):
+                with dealer(behind(address, shard), pair, there) as (_, failures):
+                    timed(f"{kind}, at shard {shard}", partial(refuses, failures, why))
         timed("which is named", says("a key that is not on the list was refused"))
 
         member = worker.session.link.member
@@ -409,8 +427,9 @@ def test_each_kind_of_stranger_is_refused_within_a_second_and_counted(
         said = server.command.out
     assert distance(flat(worker.model), trained_alone(worker.clock, 0.001)) < 1e-5
     counted = [line for line in said.splitlines() if " times: " in line]
-    for text in ("without the keys of this run", "is not on the list", "the key of gone was taken off", refusal.text):
-        assert sum(text in line for line in counted) == 1, said
+    for text, times in (("without the keys of this run", 1 + bool(way)), ("is not on the list", 1 + bool(way)),
+                        ("the key of gone was taken off", 1), (refusal.text, 1)):  # fmt: skip
+        assert sum(text in line for line in counted) == times, said
     with capfd.disabled():
         print("", *(f"{kind}: {seconds:.2f} s" for kind, seconds in took.items()), sep="\n")
 
@@ -462,14 +481,17 @@ def clusters(tmp_path: Path, folder: Path) -> list[str]:
     return made
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sync", ["ssp", "gossip"])
-def test_two_levels_with_keys_of_their_own(sync: str, folder: Path, tmp_path: Path, script: str) -> None:
+def test_two_levels_with_keys_of_their_own(
+    sync: str, way: tuple[str, ...], folder: Path, tmp_path: Path, script: str
+) -> None:
     north, south = clusters(tmp_path, folder)
-    with serving("--sync", sync, "--workers", "2", "--keys", str(folder)) as root, ExitStack() as stack:
+    with serving("--sync", sync, "--workers", "2", "--keys", str(folder), *way) as root, ExitStack() as stack:
         commands = []
         for name, own in (("north", north), ("south", south)):
             flags = ("--parent", root.address, "--parent-key", key_of(folder, name), "--keys", own)
-            below = stack.enter_context(serving("--sync", "bsp", "--push", "update", *flags))
+            below = stack.enter_context(serving("--sync", "bsp", "--push", "update", *way, *flags))
             words = ("ps-worker", "--server", below.address, "--key", f"{own}/one.key", script, "12")
             commands.append(stack.enter_context(started(*words)))
         for command in commands:
@@ -495,9 +517,10 @@ def test_nothing_is_said_in_the_open_by_who_has_keys(folder: Path) -> None:
     assert AccessControl("", "", "secret", "").curve is None
 
 
-def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cluster_needs_the_key_of_a_cluster(way: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """ps-serve looks at the file; a server that was tampered with looks at what it is told."""
-    with serving("--sync", "ssp", "--keys", str(folder)) as root:
+    with serving("--sync", "ssp", "--keys", str(folder), *way) as root:
         words = ("ps-serve", "--bind", "tcp://127.0.0.1:0", "--parent", root.address, "--parent-key", key_of(folder))
         code, _, err = finished(*words)
         assert code == 2 and "this is the key of a worker; the owner of the parent makes one with --role cluster" in err
@@ -505,7 +528,7 @@ def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> N
         path = tmp_path / "disguised.key"
         path.write_text(json.dumps(disguised))
         os.chmod(path, 0o600)
-        code, _, err = finished(*words[:-1], str(path), "--checkpoint-dir", "none")
+        code, _, err = finished(*words[:-1], str(path), "--checkpoint-dir", "none", *way)
         assert code == 4 and "the key of city is that of a worker: a cluster needs one with --role cluster" in err
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.processes import Command, Server, Worker, finished, serving, started, trained_alone, until
+from kit.processes import Command, Server, Worker, finished, kill_relay, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 from safetensors import safe_open
 
 UPDATES = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
+ONE_PORT = ("--one-port",)
 RATE = 0.001  # of hundreds of steps, which must not end in noise
 
 
@@ -139,18 +140,26 @@ def trains(worker: Worker, done: Callable[[], Any], what: object) -> None:
     until(stepped, what)
 
 
-def test_a_machine_that_joins_has_keys_until_it_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("here", "there"), [((), ()), (ONE_PORT, ()), (ONE_PORT, ONE_PORT), ((), ONE_PORT)])
+def test_a_machine_that_joins_has_keys_until_it_goes(
+    here: tuple[str, ...], there: tuple[str, ...], tmp_path: Path
+) -> None:
     """Trace: a shard on another address; it is killed there, and goes on; its machine gets Ctrl-C."""
-    with serving("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path / "kept")) as server:
+    flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path / "kept"))
+    with serving(*flags, *here, host="127.0.0.3" if here else "127.0.0.1") as server:
         worker = Worker(server.address, rate=RATE)
         worker.train(5)
-        with joined(server, tmp_path) as guest:
+        with joined(server, tmp_path, *there) as guest:
             trains(worker, lambda: guest.pids, guest.command)
-            assert any("127.0.0.2" in address for address in worker.session.link._shards), "it is dialled there"
+            *_, last = worker.session.link._shards
+            assert "127.0.0.2" in last and last.endswith("/shard-2") == bool(there), "it is dialled there"
             (old,) = guest.pids
             os.kill(old, signal.SIGKILL)
             trains(worker, lambda: guest.pids not in ([], [old]), guest.command)
             worker.train(5)
+            if there:
+                kill_relay(guest.command.pid)
+                worker.train(5)
             assert len(server.pids) == 3, "ps-serve, and its own two"
             guest.command.process.send_signal(signal.SIGINT)
             trains(worker, lambda: guest.command.process.poll() is not None, guest.command)

@@ -23,6 +23,9 @@ BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001
 STEPS_MAX = 2000
 STALL_S = 11.0  # a lease, and a second
+# Flags and host of the server and of its standby. 127.0.0.2 has no Unix sockets: workers dial as from another machine.
+PORTS, ONE_PORT = ((), "127.0.0.1"), (("--one-port",), "127.0.0.2")
+Way = tuple[tuple[str, ...], str]
 
 # What a `Worker` trains, as a script of its own, until it finds the file `enough`.
 TRAINS = f"""
@@ -62,18 +65,24 @@ def ends_with(standby: Server, *workers: Worker, joined: int = 0) -> None:
     assert "Traceback" not in standby.command.err, standby.command
 
 
-@pytest.mark.parametrize(("flags", "exact"), [
-    ("--sync bsp", True),
-    ("--sync ssp --staleness 0 --push gradient", True),
-    ("--sync async --compress topk:0.2+int8", False),
-    ("--sync local --local-steps 4 --fragments 2 --merge-delay 1 --compress 2bit", False),
-    ("--sync local --local-steps 4 --quorum 1 --compress 2bit", False),
+@pytest.mark.parametrize(("flags", "exact", "way", "second"), [
+    ("--sync bsp", True, PORTS, PORTS),
+    ("--sync ssp --staleness 0 --push gradient", True, PORTS, PORTS),
+    ("--sync async --compress topk:0.2+int8", False, PORTS, PORTS),
+    ("--sync local --local-steps 4 --fragments 2 --merge-delay 1 --compress 2bit", False, PORTS, PORTS),
+    ("--sync local --local-steps 4 --quorum 1 --compress 2bit", False, PORTS, PORTS),
+    ("--sync bsp", True, ONE_PORT, ONE_PORT),
+    ("--sync bsp", True, ONE_PORT, PORTS),
+    ("--sync ssp", False, PORTS, ONE_PORT),
 ])  # fmt: skip
-def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool, tmp_path: Path) -> None:
+def test_the_standby_goes_on_where_the_server_was(
+    flags: str, exact: bool, way: Way, second: Way, tmp_path: Path
+) -> None:
+    more = (*flags.split(), "--shards", "2", "--replicas", "1")
     with (
         # Both: what was folded before the standby had a copy comes with it.
-        serving(*flags.split(), "--shards", "2", "--replicas", "1", env=telling(tmp_path / "server")) as server,
-        serving("--standby", server.address, env=telling(tmp_path / "told")) as standby,
+        serving(*more, *way[0], host=way[1], env=telling(tmp_path / "server")) as server,
+        serving("--standby", server.address, *second[0], host=second[1], env=telling(tmp_path / "told")) as standby,
     ):
         worker = Worker(server.address, rate=RATE)
         log = Log(worker)
@@ -128,9 +137,14 @@ def test_the_standby_goes_on_with_a_plan_that_changes(said: str, tmp_path: Path)
     assert not wrong(shards, log.settled, log.weights)
 
 
-def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() -> None:
+@pytest.mark.parametrize("way", [PORTS, ONE_PORT])
+def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place(way: Way) -> None:
     flags = ("--sync", "ssp", "--shards", "2", "--replicas", "1", "--compress", "topk:0.2+int8")
-    with serving(*flags) as server, serving("--standby", server.address) as standby:
+    more, host = way
+    with (
+        serving(*flags, *more, host=host) as server,
+        serving("--standby", server.address, *more, host=host) as standby,
+    ):
         worker = Worker(server.address, rate=RATE)
         worker.train(5)
         stands_by(standby, server)
@@ -140,7 +154,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
         standby.kill()
         goes_on(worker, 5)
         until(lambda: "goes on without one" in server.command.out, server.command)
-        with serving("--standby", server.address) as second:
+        with serving("--standby", server.address, *more, host=host) as second:
             stands_by(second, server)
             goes_on(worker)
             os.kill(server.pids[0], signal.SIGKILL)  # ps-serve alone: its shards must end without a word
@@ -165,16 +179,18 @@ def test_a_worker_that_joins_while_the_server_is_lost_is_let_in_by_the_standby()
         ends_with(standby, worker)
 
 
-def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [PORTS, ONE_PORT])
+def test_a_server_that_comes_back_is_served_no_more(way: Way, tmp_path: Path) -> None:
     assert finished("ps-serve", "keys", "init", str(tmp_path / "keys"))[0] == 0
     code, _, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
     assert code == 0, err
     shutil.copytree(tmp_path / "keys", tmp_path / "copy")
-    flags = (*BELOW, "--replicas", "1", "--keys", str(tmp_path / "keys"))
-    with serving(*flags) as server:
+    more, host = way
+    flags = (*BELOW, "--shards", "2", "--replicas", "1", "--keys", str(tmp_path / "keys"), *more)
+    with serving(*flags, host=host) as server:
         code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address)
         assert code == 4 and "give --keys" in err, err
-        with serving("--standby", server.address, "--keys", str(tmp_path / "copy")) as standby:
+        with serving("--standby", server.address, "--keys", str(tmp_path / "copy"), *more, host=host) as standby:
             worker = Worker(server.address, str(tmp_path / "keys" / "one.key"), RATE)
             worker.train(5)
             stands_by(standby, server)
@@ -197,13 +213,16 @@ def kept_its_place(root: Server) -> None:
     assert "Traceback" not in root.command.err, root.command
 
 
-def test_a_cluster_turns_to_the_standby_of_the_server_above(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [PORTS, ONE_PORT])
+def test_a_cluster_turns_to_the_standby_of_the_server_above(way: Way, tmp_path: Path) -> None:
     told = {name: tmp_path / name for name in ("root", "standby", "cluster")}
-    flags = ("--sync", "bsp", "--push", "update", "--shards", "2", "--replicas", "1")
+    more, host = way
+    flags = ("--sync", "bsp", "--push", "update", "--shards", "2", "--replicas", "1", *more)
+    below = (*BELOW, "--shards", "2", *more)
     with (
-        serving(*flags, env=telling(told["root"])) as root,
-        serving("--standby", root.address, env=telling(told["standby"])) as standby,
-        serving(*BELOW, "--shards", "2", "--parent", root.address, env=telling(told["cluster"])) as cluster,
+        serving(*flags, host=host, env=telling(told["root"])) as root,
+        serving("--standby", root.address, *more, host=host, env=telling(told["standby"])) as standby,
+        serving(*below, "--parent", root.address, host=host, env=telling(told["cluster"])) as cluster,
     ):
         worker = Worker(cluster.address, rate=RATE)
         worker.train(20)
@@ -220,7 +239,8 @@ def test_a_cluster_turns_to_the_standby_of_the_server_above(tmp_path: Path) -> N
     assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-4
 
 
-def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [PORTS, ONE_PORT])
+def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(way: Way, tmp_path: Path) -> None:
     above, here, copy = (str(tmp_path / name) for name in ("above", "here", "copy"))
     assert finished("ps-serve", "keys", "init", above)[0] == finished("ps-serve", "keys", "init", here)[0] == 0
     _, city, err = finished("ps-serve", "keys", "add", "city", "--keys", above, "--role", "cluster")
@@ -230,15 +250,16 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
     shutil.copytree(here, copy)
     told = {name: tmp_path / f"told-{name}" for name in ("root", "cluster", "standby")}
     upward = ("--parent-key", str(Path(above) / "city.key"))
-    flags = (*BELOW, "--shards", "2", "--replicas", "1", "--keys", here, *upward)
+    more, host = way
+    flags = (*BELOW, "--shards", "2", "--replicas", "1", "--keys", here, *upward, *more)
     with (
-        serving("--sync", "ssp", "--shards", "2", "--keys", above, env=telling(told["root"])) as root,
-        serving(*flags, "--parent", root.address, env=telling(told["cluster"])) as cluster,
+        serving("--sync", "ssp", "--shards", "2", "--keys", above, *more, host=host, env=telling(told["root"])) as root,
+        serving(*flags, "--parent", root.address, host=host, env=telling(told["cluster"])) as cluster,
     ):
         follows = ("--standby", cluster.address, "--keys", copy)
         code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", *follows)
         assert code == 2 and "give --parent-key" in err, err
-        with serving(*follows, *upward, env=telling(told["standby"])) as standby:
+        with serving(*follows, *upward, *more, host=host, env=telling(told["standby"])) as standby:
             worker = Worker(cluster.address, str(Path(here) / "one.key"), RATE)
             worker.train(20)
             stands_by(standby, cluster)

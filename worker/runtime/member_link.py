@@ -406,8 +406,10 @@ class MemberLink(LinkEvents, LinkCommands):
         return reached_by(address, f"{self.host}:{self.port}")
 
     def _endpoint(self, shard: int, port: int, host: str = "") -> str:
-        """Return the endpoint of a shard by its port, 0 behind one port, and its host, "" for that of the server."""
-        return endpoint(host or self.host, port) if port else endpoint(self.host, self.port, shard)
+        """Return the endpoint of a shard by its port and its host, which are as `are_addresses` has them."""
+        if port:
+            return endpoint(host or self.host, port)
+        return endpoint(*(parse_address("", f"tcp://{host}") if host else (self.host, self.port)), shard)
 
     def _dial(self, roster: m.Roster) -> None:
         """Dial the peers of the roster, and hang up on others. A peer with an invalid address will count as silent."""

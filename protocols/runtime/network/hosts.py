@@ -10,7 +10,7 @@ import struct
 import sys
 from pathlib import Path
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, behind, bracketed, local_endpoint, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, behind, bracketed, front, local_endpoint, parse_address
 
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
@@ -76,7 +76,7 @@ def own_host(host: str, port: int) -> str:
 
 
 def reached(bound: str, parent: str) -> str:
-    """Return the host by which other clusters reach a process that is bound to `bound`.
+    """Return the host by which others reach a server that is bound to `bound`.
 
     Returns:
         The host of `bound`, or if that is any address, the address of this machine on the way to `parent`.
@@ -85,7 +85,7 @@ def reached(bound: str, parent: str) -> str:
     if host not in ANY_HOSTS:
         return host
     with contextlib.suppress(OSError):
-        return own_host(*parse_address("--parent", parent))
+        return own_host(*parse_address("--parent", front(parent)))
     return socket.gethostname()
 
 

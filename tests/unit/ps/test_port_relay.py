@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import pytest
+from kit.one_port import RelayThread, dialled
 from kit.processes import until
 
 from narrows.protocols.runtime.network import curve_auth
 from narrows.protocols.runtime.network.sockets import Sockets
 from narrows.protocols.runtime.network.socks_dialler import DONE, SPLICES
 from narrows.ps.process import port_relay
-from narrows.ps.process.port_relay import NO_COMMAND, NO_TYPE, NOT_ALLOWED, PAGE, REFUSED, PortRelay, missing
+from narrows.ps.process.port_relay import NO_COMMAND, NO_TYPE, NOT_ALLOWED, PAGE, REFUSED, missing
 
 GREETED = b"\x05\x00"
 RESET = struct.pack("ii", 1, 0)
@@ -26,27 +27,14 @@ class Place:
     """A relay in a thread, and the servers behind it."""
 
     def __init__(self, most: int = 100) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
         self.servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("shard-0", "shard-1", PAGE)}
         for server in self.servers.values():
             server.settimeout(10)
-        self.relay = PortRelay(self.listener, most)
-        self.relay.lead({name: server.getsockname()[1] for name, server in self.servers.items()})
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while not self.over.is_set():
-            self.relay.turn(0.02)
-        self.relay.close()
-        while not self.relay.closed:
-            self.relay.turn(0.02)
-        self.relay.free()
+        self.thread = RelayThread({name: server.getsockname()[1] for name, server in self.servers.items()}, most)
+        self.port, self.relay = self.thread.port, self.thread.relay
 
     def dial(self, said: bytes = b"") -> socket.socket:
-        made = socket.create_connection(("127.0.0.1", self.port), 10)
+        made = dialled(self.port)
         made.sendall(said)
         return made
 
@@ -56,8 +44,7 @@ class Place:
         return made
 
     def close(self) -> None:
-        self.over.set()
-        self.thread.join(10)
+        self.thread.close()
         for server in self.servers.values():
             server.close()
 
@@ -68,7 +55,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made = Place()
     yield made
     made.close()
-    assert not made.thread.is_alive()
 
 
 def wish(name: bytes, command: int = 1, kind: int = 3) -> bytes:

@@ -37,12 +37,13 @@ from narrows.protocols.runtime.network.connections import Connection
 from narrows.protocols.runtime.network.curve_auth import HandshakeFailure
 from narrows.protocols.runtime.network.sockets import Peer, Receipt, Sockets
 from narrows.protocols.wire import decode, encode, pack
+from narrows.ps.command.shard_supervisor import ShardSupervisor
 from narrows.ps.coordinator.coordinator import Coordinator
 from narrows.ps.journal.machine_pickling import frozen, thaw
 from narrows.ps.process import bootstrap_client
 from narrows.ps.process.access_control import AccessControl
 from narrows.ps.process.config import ServerConfig
-from narrows.ps.process.machine_factory import release
+from narrows.ps.process.machine_factory import UNKNOWN, release
 from narrows.ps.process.standby_runner import PLACE_NS, StandbyRunner
 from narrows.ps.replication.events import EventKind, MachineEvent
 from narrows.ps.replication.standby import MachineParts
@@ -388,7 +389,7 @@ def test_it_waits_for_a_server_whose_run_is_over_until_that_is_gone(stdin: int) 
 
 TOLD = {"release": release(), "settings": {}, "ports": [1, 2], "hash_seed": "3", "secret": "x", "parent": "",
         "has_parent_key": False}  # fmt: skip
-STARTING = m.ReplicationBegin(pack(TOLD | {"ports": [1, 0]}))  # of a server that still starts its second shard
+STARTING = m.ReplicationBegin(pack(TOLD | {"ports": [1, UNKNOWN]}))  # of a server that still starts its second shard
 
 
 def test_what_a_server_tells_is_checked() -> None:
@@ -399,6 +400,30 @@ def test_what_a_server_tells_is_checked() -> None:
             bootstrap_client.checked(ORIGINAL, told)
     with pytest.raises(IncompatibleError, match="the server runs Python 2"):
         bootstrap_client.checked(ORIGINAL, TOLD | {"release": "Python 2"})
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("one_port", "follows", "address"), [
+    ("", ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"), "tcp://127.0.0.3:4711"),
+    ("tcp://127.0.0.3:80", ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"), "tcp://127.0.0.3:80"),
+    ("tcp://0.0.0.0:80", ("tcp://127.0.0.1:9", "socks5://127.0.0.1:9/shard-1"), "tcp://127.0.0.1:80"),
+    ("", ("tcp://127.0.0.1:9", "socks5://127.0.0.1:9/shard-1"), "tcp://127.0.0.3:4711"),
+])  # fmt: skip
+def test_all_shards_of_a_standby_tell_one_address(
+    one_port: str, follows: tuple[str, str], address: str, index: int
+) -> None:
+    """Its own, or that of the one port before it: a member dials it there, and shard 0 compares what each shard tells."""
+    settings, bound = Settings(shards=2).validated(), "127.0.0.1" if one_port else "127.0.0.3"
+    config = ServerConfig(
+        index, settings, f"tcp://{bound}:0", f"tcp://{bound}:4711" if index else "", 1, "", False,
+        secret=SECRET, follows=follows[index], one_port=one_port,
+    )  # fmt: skip
+    number = 0 if one_port else 4712 if index else 4711
+    runner = StandbyRunner(config, cast(Sockets, Wire()), number, AccessControl("", "", SECRET, "", follows[index]))
+    assert (runner.standby.address, runner.standby.port) == (address, number)
+    supervisor = ShardSupervisor(settings)
+    supervisor.follow(follows[0], TOLD | {"ports": [9, 0 if "socks5" in follows[1] else 10]})
+    assert supervisor.follows[1] == follows[1]
 
 
 @pytest.mark.parametrize(("answers", "error", "text"), [
